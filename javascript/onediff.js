@@ -1,15 +1,15 @@
-/* The OneDiff tab: asks the server for what is new while the tab can be seen, and keeps what the user has opened,
-   selected and focused when a part of it is drawn anew. The server's half is lib_onediff/ui/cache/page.py. */
+/* The Cache page: asks the server for what is new while it can be seen, and keeps what the user has opened, selected and
+   focused when a part of it is drawn anew. The server's half is lib_onediff/ui/cache/panel.py. */
 "use strict";
 
 window.onediff = (() => {
-    const BETWEEN_LOOKS = 250, WHILE_BUSY = 1000, OTHERWISE = 4000, LONGEST_ANSWER = 15000;
+    const BETWEEN_LOOKS = 250, WHILE_BUSY = 1000, OTHERWISE = 4000;
     const find = (selector) => document.querySelector(`#onediff_cache ${selector}`);
     const all = (selector) => [...document.querySelectorAll(`#onediff_cache ${selector}`)];
+    const isSeen = (element) => element !== null && element.offsetParent !== null;
 
     const selectedKeys = new Set(), openKeys = new Set();
-    let focused = null, scrolled = [0, 0], asking = null, observed = null;
-    let number = 0, actions = [], sent = null, asked = 0, looking = false, wasSeen = false, heard = 0, server;
+    let focused = null, asking = null, actions = [], asked = 0, wasSeen = false, server;
 
     // --- what is kept when a part is drawn anew ---
 
@@ -24,62 +24,41 @@ window.onediff = (() => {
     }
 
     function restore() {
-        const boxes = all(".onediff-table input[value]");
+        const boxes = all(".onediff-table input[value]"), shown = boxes.map((box) => box.value);
         for (const box of boxes) box.checked = selectedKeys.has(box.value);
-        const shown = new Set(boxes.map((box) => box.value));
-        if (boxes.length) for (const key of selectedKeys) if (!shown.has(key)) selectedKeys.delete(key);
-        for (const [name, waits] of Object.entries(waiting([...shown]))) {
-            const button = find(`#onediff_${name}`);
-            if (!button || button.disabled === waits) continue;
-            const hadFocus = button === document.activeElement;
-            button.disabled = waits;
-            if (hadFocus) nearest().focus();
-        }
+        if (boxes.length) for (const key of selectedKeys) if (!shown.includes(key)) selectedKeys.delete(key);
         const every = find("input[data-onediff-every]");
         if (every) every.checked = boxes.length > 0 && selectedKeys.size === boxes.length;
         for (const details of all("details[data-onediff-key]")) details.open = openKeys.has(details.dataset.onediffKey);
-        const table = find(".onediff-table");
-        if (table && table !== observed) {
-            observed = table;
-            [table.scrollLeft, table.scrollTop] = scrolled;
-            table.addEventListener("scroll", () => { scrolled = [table.scrollLeft, table.scrollTop]; });
+        // Buttons that have nothing to work on.
+        const none = selectedKeys.size === 0, models = new Set(shown.map((key) => key.slice(key.indexOf(" "))));
+        const idle = {
+            pin: none, unpin: none, purge: none, purge_all: !shown.length, release: !shown.length,
+            prewarm_cancel: !find('[data-onediff^="cancel "]'), purge_model: models.size !== 1,
+        };
+        for (const [name, disabled] of Object.entries(idle)) {
+            const button = find(`#onediff_${name}`);
+            if (button && button.disabled !== disabled) button.disabled = disabled;
         }
         moveFocus();
     }
 
-    // Name of a button to whether there is nothing that it could be for.
-    function waiting(keys) {
-        const none = selectedKeys.size === 0, empty = keys.length === 0;
-        const models = new Set(keys.map((key) => key.slice(key.indexOf(" "))));
-        return {
-            pin: none, unpin: none, purge: none, purge_all: empty, release: empty,
-            prewarm_cancel: !find('[data-onediff^="cancel "]'),
-            // Of which model: the list above the table says it, or there is one alone.
-            purge_model: models.size !== 1,
-        };
-    }
-
-    // The browser takes the focus from what was hidden or removed only later.
-    const isLost = () => document.activeElement === null || document.activeElement.offsetParent === null;
-
-    // Where the keyboard goes on from a button that is disabled now.
-    const nearest = () => find(".onediff-table") || find("#onediff_prewarm");
-
     function moveFocus() {
+        const lost = () => !isSeen(document.activeElement) || document.activeElement.disabled;
+        const nearest = () => find(".onediff-table") || find("#onediff_prewarm");
         const question = find("#onediff_purge_keep");
-        if (question && question.offsetParent !== null) {
+        if (isSeen(question)) {
             if (asking === null) {
                 asking = document.activeElement;
                 question.focus();
             }
         } else if (asking !== null) {
-            if (isLost()) (asking.disabled ? nearest() : asking).focus();
+            if (lost()) (asking.disabled ? nearest() : asking).focus();
             asking = null;
         }
-        if (focused && isLost()) {
+        if (focused && lost()) {
             const again = find(focused) || (focused.startsWith("[data-onediff=") && find("button[data-onediff]"));
-            const usable = again && again.disabled ? again.parentElement.querySelector("button:enabled") : again;
-            if (usable) usable.focus({preventScroll: true});
+            (again && !again.disabled ? again : nearest()).focus({preventScroll: true});
         }
     }
 
@@ -91,9 +70,10 @@ window.onediff = (() => {
     }, true);
     document.addEventListener("change", (event) => {
         if (!event.target.matches("#onediff_cache .onediff-table input")) return;
-        const boxes = event.target.value && !event.target.matches("[data-onediff-every]")
-            ? [event.target] : all(".onediff-table input[value]");
-        for (const box of boxes) selectedKeys[event.target.checked ? "add" : "delete"](box.value);
+        const every = event.target.matches("[data-onediff-every]");
+        for (const box of every ? all(".onediff-table input[value]") : [event.target]) {
+            selectedKeys[event.target.checked ? "add" : "delete"](box.value);
+        }
         restore();
     });
     document.addEventListener("click", (event) => {
@@ -101,17 +81,16 @@ window.onediff = (() => {
         if (!button) return;
         const [action, job] = button.dataset.onediff.split(" ");
         actions.push([action, Number(job)]);
-        look();
+        asked = 0;
     });
 
     // --- asking the server ---
 
+    // Numbers of handlers mean others on a server that was started anew, and one that is gone would be an error.
     async function sameServer() {
-        // Numbers of handlers mean others on a server that was started anew, and one that is gone would be an error.
         try {
             const answer = await fetch("app_id", {cache: "no-store"});
-            if (!answer.ok) return server === undefined || server === null;
-            const id = await answer.text();
+            const id = answer.ok ? await answer.text() : null;
             if (server === undefined) server = id;
             return id === server;
         } catch {
@@ -119,54 +98,25 @@ window.onediff = (() => {
         }
     }
 
-    function beat(name) {
-        const shown = find("[data-onediff-beat]");
-        return shown ? Number(shown.dataset[name]) : 0;
-    }
-
-    // An older answer may come after a newer one.
-    const answered = () => (heard = Math.max(heard, beat("onediffBeat")));
-    const isBusy = () => Boolean(find("[data-onediff-busy='true']"));
-    const isWaiting = () => number > answered() && performance.now() - asked < LONGEST_ANSWER;
-
-    function isSeen() {
+    setInterval(async () => {
         const root = document.getElementById("onediff_cache");
         if (root && !root.dataset.onediffWatched) {
             root.dataset.onediffWatched = "true";
-            new MutationObserver(restore).observe(root, {childList: true, subtree: true, attributes: true,
-                attributeFilter: ["class", "style"]});
+            new MutationObserver(restore).observe(root, {
+                childList: true, subtree: true, attributes: true, attributeFilter: ["class", "style"],
+            });
         }
-        return root !== null && root.offsetParent !== null && !document.hidden;
-    }
-
-    async function look() {
-        if (looking || isWaiting()) return;
-        looking = true;
-        asked = performance.now();
-        if (await sameServer()) {
-            if (number <= answered()) number = answered() + 1;
-            document.getElementById("onediff_tick").click();
-        }
-        looking = false;
-    }
-
-    setInterval(() => {
-        const seen = isSeen();
-        const since = performance.now() - asked;
-        if (seen && (!wasSeen || actions.length || since > (isBusy() ? WHILE_BUSY : OTHERWISE))) look();
+        const seen = isSeen(root) && !document.hidden;
+        const due = !wasSeen || performance.now() - asked > (find("[role=progressbar]") ? WHILE_BUSY : OTHERWISE);
         wasSeen = seen;
+        if (!seen || !due) return;
+        asked = performance.now();
+        if (await sameServer()) document.getElementById("onediff_look").click();
     }, BETWEEN_LOOKS);
 
     return {
-        // What the two events of the tab ask for; values: of all inputs, and then of all outputs.
-        message: (values, count) => {
-            if (sent === null || sent.number !== number) {
-                sent = {number, actions};
-                actions = [];
-            }
-            sent.turn = beat("onediffTurn");
-            return [JSON.stringify(sent), ...values.slice(1, count)];
-        },
-        selected: (values, count) => [JSON.stringify([...selectedKeys]), ...values.slice(1, count)],
+        // What was asked of jobs since the last time, and the selected rows, as JSON.
+        actions: () => JSON.stringify(actions.splice(0)),
+        selected: () => JSON.stringify([...selectedKeys]),
     };
 })();

@@ -1,7 +1,6 @@
-/* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, a mark and a
-   button where they are not at their default, and a reason where a value is wrong or does nothing; rows that would do
-   nothing are hidden. The options and the words come from lib_onediff/ui/settings_form.py, which is also asked for the
-   reasons.
+/* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, buttons that
+   set a speed, a mark and a button where they are not at their default, and a note where a value does nothing on this
+   machine; rows that would do nothing are hidden. The options and the words come from lib_onediff/ui/settings_tab.py.
 
    The page shows what it was given when it was opened: when OneDiff's Presets page has changed options, show() brings
    them up to date, as applying the settings would bring the old values back. */
@@ -10,16 +9,19 @@
 window.onediffSettings = (() => {
     const BETWEEN_LOOKS = 400;
     const rowOf = (key) => document.getElementById(`setting_${key}`);
-    let told = null, before = "", number = 0, answered = "";
+    let told = null;
 
     // --- values ---
+
+    const fieldsOf = (row) => ({
+        radios: [...row.querySelectorAll("input[type=radio]")], box: row.querySelector("input[type=checkbox]"),
+        field: row.querySelector("textarea, input[type=number], input[type=text]"),
+    });
 
     function show(key, value) {
         const row = rowOf(key);
         if (!row) return;
-        const radios = [...row.querySelectorAll("input[type=radio]")];
-        const box = row.querySelector("input[type=checkbox]");
-        const field = row.querySelector("textarea, input[type=number], input[type=text]");
+        const {radios, box, field} = fieldsOf(row);
         if (radios.length) {
             const chosen = radios.find((radio) => radio.value === value);
             if (chosen && !chosen.checked) chosen.click();
@@ -34,18 +36,16 @@ window.onediffSettings = (() => {
     function valueOf(key) {
         const row = rowOf(key);
         if (!row) return undefined;
-        const radios = [...row.querySelectorAll("input[type=radio]")];
+        const {radios, box, field} = fieldsOf(row);
         if (radios.length) return (radios.find((radio) => radio.checked) || {}).value;
-        const box = row.querySelector("input[type=checkbox]");
-        if (box) return box.checked;
-        const field = row.querySelector("textarea, input[type=number], input[type=text]");
-        return field ? field.value : undefined;
+        return box ? box.checked : field ? field.value : undefined;
     }
 
     const isNumber = (key) => typeof told.options[key].default === "number";
     const isAt = (key, value, wanted) => isNumber(key) ? Number(value) === wanted && value !== "" : value === wanted;
     const values = () => Object.fromEntries(Object.keys(told.options).map((key) => [key, valueOf(key)])
         .filter(([, value]) => value !== undefined));
+    const showAll = (wanted) => { for (const [key, value] of Object.entries(wanted)) show(key, value); };
 
     // --- what stands beside the fields ---
 
@@ -56,123 +56,77 @@ window.onediffSettings = (() => {
         return made;
     }
 
-    // Below the field itself; what stands there already is not drawn anew.
-    function say(row, kind, text) {
-        let place = row.querySelector(`:scope > .onediff-${kind}`);
-        if (!text) {
-            if (place) place.remove();
-            return null;
-        }
-        if (!place) {
-            place = element("p", `onediff-result onediff-${kind}`, "");
-            if (kind === "wrong") place.setAttribute("role", "alert");
-            row.append(place);
-        }
-        if (place.dataset.text !== text) {
-            place.dataset.text = text;
-            place.textContent = text;
-            return place;
-        }
-        return null;
-    }
-
-    function aButton(text, name, click) {
+    function aButton(text, name, wanted) {
         const button = element("button", "onediff-small", text);
         button.type = "button";
         button.setAttribute("aria-label", name);
-        button.addEventListener("click", click);
+        button.addEventListener("click", () => { showAll(wanted); look(); });
         return button;
     }
 
-    function headings(section) {
+    // Below the field itself; what stands there already is not drawn anew. Returns what was made.
+    function say(row, kind, text) {
+        const place = row.querySelector(`:scope > .onediff-${kind}`);
+        if ((place ? place.dataset.text : "") === text) return null;
+        if (place) place.remove();
+        if (!text) return null;
+        const made = element("p", `onediff-result onediff-${kind}`, text);
+        made.dataset.text = text;
+        row.append(made);
+        return made;
+    }
+
+    function build(section) {
+        const defaults = Object.fromEntries(Object.entries(told.options).map(([key, option]) => [key, option.default]));
         const groups = new Set();
-        for (const [key, option] of Object.entries(told.options)) {
-            const row = rowOf(key);
-            if (!row || groups.has(option.group)) continue;
-            groups.add(option.group);
-            if (!section.querySelector(`[data-onediff-group="${option.group}"]`)) {
-                const heading = element("h4", "onediff-group", option.group);
-                heading.dataset.onediffGroup = option.group;
-                row.before(heading);
-            }
+        for (const [key, {group}] of Object.entries(told.options)) {
+            if (!rowOf(key) || groups.has(group)) continue;
+            groups.add(group);
+            rowOf(key).before(element("h4", "onediff-group", group));
         }
-        if (section.querySelector(".onediff-settings-head")) return;
-        const head = element("div", "onediff-settings-head", "");
-        head.append(element("span", "onediff-reason", ""), aButton(told.texts.reset_all, told.texts.reset_all, () => {
-            for (const [key, option] of Object.entries(told.options)) show(key, option.default);
-            look();
-        }));
+        const head = element("div", "onediff-settings-head", told.texts.speed);
+        for (const [name, wanted] of Object.entries(told.speeds)) {
+            head.append(aButton(name, `${told.texts.speed}: ${name}`, wanted));
+        }
+        head.append(aButton(told.texts.reset_all, told.texts.reset_all, defaults));
         section.querySelector(".onediff-group").before(head);
     }
 
-    function changedKeys(now) {
-        return Object.keys(now).filter((key) => !isAt(key, now[key], told.options[key].default));
-    }
-
     function mark(section, now) {
-        const changed = changedKeys(now);
         for (const [key, option] of Object.entries(told.options)) {
             const row = rowOf(key);
             if (!row) continue;
-            const isChanged = changed.includes(key);
+            const changed = !isAt(key, now[key], option.default);
             const rests = Object.entries(option.no_effect_when).some(([other, at]) =>
                 other in now && at.some((value) => isAt(other, now[other], value)));
             // What was changed stays in sight: it counts again as soon as the other option does.
-            row.toggleAttribute("data-onediff-rests", rests && !isChanged);
-            row.toggleAttribute("data-onediff-changed", isChanged);
+            row.toggleAttribute("data-onediff-rests", rests && !changed);
+            row.toggleAttribute("data-onediff-changed", changed);
+            const word = typeof now[key] === "boolean" ? (now[key] ? "on" : "off") : now[key];
+            say(row, "note", option.notes[word] || "");
             const text = told.texts.default.replace("{}", option.shown === "" ? told.texts.none : option.shown);
-            const place = say(row, "changed", isChanged ? text : "");
+            const place = say(row, "changed", changed ? text : "");
             if (place) {
                 const label = row.querySelector("span[data-testid=block-info], label > span, span");
                 const name = `${told.texts.reset}: ${label ? label.firstChild.textContent.trim() : key}`;
-                place.append(" ", aButton(told.texts.reset, name, () => { show(key, option.default); look(); }));
+                place.append(" ", aButton(told.texts.reset, name, {[key]: option.default}));
             }
         }
-        const head = section.querySelector(".onediff-settings-head");
-        const one = changed.length === 1 ? told.texts.changed_one : told.texts.changed;
-        const text = changed.length ? one.replace("{}", changed.length) : told.texts.unchanged;
-        if (head.firstChild.textContent !== text) head.firstChild.textContent = text;
-        head.lastChild.disabled = !changed.length;
-    }
-
-    function reasons() {
-        const found = document.querySelector("#onediff_settings_found [data-onediff-found]");
-        if (!found || found.dataset.onediffFound === answered) return;
-        const answer = JSON.parse(found.dataset.onediffFound);
-        // An answer about what was typed before this.
-        if (answer.number !== number) return;
-        answered = found.dataset.onediffFound;
-        for (const key of Object.keys(told.options)) {
-            const row = rowOf(key);
-            if (!row) continue;
-            say(row, "wrong", answer.wrong[key]);
-            say(row, "note", answer.wrong[key] ? "" : answer.notes[key]);
-            for (const field of row.querySelectorAll("input, textarea")) {
-                if (answer.wrong[key]) field.setAttribute("aria-invalid", "true");
-                else field.removeAttribute("aria-invalid");
-            }
-        }
+        const buttons = section.querySelectorAll(".onediff-settings-head button");
+        Object.values(told.speeds).forEach((wanted, place) => {
+            const isNow = Object.entries(wanted).every(([key, value]) => isAt(key, now[key], value));
+            buttons[place].setAttribute("aria-pressed", isNow);
+        });
     }
 
     function look() {
         const section = document.getElementById("settings_onediff");
         if (!section || section.offsetParent === null) return;
-        if (told === null) {
-            const data = document.querySelector("[data-onediff-settings]");
-            if (!data) return;
-            told = JSON.parse(data.dataset.onediffSettings);
-        }
-        headings(section);
-        const now = values();
-        mark(section, now);
-        const text = JSON.stringify(now);
-        if (text !== before) {
-            before = text;
-            number += 1;
-            const ask = document.getElementById("onediff_settings_ask");
-            if (ask) ask.click();
-        }
-        reasons();
+        const data = document.querySelector("[data-onediff-settings]");
+        if (!data) return;
+        told = told || JSON.parse(data.dataset.onediffSettings);
+        if (!section.querySelector(".onediff-settings-head")) build(section);
+        mark(section, values());
     }
 
     setInterval(look, BETWEEN_LOOKS);
@@ -180,9 +134,6 @@ window.onediffSettings = (() => {
         if (event.target.closest && event.target.closest("#settings_onediff")) setTimeout(look);
     });
 
-    return {
-        // given: JSON of option keys to values, or nothing.
-        show: (given) => { for (const [key, value] of Object.entries(JSON.parse(given || "{}"))) show(key, value); },
-        message: () => JSON.stringify({number, values: values()}),
-    };
+    // given: JSON of option keys to values, or nothing.
+    return {show: (given) => showAll(JSON.parse(given || "{}"))};
 })();

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from .core.refusal import Refusal
 from .core.sampling import Sampling
+from .families.registry import read_decoder, read_layout
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.instance_forward import unwrapped
 from .hosts.diffusers.schedule import no_longer_announce
-from .model.layout import UnsupportedUNet
-from .model.read import read_decoder, read_layout
 from .options.settings import Settings
 from .runtime.runtime import runtime
 from .steps.deepcache import depth_of
@@ -34,7 +34,7 @@ PARTS = ("unet", "vae")
 def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
     """Run a diffusers UNet2DConditionModel by our forward from now on. Returns the same module.
 
-    options are those of Settings (backend="cudagraph", verify=False, ...); ValueError names a wrong one, TypeError what
+    options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what
     is no UNet at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. Safe to call
     twice; the last options count. What is measured and compiled is remembered where the environment variable
     ONEDIFF_CACHE says, else nowhere.
@@ -46,7 +46,7 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     network = unwrapped(unet)
     try:
         read_layout(network)
-    except UnsupportedUNet as reason:
+    except Refusal as reason:
         log.warning("OneDiff: the UNet keeps its own forward for now: %s.", reason)
     diffusers.attach(network, chosen)
     return unet
@@ -171,7 +171,7 @@ def compile_half(half: nn.Module, settings: Settings) -> None:
     try:
         read_decoder(half)
         diffusers_decoder.attach(half, settings)
-    except (UnsupportedUNet, ValueError) as reason:
+    except (Refusal, ValueError) as reason:
         log.warning("OneDiff: the VAE keeps its own %s: %s.", type(half).__name__.lower(), reason)
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
+from lib_onediff.core.logs import show_on_console
 from lib_onediff.hosts import register, this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
-from lib_onediff.logs import show_on_console
 from lib_onediff.options import infotext, xyz
+from lib_onediff.options.prewarm_list import USUAL_NUMBER, parse_prewarm
 from lib_onediff.options.settings import Settings
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import WantedSize, most_used
@@ -17,14 +18,11 @@ from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import parse_sizes
 from lib_onediff.store.history import chosen_folder
 from lib_onediff.ui import accordion, onediff_tab, run_settings, settings_tab, status
 
 CACHE_FOLDER = Path("cache", "onediff")
 SECONDS_FOR_THE_LAST_CALL = 5
-# How many sizes idle warm-up makes ready where the settings name no number.
-MOST_WHILE_IDLE = 8
 
 show_on_console()
 # Stands around everything that the WebUI calls.
@@ -37,7 +35,7 @@ readiness = Readiness(webui, warmup, runtime)
 
 def most_used_now() -> list[WantedSize]:
     """The sizes that the loaded model has made the most images at on this machine."""
-    count = runtime.settings.prewarm_most_used or MOST_WHILE_IDLE
+    count = parse_prewarm(runtime.settings.prewarm).most_used or USUAL_NUMBER
     return most_used(runtime.history.used(), warmup.model, count)
 
 
@@ -53,7 +51,7 @@ def follow_settings() -> None:
         # First, so that the hooks are out whatever else fails.
         for step in (webui.stop, warmup.stop):
             guard.attempt("switching OneDiff off", step)
-    idle.follow(runtime.settings.enabled and runtime.settings.idle_prewarm)
+    idle.follow(runtime.settings.enabled and parse_prewarm(runtime.settings.prewarm).while_idle)
 
 
 @guard.hook("looking at a loaded checkpoint")
@@ -70,9 +68,9 @@ def prepare(sd_model: Any) -> None:
     webui.model_loaded(sd_model)
     give_back_freed_memory()
     idle.disturb()
-    warmup.add(parse_sizes(runtime.settings.prewarm), "settings")
-    wanted = most_used(runtime.history.used(), webui.model_name(sd_model), runtime.settings.prewarm_most_used)
-    for size, tokens in wanted:
+    wanted = parse_prewarm(runtime.settings.prewarm)
+    warmup.add(wanted.sizes, "settings")
+    for size, tokens in most_used(runtime.history.used(), webui.model_name(sd_model), wanted.most_used):
         warmup.add([size], "most used", tokens=tokens)
 
 
@@ -207,7 +205,6 @@ def start(page: Any, app: Any) -> None:
 @guard.hook("opening the cache")
 def open_cache() -> None:
     runtime.open_cache(chosen_folder() or webui.data_folder() / CACHE_FOLDER)
-    settings_tab.tell_of_stored_folder(shared.opts)
     settings_tab.tell_of_trouble()
 
 

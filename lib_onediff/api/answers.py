@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from ..logs import one_line
+from ..core.logs import one_line
 
 LARGEST_BODY = 64 * 1024
 # No request of ours comes near. Deeper ones would end what repeats or copies them, after the work is done.

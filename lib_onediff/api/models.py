@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from pydantic import VERSION, BaseModel, Field, StrictBool, conint, conlist, constr
 
+from ..options.sizes import MOST_SIZES
 from ..prewarm.job import TOKEN_CHOICES, TOKENS
-from ..shapes.sizes import MOST_SIZES
 
 MOST_RESOLUTIONS, LONGEST_NAME, LONGEST_SIZES = 1000, 200, 4000
 SECONDS_TO_WAIT, MOST_SECONDS_TO_WAIT = 30, 600

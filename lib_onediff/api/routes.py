@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import JSONResponse
 
+from ..options.sizes import Size, parse_sizes
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow
-from ..shapes.sizes import Size, parse_sizes
 from ..store.store import NotKept
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection
 
 if TYPE_CHECKING:
-    from ..hosts.webui import WebUI
+    from ..hosts.contract import WebUI
     from ..prewarm.worker import WarmUp
     from ..runtime.runtime import Runtime
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..weak_dictionary import WeakDictionary
 from .refusal import Refusal
 from .timeline import Step, Timeline, timeline_of
+from .weak_dictionary import WeakDictionary
 
 UNANNOUNCED = "nobody says when a sampling begins and ends (own loops: with lib_onediff.sampling(unet): ...)"
 UNEQUAL_TIMES = "the images of this batch are at different steps"
@@ -36,7 +36,6 @@ def time_of(timestep: Tensor) -> float | None:
 class Sampling:
     """One sampling. Another object: another sampling.
 
-    second_pass: whether it is the second pass of hires fix.
     times: called at the first UNet call. Returns the timesteps, as the UNet gets them, at which the steps begin, in any
         order; None where nobody knows.
     count: called likewise. Returns how many different timesteps will come, where times are not known and each step has
@@ -49,12 +48,11 @@ class Sampling:
     """
 
     def __init__(
-        self, second_pass: bool = False, times: Callable[[], Sequence[float] | None] = nothing_known,
+        self, times: Callable[[], Sequence[float] | None] = nothing_known,
         count: Callable[[], int | None] = nothing_known, why_not: str = "",
         read: Callable[[Tensor], float | None] = time_of, why_no_forecast: Callable[[], str] = unknown_sampler,
         guidance_scale: float | None = None,
     ) -> None:
-        self.second_pass = second_pass
         self.times = times
         self.count = count
         self.why_not = why_not

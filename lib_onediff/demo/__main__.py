@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from ..logs import one_line
+from ..core.logs import one_line
 from .listening import CannotListen, is_loopback, listen
 
 DEFAULT_DATA_DIR = Path(__file__).resolve().parents[2] / "outputs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 import sys
 import traceback
 
-from ..logs import debug_wanted, one_line
+from ..core.logs import debug_wanted, one_line
 
 
 class Refusal(Exception):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..logs import one_line
+from ..core.logs import one_line
 from . import SHIPPED
 from .errors import Refusal
 from .model_folder import load_folder

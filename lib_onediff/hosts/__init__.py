@@ -4,64 +4,29 @@ this_webui() gives the adapter of the WebUI that we run in. Import the adapters'
 """
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..core.refusal import Refusal
 from ..runtime.runtime import runtime
-from .contract import Need, first_unmet, offers
-from .unknown import UnknownHost
-from .webui import WebUI
+from .contract import WebUI
+from .needs import offers
 
 log = logging.getLogger("onediff")
 
-
-class Candidate(NamedTuple):
-    """A kind of host. mark: a module that only it offers. load: its release, its needs, and its adapter's class."""
-
-    mark: str
-    load: Callable[[], tuple[str, Iterable[Need], Callable[[], WebUI]]]
-
-
-def forge() -> tuple[str, Iterable[Need], Callable[[], WebUI]]:
-    from .forge.traits import FORGE
-
-    def adapter() -> WebUI:
-        from .forge.adapter import Forge
-
-        return Forge()
-
-    return FORGE.release(), FORGE.needs(), adapter
-
-
-def ldm_patched() -> tuple[str, Iterable[Need], Callable[[], WebUI]]:
-    from .ldm_patched.adapter import LDM_PATCHED, LdmPatched
-
-    return LDM_PATCHED.release(), LDM_PATCHED.needs(), LdmPatched
-
-
-def a1111() -> tuple[str, Iterable[Need], Callable[[], WebUI]]:
-    from .a1111 import adapter
-
-    return adapter.release(), adapter.NEEDS, adapter.A1111
-
-
-def standalone() -> tuple[str, Iterable[Need], Callable[[], WebUI]]:
-    # A host that is ours brings its adapter along.
-    from modules.onediff_adapter import Standalone
-
-    return Standalone.release, (), Standalone
-
-
-# reForge carries A1111's modules besides its own, so it is asked for first.
-CANDIDATES = (
-    Candidate("backend.nn.unet", forge),
-    Candidate("ldm_patched.ldm.modules.diffusionmodules.openaimodel", ldm_patched),
-    Candidate("modules.sd_hijack_unet", a1111),
-    Candidate("modules.onediff_adapter", standalone),
-)
+# The kinds of host: a module that only this kind offers, and where the function `adapter` is that makes its adapter, or
+# raises Refusal for a release that lacks something. reForge carries A1111's modules besides its own, so it is
+# asked for first. A host that is ours brings its adapter along.
+HOSTS = {
+    "backend.nn.unet": ".forge.adapter",
+    "ldm_patched.ldm.modules.diffusionmodules.openaimodel": ".ldm_patched",
+    "modules.sd_hijack_unet": ".a1111.adapter",
+    "modules.onediff_adapter": "modules.onediff_adapter",
+}
 
 
 def this_webui() -> WebUI:
@@ -69,25 +34,24 @@ def this_webui() -> WebUI:
     if runtime.webui is None:
         runtime.webui = runtime.guard.attempt("looking at the WebUI", adapter_of_host)
     if runtime.webui is None:
-        runtime.webui = UnknownHost("this WebUI", "; ".join(runtime.guard.faults))
+        runtime.webui = WebUI(unmet="; ".join(runtime.guard.faults))
     return runtime.webui
 
 
 def adapter_of_host() -> WebUI:
     """Judged by what the host offers, not by what its folders are called."""
-    candidate = next((candidate for candidate in CANDIDATES if offers(candidate.mark)), None)
-    if candidate is None:
-        return told(UnknownHost("this WebUI", "OneDiff does not know this WebUI, and changes nothing in it"))
-    release, needs, adapter = candidate.load()
-    unmet = first_unmet(needs)
-    if unmet is not None:
-        return told(UnknownHost(release, f"{release} {unmet}: OneDiff does not know this release, and changes nothing"))
-    return adapter()
-
-
-def told(host: UnknownHost) -> UnknownHost:
-    log.warning("%s.", host.reason)
-    return host
+    place = next((place for mark, place in HOSTS.items() if offers(mark)), None)
+    if place is None:
+        webui = WebUI(unmet="OneDiff does not know this WebUI, and changes nothing in it")
+    else:
+        module = importlib.import_module(place, __name__)
+        try:
+            webui = module.adapter()
+        except Refusal as refusal:
+            webui = WebUI(module.release(), str(refusal))
+    if webui.unmet:
+        log.warning("%s.", webui.unmet)
+    return webui
 
 
 def register(callbacks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:

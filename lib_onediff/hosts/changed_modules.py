@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..model.patch_points import CROSS_ATTENTION, SELF_ATTENTION
-from ..model.patches import own_method
-from ..model.read_ldm import is_block, is_derived_block
-from .author import author
+from ..core.origins import origin, underlying
+from ..core.patch_points import CROSS_ATTENTION, SELF_ATTENTION
+from ..families.unet.read_ldm import is_block, is_derived_block
+from ..weights.scan import own_method
 
 METHODS = ("forward", "_forward")
 ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
@@ -21,68 +23,54 @@ PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
 SELF_NORM = ".norm1"
 # The changed modules: by the paths of their blocks, the name that each has there ("" for the block itself).
 Changed = dict[str, dict[str, Any]]
+# Where WebUIs keep extensions, all of which have a package that is called scripts.
+FOLDERS = ("extensions", "extensions-builtin")
 
 
-Found = TypeVar("Found")
+class Place(NamedTuple):
+    """A transformer block or an attention of a UNet: the path of its block, its name within it, and itself."""
+
+    block: str
+    name: str
+    module: Callable[[], Any]
 
 
-class Places(NamedTuple):
-    """The transformer blocks and attentions of a UNet: path of the block, name within it, and module of each."""
-
-    names: list[tuple[str, str]]
-    modules: list[weakref.ref[Any]]
-
-    @classmethod
-    def of(cls, unet: nn.Module) -> Places:
-        blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
-        found = [
-            ((path, name), part) for path, block in blocks
-            for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
-        ]
-        return cls([name for name, _ in found], [weakref.ref(part) for _, part in found])
-
-    def present(self) -> list[Any] | None:
-        """The modules; None where one is gone."""
-        modules = [reference() for reference in self.modules]
-        return None if None in modules else modules
+def places_of(unet: nn.Module) -> list[Place]:
+    blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
+    return [
+        Place(path, name, weakref.ref(part)) for path, block in blocks
+        for name, part in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if part is not None
+    ]
 
 
-class ChangedModules(Generic[Found]):
+class ChangedModules:
     """Finds what stands on the modules of UNets: asked at every call, 0.04 ms for SDXL where there is nothing.
 
-    made_of: what the changed modules are handed out as. inert: whether what is set on a module's instance (unet,
-    module) does nothing now.
+    inert: whether what is set on a module's instance (unet, module) does nothing now.
     """
 
-    def __init__(
-        self, made_of: Callable[[Changed], Found], inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False
-    ) -> None:
-        self._made_of, self._inert = made_of, inert
-        self._places: weakref.WeakKeyDictionary[nn.Module, Places] = weakref.WeakKeyDictionary()
+    def __init__(self, inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False) -> None:
+        self._inert = inert
+        self._places: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
 
-    def forget(self, unet: nn.Module) -> None:
+    def look_again(self, unet: nn.Module) -> None:
         """A sampling begins: somebody may have put other modules into the UNet."""
         self._places.pop(unet, None)
 
-    def at_call(self, unet: nn.Module) -> Found | None:
-        """What stands on its modules now, or None."""
-        changed = self._find(unet)
-        return self._made_of(changed) if changed else None
-
-    def _find(self, unet: nn.Module) -> Changed:
-        places = self._places.get(unet)
-        modules = None if places is None else places.present()
-        if places is None or modules is None:
-            places = self._places[unet] = Places.of(unet)
-            modules = [reference() for reference in places.modules]
+    def at_call(self, unet: nn.Module) -> Changed:
+        """What stands on its modules now."""
+        places = self._places.get(unet, [])
+        modules = [place.module() for place in places]
+        if unet not in self._places or None in modules:
+            places = self._places[unet] = places_of(unet)
+            modules = [place.module() for place in places]
         derived = set(filter(is_derived_block, set(map(type, modules))))
         changed: Changed = {}
-        for index, module in enumerate(modules):
+        for place, module in zip(places, modules, strict=True):
             state = module.__dict__
             touched = "forward" in state or "_forward" in state or type(module) in derived
             if touched and self._is_foreign(unet, module):
-                path, name = places.names[index]
-                changed.setdefault(path, {})[name] = module
+                changed.setdefault(place.block, {})[place.name] = module
         return changed
 
     def _is_foreign(self, unet: nn.Module, module: Any) -> bool:
@@ -104,12 +92,29 @@ def functions_of(changed: Changed) -> list[Any]:
 
 def foreign_function(module: Any) -> Any:
     """What runs in the place of a module's own code."""
-    for method in METHODS:
-        own = own_method(module, method)
-        if own is not None:
-            return own
-    return type(module)._forward
+    own = next(filter(None, (own_method(module, method) for method in METHODS)), None)
+    return type(module)._forward if own is None else own
+
+
+def foreign_forward(unet: nn.Module) -> str | None:
+    """Whose forward is set on this UNet's instance, above its class's own; None where none is."""
+    forward = unet.__dict__.get("forward")
+    if forward is None or getattr(forward, "__func__", None) is type(unet).forward:
+        return None
+    return author(forward)
 
 
 def is_block_or_attention(module: nn.Module) -> bool:
     return is_block(type(module)) or all(hasattr(module, name) for name in PROJECTIONS)
+
+
+def author(function: object) -> str:
+    """Whose code a function runs, for people: the folder of the extension; the Python module, where it is in none."""
+    code = getattr(underlying(function), "__code__", None)
+    return (code and extension_of(code.co_filename)) or origin(function)
+
+
+@lru_cache(maxsize=256)
+def extension_of(path: str) -> str:
+    parts = PurePath(path).parts
+    return next((name for folder, name in zip(parts, parts[1:-1], strict=False) if folder in FOLDERS), "")

@@ -1,88 +1,195 @@
-"""What an adapter needs of its host, asked for before anything is hooked."""
+"""The contract of a WebUI: eight methods that its adapter has, and what follows from them."""
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
-from ..model.patches import origin, package
+import torch
+from torch import Tensor, nn
 
-log = logging.getLogger("onediff")
+from ..core.key import LATENT_PIXEL
+from ..core.refusal import Refusal
+from ..families.registry import read_layout
+from ..families.unet.layout import UNetLayout
+from ..prewarm.job import CannotWarm
+from ..runtime.runtime import runtime
+from ..weights.scan import HostTraits
+from .needs import why_unknown
+
+Result = TypeVar("Result")
+# How loud the noise is that stands for a prompt in a warm-up: at 1 the softmaxes of some models choose between two
+# tokens that are nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
+PROMPT_NOISE = 0.1
+# A timestep in the middle, where a UNet's output is of the size of its input.
+TIMESTEP = 500.0
 
 
-@dataclass(frozen=True)
-class Need:
-    """Something that a module of the host must have.
+class WebUI:
+    """A running WebUI. Nothing of it is changed but by serve(), and stop() undoes all of that.
 
-    name: an attribute, with dots for one of a class. parameters: which a function must take by these names.
+    An adapter overrides the first eight methods. As they stand here they are those of a WebUI in which OneDiff does
+    nothing, for the reason `unmet`. What follows them is the same for all hosts, but may be overridden too.
+
+    name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
+    unet_class: what the class of a UNet is called that we serve; "" for none. checkpoint_paths: attributes that a
+    checkpoint must have. host_traits: see there. unmet: what this release or its checkpoint lacks, as a sentence; None
+    for nothing.
     """
 
-    module: str
-    name: str
-    parameters: tuple[str, ...] = ()
+    name, unet_class = "unknown", ""
+    checkpoint_paths: tuple[str, ...] = ()
+    host_traits = HostTraits()
 
+    def __init__(self, release: str = "this WebUI", unmet: str | None = None) -> None:
+        self.release, self.unmet = release, unmet
 
-def offers(module: str) -> bool:
-    """Whether the host has this module. Imports the packages around it, and not the module itself."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, AttributeError, ValueError):
-        return False
+    def serve(self) -> None:
+        """Put our forwards into every UNet's and VAE's calls. Safe to call twice."""
 
+    def stop(self) -> None:
+        """Undo serve() and give every network back as it was. Safe to call twice."""
 
-def first_unmet(needs: Iterable[Need]) -> str | None:
-    """The first need that is not met, as a sentence without a subject ("has no ..."); None where all are."""
-    for need in needs:
-        try:
-            found: Any = importlib.import_module(need.module)
-        except Exception as error:
-            log.debug("%s cannot be imported", need.module, exc_info=True)
-            return f"has no module {need.module} that can be imported ({type(error).__name__}: {error})"
-        if first_missing(found, [need.name]):
-            return f"has no {need.name} in {need.module}"
-        found = attrgetter(need.name)(found)
-        lacking = [name for name in need.parameters if not takes(found, name, need.module)]
-        if lacking:
-            return f"has a {need.name} in {need.module} that does not take {', '.join(lacking)}"
-    return None
-
-
-def takes(function: Any, parameter: str, module: str) -> bool:
-    """Whether a function has a parameter of this name, below any decorator that keeps its signature.
-
-    What another package has put there and takes everything is believed: it hands it on to the module's own.
-    """
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-    kinds = {found.kind for found in parameters.values()}
-    takes_all = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
-    return parameter in parameters or (takes_all and package(origin(function)) != package(module))
-
-
-def why_unknown(release: str, model: Any, paths: Iterable[str]) -> str | None:
-    """Why a checkpoint that this release has loaded is the host's, also for the log: it lacks one of these attribute
-    paths. None where it has all."""
-    path = first_missing(model, paths)
-    if path is None:
+    def network(self, checkpoint: Any) -> Any:
+        """What a checkpoint computes its steps with, of whatever kind; None where it has none."""
         return None
-    reason = f"{release} has loaded a checkpoint without {path}: OneDiff does not know this release"
-    log.warning("%s.", reason)
-    return reason
+
+    def before_sampling(self, p: Any) -> None:
+        """A sampling of the generation p is about to begin."""
+
+    def after_run(self, p: Any) -> None:
+        """The generation p is done."""
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.
+
+        Raises CannotWarm and Refusal. Call it through exclusively().
+        """
+        raise CannotWarm(str(self.why_not_served()))
+
+    def warm_decode(self, width: int, height: int, images: int) -> None:
+        """Decode random latents of so many images of a size in pixels, as the host does after a sampling.
+
+        Raises CannotWarm. Call it through exclusively().
+        """
+        raise CannotWarm(str(self.why_not_served()))
+
+    def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        """(latents, tokens) of the UNet calls that the host makes for so many images at once with a prompt of so
+        many tokens, the usual call first."""
+        return (2 * images, tokens), (images, tokens)
+
+    # --- what is the same for all ---------------------------------------------------------------------------------
+
+    def hooks(self) -> int:
+        """How many hooks of ours are in place on a method: 1 after serve(), however often, and 0 after stop()."""
+        return 0
+
+    def loads_at_start(self) -> bool:
+        """Whether the host loads a checkpoint by itself when it starts, and not with the first image."""
+        return False
+
+    def model_loaded(self, checkpoint: Any) -> None:
+        """The host has loaded a checkpoint."""
+        if self.checkpoint_paths:
+            self.unmet = why_unknown(self.release, checkpoint, self.checkpoint_paths)
+        if self.hooks():
+            self.adopt(checkpoint)
+
+    def before_step(self, params: Any) -> None:
+        """The host's denoiser begins a step, and says what it will call with."""
+        return None
+
+    def notes(self) -> list[str]:
+        """What users should know of the host's own settings while OneDiff is in use, one sentence each."""
+        return []
+
+    def exclusively(self, work: Callable[[], Result]) -> Result:
+        """Run work() while the host makes no image, on the thread that the host would use."""
+        if not self.unet_class:
+            return work()
+        from modules import call_queue
+
+        with call_queue.queue_lock:
+            return work()
+
+    def data_folder(self) -> Path:
+        """Where the WebUI keeps its own data; our cache folder lies in it by default."""
+        from modules import paths
+
+        return Path(paths.data_path)
+
+    def checkpoint(self) -> Any:
+        """The loaded checkpoint; None before the first. Loads none, which the host's own shared.sd_model would."""
+        if not self.unet_class:
+            return None
+        from modules import sd_models
+
+        return getattr(sd_models.model_data, "sd_model", None)
+
+    def unet_of(self, checkpoint: Any) -> Any:
+        """A checkpoint's UNet, where it is of the kind that we serve; else None."""
+        network = self.network(checkpoint)
+        return network if type(network).__name__ == self.unet_class else None
+
+    def adopt(self, checkpoint: Any) -> Any:
+        """Have the runtime know this checkpoint's UNet, and return it; None where it has none that we serve."""
+        unet = self.unet_of(checkpoint)
+        if unet is not None:
+            runtime.adopt(unet, host_traits=self.host_traits)
+        return unet
+
+    def why_not_served(self) -> str | None:
+        """One line about the loaded checkpoint when its UNet cannot be ours; None when it is, or none is loaded."""
+        checkpoint = None if self.unmet is not None else self.checkpoint()
+        if checkpoint is None or self.unet_of(checkpoint) is not None:
+            return self.unmet
+        network = self.network(checkpoint)
+        kind = type(checkpoint if network is None else network).__name__
+        return f"this checkpoint's network is a {kind}; OneDiff serves the UNets of SD1, SD2 and SDXL"
+
+    def layout_to_warm(self) -> UNetLayout:
+        """Of the loaded checkpoint's UNet. Raises CannotWarm where there is none to make ready."""
+        if not self.hooks():
+            raise CannotWarm("OneDiff is not in use")
+        unet = self.adopt(self.checkpoint())
+        if unet is None:
+            raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")
+        return runtime.layout_of(unet)
+
+    def model_name(self, checkpoint: Any = None) -> str | None:
+        """What the rows of a checkpoint's UNet call it ("SD1"); None for one that is none of ours.
+
+        checkpoint: as model_loaded gets it; by default the one that is loaded, if any.
+        """
+        return network_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
 
 
-def first_missing(holder: Any, paths: Iterable[str]) -> str | None:
-    """The first of these dotted attribute paths that leads nowhere from holder; None where all lead somewhere."""
-    for path in paths:
-        found = holder
-        for part in path.split("."):
-            if not hasattr(found, part):
-                return path
-            found = getattr(found, part)
+def network_name(unet: nn.Module | None) -> str | None:
+    """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made."""
+    if unet is None:
+        return None
+    managed = runtime.managed_unet(unet)
+    with contextlib.suppress(Refusal):  # It has not been called yet.
+        if managed is not None:
+            return managed.bound.layout.model_name
+    with contextlib.suppress(Refusal):
+        return read_layout(unet).model_name
     return None
+
+
+def random_inputs(
+    layout: UNetLayout, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Latent, context and label of a UNet call at a size in pixels. noise: draws a tensor of a shape."""
+    label = None if layout.label is None else PROMPT_NOISE * noise(batch, layout.y_width)
+    latent = noise(batch, layout.in_channels, height // LATENT_PIXEL, width // LATENT_PIXEL)
+    return latent, PROMPT_NOISE * noise(batch, tokens, layout.context_width), label
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn inside does not move the random numbers of the next image."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield

@@ -49,25 +49,20 @@ def host_facts(name: str) -> Facts:
 
 def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
     """What holder has of these names."""
-    values = {name: getattr(holder, name, MISSING) for name in names}
-    return {name: as_fact(value) for name, value in values.items() if value is not MISSING}
-
-
-MISSING = object()
+    return {name: as_fact(getattr(holder, name)) for name in names if hasattr(holder, name)}
 
 
 def version() -> str:
     """The WebUI's own version."""
-    forge = sys.modules.get("modules_forge.forge_version")
+    forge, launch = host_module("modules_forge.forge_version"), host_module("modules.launch_utils")
     if forge is not None:
         return as_fact(getattr(forge, "version", None))
-    launch: Any = sys.modules.get("modules.launch_utils")
     return as_fact(launch.git_tag() if hasattr(launch, "git_tag") else None)
 
 
 def attention() -> str:
     """The attention that the WebUI's own UNet uses."""
-    forge, hijack = sys.modules.get("backend.attention"), sys.modules.get("modules.sd_hijack")
+    forge, hijack = host_module("backend.attention"), host_module("modules.sd_hijack")
     if forge is not None:
         return as_fact(getattr(getattr(forge, "attention_function", None), "__name__", None))
     return as_fact(getattr(getattr(hijack, "model_hijack", None), "optimization_method", None))
@@ -75,7 +70,7 @@ def attention() -> str:
 
 def types() -> dict[str, str]:
     """The number types that the WebUI has chosen."""
-    devices = sys.modules.get("modules.devices")
+    devices = host_module("modules.devices")
     names = {"Type": "dtype", "Type of the UNet": "dtype_unet", "Type of the VAE": "dtype_vae"}
     return {
         label: as_fact(str(getattr(devices, name)).removeprefix("torch."))
@@ -86,7 +81,7 @@ def types() -> dict[str, str]:
 def model() -> dict[str, str]:
     """The loaded checkpoint and VAE, by name and hash."""
     facts = {"Checkpoint": as_fact(checkpoint_name()), "Hash": as_fact(getattr(loaded(), "sd_model_hash", None))}
-    vae: Any = sys.modules.get("modules.sd_vae")
+    vae = host_module("modules.sd_vae")
     if hasattr(vae, "get_loaded_vae_name"):
         facts.update({"VAE": as_fact(vae.get_loaded_vae_name()), "Hash of the VAE": as_fact(vae.get_loaded_vae_hash())})
     return facts
@@ -103,3 +98,8 @@ def loaded() -> Any:
     from modules import sd_models
 
     return sd_models.model_data.sd_model
+
+
+def host_module(name: str) -> Any:
+    """A module that the WebUI has imported; None for any other."""
+    return sys.modules.get(name)

@@ -50,34 +50,31 @@ class Listener:
 def sampling_of(p: Any) -> Sampling:
     """The sampling that the generation p is about to begin."""
     sampler, second_pass = getattr(p, "sampler", None), bool(getattr(p, "is_hr_pass", False))
-    takes = parameters_of(getattr(sampler, "func", None))
-    name = getattr(getattr(sampler, "func", None), "__name__", "")
-    no_line = why_no_line(name, "eta" in takes, p)
+    function = getattr(sampler, "func", None)
+    name = getattr(function, "__name__", "")
+    takes = inspect.signature(function).parameters if callable(function) else ()
+    no_line = why_no_line(name, "eta" in takes and eta_of(p) != 0)
     known: dict[str, Any] = {"why_no_forecast": lambda: no_line, "guidance_scale": guidance_scale_of(p, second_pass)}
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
-            return Sampling(second_pass, why_not="the sampler's churn moves its steps")
+            return Sampling(why_not="the sampler's churn moves its steps")
         sigmas, speaker = Listener(sampler, "get_sigmas").heard, weakref.ref(sampler)
-        return Sampling(second_pass, lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
+        return Sampling(lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
     if "timesteps" in takes and hasattr(sampler, "get_timesteps"):
         timesteps, speaker = Listener(sampler, "get_timesteps").heard, weakref.ref(sampler)
         if name in ALL_BUT_THE_LOWEST:
-            return Sampling(second_pass, lambda: sorted(timesteps)[1:] or None, **known)
+            return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
         if name == OWN_TIMESTEPS:
             count = lambda: own_count(speaker(), len(timesteps))  # noqa: E731
-            return Sampling(second_pass, count=count, **known)
-    return Sampling(second_pass, why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
+            return Sampling(count=count, **known)
+    return Sampling(why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
 
 
-def parameters_of(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters) if callable(function) else ()
-
-
-def why_no_line(name: str, takes_eta: bool, p: Any) -> str:
+def why_no_line(name: str, adds_noise: bool) -> str:
     """Why outputs of this sampling function do not follow from those before, in one line for the user; or ""."""
-    if name not in FIRST_ORDER:
-        return OTHER_SAMPLER if name else UNKNOWN_SAMPLER
-    return OTHER_SAMPLER if takes_eta and eta_of(p) else ""
+    if not name:
+        return UNKNOWN_SAMPLER
+    return OTHER_SAMPLER if adds_noise or name not in FIRST_ORDER else ""
 
 
 def eta_of(p: Any) -> float:
@@ -88,6 +85,12 @@ def eta_of(p: Any) -> float:
     return float(getattr(shared.opts, "eta_ddim", 0.0) if own is None else own)
 
 
+def churn_of(p: Any) -> float:
+    from modules import shared
+
+    return float(getattr(shared.opts, "s_churn", getattr(p, "s_churn", 0.0)))
+
+
 def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
     """The CFG scale that the checkpoint is used with. The Forge family's second pass has one of its own, which tells of
     the checkpoint only where the pass has one of its own too: it is 1 unless somebody sets it."""
@@ -95,12 +98,6 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
     scale = getattr(p, "hr_cfg", None) if own else None
     scale = getattr(p, "cfg_scale", None) if scale is None else scale
     return None if scale is None else float(scale)
-
-
-def churn_of(p: Any) -> float:
-    from modules import shared
-
-    return float(getattr(shared.opts, "s_churn", getattr(p, "s_churn", 0.0)))
 
 
 def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from .infotext import KEY, SWITCH, options_of_a_run
+from .migration import migrate_values
 from .option import BOOL_OF_WORD, allowed_values, did_you_mean, parse_value
 
 PARTS = re.compile(r"[;\n]")
@@ -15,14 +16,16 @@ def read_changes(text: str) -> dict[str, Any]:
 
     Raises ValueError with a sentence for anything that it cannot mean.
     """
+    options, words = options_of_a_run(), {}
     found: dict[str, Any] = {}
-    options = options_of_a_run()
     text = text.strip().removeprefix(f"{KEY}:").strip().strip('"')
     for part in filter(None, map(str.strip, PARTS.split(text))):
         if part in BOOL_OF_WORD:
             found[SWITCH] = BOOL_OF_WORD[part]
             continue
         name, _, value = (piece.strip() for piece in part.replace("=", " ").partition(" "))
+        words[name] = value
+    for name, value in migrate_values(words).items():
         if name not in options:
             raise ValueError(f"OneDiff has no option {name!r} for a run.{did_you_mean(name, options)}")
         try:

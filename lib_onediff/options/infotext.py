@@ -1,17 +1,16 @@
 """What an image's infotext says of OneDiff, and reading it back.
 
 The form is "on" or "off", then every other option that a generation may be given and that is not at its default, with
-semicolons between: "on; backend eager; verify off". It has neither comma nor colon, which hosts would have to quote.
+semicolons between: "on; backend eager; low_bit fp8". It has neither comma nor colon, which hosts would have to quote.
 """
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from typing import Any
 
 from .migration import migrate_values
-from .option import BOOL_OF_WORD, WORD_OF_BOOL, format_value, parse_value
+from .option import BOOL_OF_WORD, WORD_OF_BOOL, format_value, parse_known
 from .presets import AS_IN_SETTINGS
 from .settings import Settings
 
@@ -53,17 +52,7 @@ def parse(text: str) -> dict[str, Any]:
         return {}
     options = {name: option for name, option in options_of_a_run().items() if name != SWITCH}
     words = {name: word.strip() for name, _, word in (part.partition(" ") for part in parts)}
-    return {SWITCH: BOOL_OF_WORD[switch], **parse_values(words, options)}
-
-
-def parse_values(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
-    """The values that words mean; what is no option, or no value of it, is left out."""
-    values: dict[str, Any] = {}
-    words = migrate_values(words)
-    for name in options.keys() & words.keys():
-        with contextlib.suppress(ValueError):
-            values[name] = parse_value(options[name], words[name])
-    return values
+    return {SWITCH: BOOL_OF_WORD[switch], **parse_known(migrate_values(words), options)}
 
 
 class Pasting:

@@ -1,31 +1,39 @@
-"""What an earlier OneDiff has written, in today's options: stored settings, infotexts, calls of the API."""
+"""Options of earlier versions, as config files, pasted infotext, scripts and clients of the API still name them.
+
+What has a meaning today is mapped; the rest is dropped without an error.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from .deepcache_values import AS_FIRST, EARLY, OFF
+GONE = frozenset({
+    "attention_upcast", "cache_folder", "forecast_interval", "fp8", "idle_prewarm", "low_bit_attention", "own_presets",
+    "prewarm_most_used", "reduced_precision_reduction", "tf32", "verify",
+    *(f"deepcache_{name}" for name in ("center", "end", "feature", "hires", "power", "schedule", "start")),
+    *(f"deepcache_hires_{name}" for name in ("center", "depth", "end", "interval", "power", "schedule", "start")),
+})
+# (option, value): what it is called today.
+VALUES = {("backend", "inductor"): "auto"}
+SWITCHED_ON = ("True", "on")
 
 
 def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name, with values or words, as an earlier OneDiff wrote them, in today's."""
-    values = migrate_low_bit(values)
-    if values.get("deepcache_schedule") == "uneven":
-        # Its center and power are gone.
-        values["deepcache_schedule"] = EARLY
-    if values.get("deepcache_hires") != "own values":
-        return values
-    # The hires pass had options of its own. An interval of 1, the default, means that every step is whole.
-    own_interval = str(values.get("deepcache_hires_interval", 1))
-    return {**values, "deepcache_hires": OFF if own_interval == "1" else AS_FIRST}
-
-
-def migrate_low_bit(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with low_bit in the place of fp8, which was a switch of its own; low_bit counts where both are there.
-    """
-    values = dict(values)
+    """Today's options for those of any version. values: by name, as values or as words; so is the answer."""
+    found = {name: value for name, value in values.items() if name not in GONE}
+    for name, value in VALUES:
+        if found.get(name) == value:
+            found[name] = VALUES[name, value]
     if "fp8" in values:
-        switch = values.pop("fp8")
-        meaning = {"True": "fp8", "on": "fp8", "False": "off", "off": "off"}
-        values.setdefault("low_bit", meaning.get(str(switch), switch))
-    return values
+        found.setdefault("low_bit", "fp8" if str(values["fp8"]) in SWITCHED_ON else "off")
+    forecast = str(values.get("forecast_interval", 1))
+    if forecast != "1" and str(values.get("deepcache_interval", 1)) == "1":
+        # An output forecast is DeepCache that computes nothing in the steps between.
+        number = isinstance(values["forecast_interval"], int)
+        found.update(deepcache_interval=values["forecast_interval"], deepcache_depth=0 if number else "0")
+    most_used, idle = str(values.get("prewarm_most_used", 0)), str(values.get("idle_prewarm")) in SWITCHED_ON
+    parts = [f"most used {most_used}"] if most_used not in ("", "0") else []
+    parts += ["while idle"] if idle else []
+    if parts:
+        found["prewarm"] = ", ".join(filter(None, (found.get("prewarm"), *parts)))
+    return found

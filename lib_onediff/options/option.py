@@ -1,14 +1,11 @@
 """What an option is: a field of settings.Settings with what an interface needs to show it, its values, its words."""
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
-
-log = logging.getLogger("onediff")
 
 WORD_OF_BOOL = {True: "on", False: "off"}
 BOOL_OF_WORD = {word: value for value, word in WORD_OF_BOOL.items()}
@@ -19,20 +16,17 @@ def option(
     default: Any, label: str, explanation: str, choices: tuple[str, ...] = (), *, group: str = "",
     bounds: tuple[float, float] | None = None, step: float | None = None, per_run: bool = False,
     check: Callable[[Any], object] | None = None, no_effect_when: Mapping[str, tuple[Any, ...]] | None = None,
-    replaced: Mapping[str, str] | None = None,
 ) -> Any:
     """A dataclass field that carries what a user interface needs to show it.
 
-    explanation: at most 90 characters; what is more stands in .readme. group: where it stands on the settings page.
-    bounds: the least and the most that a number may be. step: what a slider between them moves by; 1 by default.
-    per_run: one generation may be given another value. check: raises ValueError with a sentence for a value that is of
-    the right kind but makes no sense. no_effect_when: other options, and their values with which this one does nothing.
-    replaced: words that an earlier OneDiff took, and what stands for each of them now.
+    explanation: at most 90 characters; the rest stands in .readme. group: the heading on the settings page.
+    bounds: the smallest and the largest number. step: of the slider between them. per_run: one generation may have
+    another value. check: raises ValueError with a sentence for a value of the right kind that makes no sense.
+    no_effect_when: other options, and their values with which this one does nothing.
     """
     return field(default=default, metadata={
         "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
         "per_run": per_run, "check": check, "group": group, "no_effect_when": no_effect_when or {},
-        "replaced": replaced or {},
     })
 
 
@@ -51,20 +45,6 @@ def check_value(option_field: Field[Any], value: Any) -> None:
         metadata["check"](value)
 
 
-def current_value(option_field: Field[Any], value: Any) -> Any:
-    """The value, or what stands for it now where only an earlier OneDiff took it; the log says so once."""
-    replaced = option_field.metadata["replaced"]
-    if not isinstance(value, str) or value not in replaced:
-        return value
-    warn_of_replaced(option_field.name, value, replaced[value])
-    return replaced[value]
-
-
-@cache
-def warn_of_replaced(name: str, value: str, current: str) -> None:
-    log.warning("OneDiff has no %s %r any more: %s is used.", name, value, current)
-
-
 def format_value(value: Any) -> str:
     """How a value is written in infotext and in presets."""
     return WORD_OF_BOOL[value] if isinstance(value, bool) else str(value)
@@ -75,9 +55,18 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
     kind: type[Any] = type(option_field.default)
     if kind is bool and word not in BOOL_OF_WORD:
         raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
-    value = BOOL_OF_WORD[word] if kind is bool else current_value(option_field, kind(word))
+    value = BOOL_OF_WORD[word] if kind is bool else kind(word)
     check_value(option_field, value)
     return value
+
+
+def parse_known(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
+    """The values that words mean; what is no option, or no value of it, is left out."""
+    values: dict[str, Any] = {}
+    for name in options.keys() & words.keys():
+        with contextlib.suppress(ValueError):
+            values[name] = parse_value(options[name], words[name])
+    return values
 
 
 def words_of(option_field: Field[Any]) -> list[str]:

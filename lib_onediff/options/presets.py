@@ -1,7 +1,7 @@
 """Four presets: options that are set together, from exact to fastest.
 
-A preset sets every option that changes an image: what it does not name is at its default. It leaves alone the switch,
-who computes, and whether that is checked.
+A preset sets every option that changes an image: what it does not name is at its default. It leaves alone the switch
+and who computes.
 """
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ AS_IN_SETTINGS = "As in the settings"
 EXACT, BALANCED, FAST, DRAFT = "Exact", "Balanced", "Fast", "Draft"
 # What API calls and pages' defaults of earlier versions call them.
 FORMER_NAMES = {"Quality first": EXACT, "Speed first": FAST, "Fast drafts": DRAFT}
-NOT_OF_PRESETS = frozenset({"enabled", "backend", "verify"})
+NOT_OF_PRESETS = frozenset({"enabled", "backend"})
 # What computes each layer faster than exactly, whatever DeepCache does.
 FASTER_LAYERS: Mapping[str, Any] = {
-    "low_bit": "int8", "matmul_accumulation": "half", "tf32": "on", "vae_precision": "fp16",
+    "low_bit": "int8", "matmul_accumulation": "half", "vae_precision": "fp16",
 }
 
 

@@ -19,7 +19,7 @@ from .presets import PRESETS, preset_of, with_preset
 from .settings import Settings
 
 PREFIX = "[OneDiff] "
-PRESET, PRESET_LABEL, OFF = "preset", "Preset", "Off"
+PRESET, PRESET_LABEL, OFF = "preset", "Speed", "Off"
 # The attribute of a cell's generation that holds its values by option.
 CELL = "onediff_axes"
 # A plot counts in steps of 0.1 and the like, which add up to 0.30000000000000004.
@@ -31,8 +31,8 @@ RANGES = {
     for kind, number in ((int, r"\d+"), (float, r"\d+(?:\.\d*)?"))
 }
 EXAMPLES = {int: "1, 2, 3 or 1-9 (+2)", float: "0.2, 0.5 or 0-1 (+0.25)"}
-SWITCHED_OFF = "OneDiff is switched off in the settings tab, so an axis of OneDiff's would change nothing."
-OFF_FOR_THIS_RUN = "OneDiff is off for this run, so the axes of OneDiff's change nothing; tick 'Use OneDiff'."
+SWITCHED_OFF = "OneDiff is switched off in the settings tab, so this axis would change nothing."
+OFF_FOR_THIS_RUN = "OneDiff is off for this run, so its axes change nothing; tick 'Use OneDiff'."
 Standing = Callable[[], Settings]
 
 

@@ -5,8 +5,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from ..core.table import State
 from ..runtime.rows import ResolutionRow
-from ..shapes.table import State
 from .presets import WantedSize
 from .worker import WarmUp
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ..options.sizes import Size
 from ..runtime.rows import ResolutionRow
-from ..shapes.sizes import Size
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 PENDING = (QUEUED, RUNNING)

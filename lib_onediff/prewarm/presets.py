@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..shapes.sizes import Size, parse_size
+from ..options.sizes import Size, parse_size
 from ..store.history import HistoryRow
 from .job import TOKEN_CHOICES, TOKENS
 

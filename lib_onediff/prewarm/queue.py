@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..options.sizes import Size
 from ..runtime.rows import ResolutionRow
-from ..shapes.sizes import Size
 from .job import CALLS_PER_SHAPE, CANCELLED, QUEUED, RUNNING, Call, Job, Shape
 
 FINISHED_JOBS_KEPT = 50

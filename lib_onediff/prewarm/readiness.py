@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..options.prewarm_list import parse_prewarm
 from ..options.settings import Settings
 from ..store.history import History
 from .idle import SOURCE as IDLE
@@ -62,5 +63,5 @@ class Readiness:
     def _wants_sizes(self) -> bool:
         """Whether the first checkpoint will have sizes made ready."""
         settings = self._runtime.settings
-        most_used = settings.prewarm_most_used and self._runtime.history.used()
-        return settings.enabled and bool(settings.prewarm.strip() or most_used)
+        wanted = parse_prewarm(settings.prewarm)
+        return settings.enabled and bool(wanted.sizes or wanted.most_used and self._runtime.history.used())

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..engines.registry import Devices
-from ..guard import first_line, outcome_of
-from ..model.layout import UnsupportedUNet
+from ..core.guard import first_line, outcome_of
+from ..core.refusal import Refusal
+from ..core.table import ShapeTable, State
+from ..devices.registry import Devices
 from ..options.settings import OFF_IN_SETTINGS, Settings
+from ..options.sizes import Size
 from ..runtime.rows import ResolutionRow
-from ..shapes.sizes import Size
-from ..shapes.table import ShapeTable, State
 from ..store.history import History
 from .job import CALLS_PER_SHAPE, DONE, FAILED, TOKENS, Call, CannotWarm, Job, Shape, check_tokens
 from .queue import JobQueue, known_times
@@ -43,7 +43,7 @@ class Warms(Protocol):
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         """Make one UNet call as the WebUI would, at a size in pixels; batch counts latents. Raises CannotWarm
-        and UnsupportedUNet."""
+        and Refusal."""
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         """Decode random latents of so many images of a size in pixels, as the WebUI would."""
@@ -154,7 +154,7 @@ class WarmUp:
         while (job := self._take()) is not None:
             try:
                 self._run(job)
-            except (CannotWarm, UnsupportedUNet) as refusal:
+            except (CannotWarm, Refusal) as refusal:
                 self._queue.end(job, FAILED, str(refusal))
             except Exception as error:
                 log.exception("warming up %s failed", job.size)

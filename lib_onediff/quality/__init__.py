@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..guard import first_line
+from ..core.guard import first_line
 
 WHITE = 255
 # Where one verdict ends and the next begins was measured on images of emoji-sd beside the host's: 24 prompts, 256x256,

@@ -3,18 +3,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.refusal import Refusal
-from ..engines.device import Candidates
-from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import AUTO, Devices
-from ..model.call import UNetCall
-from ..ops.sage import why_no_sage
-from ..options.settings import EXACT_ATTENTION, ONE_GPU, Settings
-from ..shapes.key import EXACT, Lossy
+from ..core.call import UNetCall
+from ..core.device import Candidates
+from ..core.key import EXACT, Lossy
+from ..devices.registry import AUTO, Devices
+from ..devices.torch.sage import why_no_sage
+from ..options.settings import ONE_GPU, SAGE, Settings
+from .graphs.cache import GraphCache
+from .managed_unet import ManagedUNet
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
-SAGE = "SageAttention"
+SAGE_ATTENTION = "SageAttention"
 
 
 class BackendChoice:
@@ -34,18 +33,16 @@ class BackendChoice:
         managed.bound.refresh(
             call, candidates.devices[0].traits.channels_last, lambda: self._graphs.room(budget, device)
         )
-        misfit = managed.misfit(call)
-        if misfit is not None:
-            raise Refusal(misfit)
+        managed.refuse_call(call)
         if managed.kinds:
             self._graphs.drop_low_bit(managed)
             candidates = self._that_cast(candidates, managed.kinds, settings, call, waits)
-        elif settings.low_bit == "off":
+        elif settings.low_bit in ("off", SAGE):
             self._graphs.drop_low_bit(managed)
             managed.low_bit_choice = None
         else:
             candidates = self._with_low_bit(managed, settings, call, candidates)
-        return candidates if settings.attention == EXACT_ATTENTION else with_sage(candidates, call)
+        return with_sage(candidates, call) if settings.low_bit == SAGE else candidates
 
     def _that_cast(
         self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: UNetCall, waits: bool
@@ -89,13 +86,13 @@ class BackendChoice:
 
 def with_sage(found: Candidates, call: UNetCall) -> Candidates:
     """The same, with self attention by SageAttention beside what is tried first, or the reason why not."""
-    lack: str | None = f"{SAGE} needs the native backend"
+    lack: str | None = f"{SAGE_ATTENTION} needs the native backend"
     if found.devices[0].traits.takes_lossy:
         lack = why_no_sage(call.latent.device, call.latent.dtype)
     if lack is not None:
         return found._replace(reason="; ".join(filter(None, (found.reason, lack))))
     first, *_ = (*found.lossy, EXACT)
-    return found._replace(lossy=(first._replace(attention=SAGE), *found.lossy))
+    return found._replace(lossy=(first._replace(attention=SAGE_ATTENTION), *found.lossy))
 
 
 def why_not_offloaded(managed: ManagedUNet, settings: Settings) -> str:

@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import UNetCall
+from ..core.device import Device
+from ..core.guard import first_line
+from ..core.key import ShapeKey
+from ..core.operators import Operators
+from ..core.patch_points import PatchPoints
+from ..core.precision import Flags, flags_for, our_modes
 from ..core.refusal import Refusal
-from ..engines.device import Device
-from ..engines.managed_unet import ManagedUNet
-from ..guard import first_line
-from ..model.call import UNetCall
-from ..model.forward import ContextProjections, block_shifts
-from ..model.layers import Layers
-from ..model.layout import Stage
-from ..model.operators import Operators
-from ..model.patch_points import PatchPoints
-from ..model.patched_forward import PatchedLayers
-from ..ops import torch_ops
-from ..ops.precision import Flags, flags_for, our_modes
+from ..core.table import Entry, State, Stopwatch
+from ..devices.torch import operators as torch_ops
+from ..families.unet.forward import ContextProjections, block_shifts
+from ..families.unet.layers import Layers
+from ..families.unet.layout import Stage
+from ..families.unet.patched_forward import PatchedLayers
 from ..options.settings import ONE_GPU, Settings
-from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, State, Stopwatch
 from .call_stats import BLOCKS
 from .fallback import network_of, sampling_now
+from .managed_unet import ManagedUNet
 from .runtime import Runtime
 from .services import OUT_OF_MEMORY
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
@@ -189,9 +189,7 @@ class BlockRoute:
         bound, waits = managed.bound, self._runtime.services.waits_for_compile
         devices, reason = self._launched(settings, call)
         bound.refresh(call, channels_last=devices[0].traits.channels_last)
-        misfit = managed.misfit(call, y_is_embedded=True)
-        if misfit is not None:
-            raise Refusal(misfit)
+        managed.refuse_call(call, is_embedded=True)
         for device in devices:
             key = key_of(managed, settings, call, device.name)
             entry = self._runtime.table.entry(key, bound.layout.model_name)
@@ -259,7 +257,7 @@ class BlockRoute:
             output = computed_twice(running.entry, compute, functions) if twice else compute()
         if output is None:
             raise Refusal(blame(running.entry, "what another extension computes within a stage differs each time"))
-        if running.entry.state is State.COLD and (running.settings.verify or running.entry.key.patches):
+        if running.entry.state is State.COLD:
             # Where ours cannot be used, the host runs once more, for the answer.
             rewind = state_of(device, functions)
             miss = self._compare(running, output, host())

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engines.graphs.accounting import MemorySnapshot
 from .call_stats import GRAPH, ROUTES
 from .card_route import CardRoute
+from .graphs.accounting import MemorySnapshot
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
 from .stepping import Stepping

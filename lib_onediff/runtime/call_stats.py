@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..model.call import CACHED, FULL
-from ..shapes.image_times import HOSTS, WHOLE, ImageTimes, Step, Times
-from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, Stopwatch
-from ..steps.policy import Served
-from ..weak_dictionary import WeakDictionary
+from ..core.call import CACHED, FULL
+from ..core.image_times import HOSTS, WHOLE, ImageTimes, Step, Times
+from ..core.key import ShapeKey
+from ..core.policy import Served
+from ..core.table import Entry, Stopwatch
+from ..core.weak_dictionary import WeakDictionary
 from .rows import ratio_values
 
 log = logging.getLogger("onediff")

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engines.graphs.inputs import mapped
-from ..engines.managed_unet import ManagedUNet
-from ..model.bound import BoundUNet
-from ..model.call import UNetCall
-from ..model.mirror import MirrorUNet
-from ..model.rows import take_rows
+from ..core.call import UNetCall
+from ..core.rows import take_rows
+from ..core.table import Entry
+from ..devices.cuda.graphs.inputs import mapped
 from ..options.settings import Settings
-from ..shapes.table import Entry
+from ..weights.bound import BoundUNet
+from ..weights.mirror import MirrorUNet
 from .cards import second_share
+from .managed_unet import ManagedUNet
 
 Known = tuple[ManagedUNet, Settings]
 

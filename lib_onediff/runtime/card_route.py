@@ -7,17 +7,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..core.call import UNetCall
+from ..core.device import Candidates
+from ..core.policy import Answer, Host, Served
+from ..core.precision import AttentionOverflows, flags_for, our_modes
 from ..core.refusal import Refusal
-from ..engines.device import Candidates
-from ..engines.managed_unet import ManagedUNet
-from ..model.call import UNetCall
-from ..ops.precision import AttentionOverflows, flags_for, our_modes, upcasts_attention
-from ..options.settings import Settings
-from ..shapes.table import State
-from ..steps.policy import Answer, Host, Served
-from ..weak_dictionary import WeakDictionary
+from ..core.table import State
+from ..core.weak_dictionary import WeakDictionary
+from ..options.settings import SAGE, Settings
 from .call_stats import GRAPH, PLAIN
 from .fallback import FallbackChain
+from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION
 from .services import Services
 from .session import Session
@@ -35,7 +35,7 @@ class CardRoute:
         self.attention_overflows = AttentionOverflows(services.tuning_cache)
         self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
         self.fallback = FallbackChain(
-            services.table, services.graphs, services.devices, lambda: services.waits_for_compile
+            services.table, services.graphs, services.devices, services.families, lambda: services.waits_for_compile
         )
 
     @property
@@ -93,7 +93,7 @@ class CardRoute:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             yardstick = managed.bound.host_traits.yardstick(host)
             prove(
-                entry, served.output, settings.verify, services.history, host, yardstick, is_noise,
+                entry, served.output, services.history, host, yardstick, is_noise,
                 () if call.patches is None else call.patches.functions(), times_host,
                 services.devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
             )
@@ -118,7 +118,7 @@ class CardRoute:
         are in eight bits, what some devices compile."""
         key, device = served.entry.key, call.latent.device
         looks_again = self._services.devices.named(key.backend).traits.decides_anew or (
-            settings.low_bit != "off" and not managed.low_bit_is_decided(key.lossy)
+            settings.low_bit not in ("off", SAGE) and not managed.low_bit_is_decided(key.lossy)
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
             return
@@ -130,14 +130,14 @@ class CardRoute:
     def _compute(self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall) -> Served:
         """The output of a call by one of these backends.
 
-        The first output of a shape that overflows is computed again with attention in float32, where the choice is
-        auto; so is every other of this network from then on.
+        The first output of a shape that overflows is computed again with attention in float32; so is every other of
+        this network from then on.
         """
         weights, dtype = managed.bound.identity(), managed.bound.binding.dtype
         device, by_host = call.latent.device, call.upcast_attention
         overflows = self.attention_overflows.seen(weights, dtype)
         while True:
-            upcast = upcasts_attention(settings, by_host, overflows)
+            upcast = by_host or overflows
             if upcast != call.upcast_attention:
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(settings, dtype, device, call.upcast_attention)
@@ -145,8 +145,9 @@ class CardRoute:
                 served = self.fallback.serve(
                     managed, settings, candidates, call, self._services.call_stats.notice, flags
                 )
-                untried = not call.upcast_attention and upcasts_attention(settings, by_host, True)
-            if served.entry.state is not State.COLD or not untried or bool(torch.isfinite(served.output).all()):
+            if served.entry.state is not State.COLD or call.upcast_attention:
+                break
+            if bool(torch.isfinite(served.output).all()):
                 break
             overflows = True
         news = overflows and not self.attention_overflows.seen(weights, dtype)

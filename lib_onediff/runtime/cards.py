@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ..core.refusal import Refusal
-from ..engines.graphs.device_memory import Card
+from ..devices.cuda.graphs.device_memory import Card
 
 AUTO = "auto"
 NO_SECOND = "PyTorch sees one GPU alone"

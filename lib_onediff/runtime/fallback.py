@@ -8,23 +8,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..core.call import UNetCall
+from ..core.device import Candidates, Device, Network, NotYet
+from ..core.guard import first_line
+from ..core.key import EXACT, Lossy, ShapeKey
+from ..core.policy import Served
+from ..core.precision import Flags
 from ..core.refusal import Refusal
-from ..engines.device import Candidates, Device, Network, NotYet
-from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import Devices
-from ..guard import first_line
-from ..model.bound import BoundUNet
-from ..model.call import UNetCall
-from ..model.cuts import compute
-from ..ops.precision import Flags
+from ..core.table import Entry, ShapeTable, State, Stopwatch
+from ..devices.registry import Devices
+from ..families.registry import Families
 from ..options.settings import Settings
-from ..shapes.key import EXACT, Lossy, ShapeKey
-from ..shapes.table import Entry, ShapeTable, State, Stopwatch
-from ..steps.policy import Served
+from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
+from .graphs.cache import GraphCache
 from .low_bit_route import LowBitRoute
+from .managed_unet import ManagedUNet
 from .patched_route import PatchedRoute
 from .verify import blame, judge_cached_pass
 
@@ -35,14 +35,15 @@ class FallbackChain:
     """The backends of a device, from the best down to PyTorch's operators launched one by one."""
 
     def __init__(
-        self, table: ShapeTable, graphs: GraphCache, devices: Devices, waits_for_compile: Callable[[], bool]
+        self, table: ShapeTable, graphs: GraphCache, devices: Devices, families: Families,
+        waits_for_compile: Callable[[], bool],
     ) -> None:
         """waits_for_compile: see Services."""
         self._table = table
         self._graphs = graphs
-        self._devices = devices
+        self._devices, self._families = devices, families
         self._choice = BackendChoice(graphs, devices)
-        self._low_bit = LowBitRoute(graphs, devices, waits_for_compile)
+        self._low_bit = LowBitRoute(graphs, devices, families, waits_for_compile)
         self._waits_for_compile = waits_for_compile
         self.patched = PatchedRoute(graphs, devices)
 
@@ -143,7 +144,9 @@ class FallbackChain:
 
     def _tune(self, managed: ManagedUNet, settings: Settings, key: ShapeKey, call: UNetCall) -> bool:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
-        measured, lossy = self._devices.tune(key.backend, managed.bound.layout, call), key.lossy
+        layout = managed.bound.layout
+        attentions = self._families.of(layout).attentions(layout, call)
+        measured, lossy = self._devices.named(key.backend).tune(attentions, call), key.lossy
         if not lossy.low_bit or not self._low_bit.tune(managed, lossy, call):
             return measured
         try:
@@ -203,7 +206,7 @@ class FallbackChain:
         lossy = entry.key.lossy
         ops = self._devices.operators(entry.key.backend, managed.has_wide_norms, lossy.attention)
         binding = managed.binding_for(lossy)
-        return compute(binding.layout, binding.weights(), ops, call)
+        return self._families.output(binding.layout, binding.weights(), ops, call)
 
 
 def refuse_lossy(call: UNetCall, device: Device, lossy: Lossy) -> None:

@@ -6,8 +6,8 @@ import time
 import weakref
 from typing import Any
 
+from ..core.image_times import ImageTimes
 from ..options.settings import Settings
-from ..shapes.image_times import ImageTimes
 
 # Where a generation carries its settings; a copy of it carries the same.
 GENERATION = "onediff_generation"

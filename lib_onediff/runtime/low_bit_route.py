@@ -14,19 +14,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.call import UNetCall
+from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
-from ..engines.graphs.cache import GraphCache
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import Devices
-from ..engines.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
-from ..model.call import UNetCall
-from ..model.cuts import compute
-from ..model.low_bit import KINDS_OF, LowBitBinding, WantedKinds
-from ..model.offload import NoHostMemory
+from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
+from ..devices.registry import Devices
+from ..families.registry import Families
 from ..options.settings import MOST_LOW_BIT_ERROR
-from ..shapes.key import Lossy
+from ..weights.low_bit import KINDS_OF, LowBitBinding, WantedKinds
+from ..weights.offload import NoHostMemory
 from .backend_choice import NO_ROOM
+from .graphs.cache import GraphCache
+from .managed_unet import ManagedUNet
 from .verify import relative_error
 
 log = logging.getLogger("onediff")
@@ -37,10 +37,12 @@ NOT_FINITE = "what Low-bit does here cannot be measured: the exact output has Na
 class LowBitRoute:
     """Whoever calls holds the runtime's lock."""
 
-    def __init__(self, graphs: GraphCache, devices: Devices, waits_for_compile: Callable[[], bool]) -> None:
+    def __init__(
+        self, graphs: GraphCache, devices: Devices, families: Families, waits_for_compile: Callable[[], bool]
+    ) -> None:
         """waits_for_compile: see Services."""
         self._graphs = graphs
-        self._devices = devices
+        self._devices, self._families = devices, families
         self._waits_for_compile = waits_for_compile
 
     def tune(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> bool:
@@ -167,4 +169,5 @@ class LowBitRoute:
         """The whole UNet's, with these layers alone in eight bits."""
         assert managed.low_bit is not None
         binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[lossy.low_bit], layers)
-        return compute(binding.layout, binding.weights(), self._devices.lossy.operators(), replace(call, cut=None))
+        ops, whole = self._devices.lossy.operators(), replace(call, cut=None)
+        return self._families.output(binding.layout, binding.weights(), ops, whole)

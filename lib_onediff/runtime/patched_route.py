@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..core.call import UNetCall
+from ..core.patch_points import PatchPoints
+from ..core.policy import Served
 from ..core.refusal import Refusal
-from ..engines.graphs.cache import GraphCache
-from ..engines.graphs.capture import SegmentsRunner
-from ..engines.graphs.segments import DoesNotFit
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import Devices
-from ..model.call import UNetCall
-from ..model.patch_points import PatchPoints
-from ..shapes.table import Entry, State
-from ..steps.policy import Served
+from ..core.table import Entry, State
+from ..devices.cuda.graphs.capture import SegmentsRunner
+from ..devices.cuda.graphs.segments import DoesNotFit
+from ..devices.registry import Devices
 from .call_stats import GRAPH, PLAIN
+from .graphs.cache import GraphCache
+from .managed_unet import ManagedUNet
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")

@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..engines.sensitivity import ClassError
-from ..model.call import CACHED
-from ..shapes.image_times import Times
-from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, Ratio, State
+from ..core.call import CACHED
+from ..core.image_times import Times
+from ..core.key import ShapeKey
+from ..core.table import Entry, Ratio, State
+from ..devices.cuda.low_bit.sensitivity import ClassError
 from ..store.history import HistoryRow
 
 GivesBack = Callable[[Collection[ShapeKey]], int]

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import UNetCall
+from ..core.device import Device
+from ..core.family import Family
+from ..core.guard import HostFunction
+from ..core.policy import Answer, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, Sampling
-from ..engines.device import Device
-from ..engines.managed_unet import ManagedUNet
-from ..guard import HostFunction
-from ..model.call import UNetCall
-from ..model.layout import UNetLayout
-from ..model.patches import HostTraits
 from ..options.settings import ONE_GPU, Settings
-from ..steps.policy import Answer, Guidance, Host, Served, StepPolicy
 from ..steps.registry import step_policies
+from ..weights.scan import HostTraits
 from ..weights.watch import no_object
 from .cache import Cache
 from .call_stats import HOST
 from .card_route import CardRoute
+from .managed_unet import ManagedUNet
 from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
 from .two_gpus import TwoGpusRoute
@@ -44,11 +44,12 @@ class Runtime:
     """
 
     def __init__(
-        self, policies: Iterable[StepPolicy] | None = None, devices: Iterable[Device] | None = None
+        self, policies: Iterable[StepPolicy] | None = None, devices: Iterable[Device] | None = None,
+        families: Iterable[Family] | None = None,
     ) -> None:
-        """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last. By
-        default, those of the registries."""
-        services = self.services = Services(devices)
+        """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last.
+        families: of the networks that are served. By default, those of the registries."""
+        services = self.services = Services(devices, families)
         self.guard, self.table, self.history = services.guard, services.table, services.history
         self.tuning_cache, self.devices, self.call_stats = (
             services.tuning_cache, services.devices, services.call_stats,
@@ -89,7 +90,9 @@ class Runtime:
         with services.lock:
             known = services.managed.get(unet)
             if known is None:
-                managed = services.managed[unet] = ManagedUNet(unet, settings, host_traits)
+                managed = services.managed[unet] = ManagedUNet(
+                    unet, settings, host_traits, families=services.families
+                )
                 managed.bound.offloaded.restore_all = partial(self._restore_present, weakref.ref(unet))
             else:
                 known.settings = settings
@@ -124,7 +127,7 @@ class Runtime:
         """What is kept for a UNet, or None if it was not handed over."""
         return self.services.managed.get(unet)
 
-    def layout_of(self, unet: nn.Module) -> UNetLayout:
+    def layout_of(self, unet: nn.Module) -> Any:
         """The layout of a UNet in our care. Raises Refusal."""
         managed = self.managed_unet(unet)
         if managed is None:

@@ -8,20 +8,22 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ..engines.device import Device
-from ..engines.graphs.cache import GraphCache
-from ..engines.graphs.memory_pressure import MemoryPressure
-from ..engines.graphs.stream_order import StreamOrder
-from ..engines.managed_unet import ManagedUNet
-from ..engines.registry import Devices, devices_here
-from ..guard import Guard
-from ..ops.tuning_cache import TuningCache
+from ..core.device import Device
+from ..core.family import Family
+from ..core.guard import Guard
+from ..core.table import ShapeTable
+from ..core.tuning_cache import TuningCache
+from ..core.weak_dictionary import WeakDictionary
+from ..devices.cuda.graphs.stream_order import StreamOrder
+from ..devices.registry import Devices, devices_here
+from ..families.registry import FAMILIES, Families
 from ..options.settings import Settings
-from ..shapes.table import ShapeTable
 from ..store.history import History
-from ..weak_dictionary import WeakDictionary
 from .call_stats import CallStats
 from .generations import Generations
+from .graphs.cache import GraphCache
+from .graphs.memory_pressure import MemoryPressure
+from .managed_unet import ManagedUNet
 
 # Why the host computes, in one line for the user.
 SWITCHED_OFF = "OneDiff is switched off"
@@ -32,8 +34,9 @@ OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 class Services:
     """Made once. Whoever computes or captures does it inside computing()."""
 
-    def __init__(self, devices: Iterable[Device] | None = None) -> None:
-        """devices: by default, those of this machine."""
+    def __init__(self, devices: Iterable[Device] | None = None, families: Iterable[Family] | None = None) -> None:
+        """By default, those of the registries."""
+        self.families = FAMILIES if families is None else Families(families)
         # Stands around every hook of ours.
         self.guard = Guard()
         self.settings = Settings()
@@ -46,7 +49,9 @@ class Services:
         self.call_stats = CallStats(self.generations.times, lambda: self.waits_for_compile)
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
-        self.graphs = GraphCache(self.table, self.managed, lambda: self.history.pins(), self.devices.operators)
+        self.graphs = GraphCache(
+            self.table, self.managed, lambda: self.history.pins(), self.devices.operators, self.families.output
+        )
         self._run_settings: Settings | None = None
         self._why_off = ""
         self._waiting = threading.local()

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..engines.managed_unet import ManagedUNet
-from ..model.call import UNetCall
-from ..ops.precision import autocast_dtype, is_autocast_on
+from ..core.call import UNetCall
+from ..core.key import ShapeKey
+from ..core.policy import Served
+from ..core.precision import autocast_dtype, is_autocast_on
+from ..core.table import Entry, State
 from ..options.settings import Settings
-from ..shapes.key import ShapeKey
-from ..shapes.table import Entry, State
-from ..steps.policy import Served
 from .call_stats import GRAPH
+from .managed_unet import ManagedUNet
 
 
 class KnownCall(NamedTuple):

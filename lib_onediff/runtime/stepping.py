@@ -6,13 +6,13 @@ from functools import cache, partial
 
 import torch
 
+from ..core.call import UNetCall
+from ..core.guard import Guard, HostFunction
+from ..core.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import Positions, Sampling
-from ..engines.managed_unet import ManagedUNet
-from ..guard import Guard, HostFunction
-from ..model.call import UNetCall
 from ..options.settings import Settings
-from ..steps.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
+from .managed_unet import ManagedUNet
 from .services import Services
 
 

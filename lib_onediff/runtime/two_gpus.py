@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ..core.call import UNetCall
+from ..core.device import NotYet
+from ..core.guard import HostFunction
+from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
-from ..engines.device import NotYet
-from ..engines.managed_unet import ManagedUNet
-from ..guard import HostFunction
-from ..model.call import UNetCall
-from ..model.mirror import MirrorUNet, bytes_of, empty_copy
-from ..model.rows import take_rows, why_not_taken
+from ..core.rows import take_rows, why_not_taken
+from ..core.table import Stopwatch
+from ..core.weak_dictionary import WeakDictionary
 from ..options.settings import Settings
-from ..shapes.table import Stopwatch
-from ..steps.policy import Answer, Host, Served
-from ..weak_dictionary import WeakDictionary
+from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
 from .card_pair import Pair, Rest
 from .card_route import CardRoute
 from .cards import Cards, second_card, second_share
+from .managed_unet import ManagedUNet
 from .services import Services
 from .stepping import Stepping
 
@@ -225,7 +225,7 @@ class TwoGpusRoute:
         with self._full_of(device), self.cards.using(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
-        copied = ManagedUNet(copy, settings, mirror.host_traits, mirror)
+        copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
         pair = Pair(
             copy, copied, mirror, device, (settings.second_gpu, first), needs, self.cards.are_equal(first, device),
         )

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.key import EXACT
+from ..core.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
 from ..core.refusal import Refusal
-from ..model.function_state import FunctionState
-from ..ops.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
+from ..core.table import ENOUGH, Entry, State
 from ..options.settings import MOST_LOW_BIT_ERROR
-from ..shapes.key import EXACT
-from ..shapes.table import ENOUGH, Entry, State
 from ..store.history import History
+from ..weights.function_state import FunctionState
 
 log = logging.getLogger("onediff")
 
@@ -34,11 +34,11 @@ HOST_NOT_FINITE = (
 
 
 def prove(
-    entry: Entry, output: Tensor, compares: bool, history: History, host: Callable[[], Tensor],
+    entry: Entry, output: Tensor, history: History, host: Callable[[], Tensor],
     yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (), times_host: bool = True,
     allowed: float = 0.0,
 ) -> None:
-    """Compare a first output with the host's, unless that was done on this machine before, or is not wanted (compares).
+    """Compare a first output with the host's, unless that was done on this machine before.
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
     nobody_waits: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
     can be compared. allowed: what the backend may differ, where that is more than rounding.
@@ -49,7 +49,7 @@ def prove(
     known = not entry.key.patches and (recall(entry, history) or (nobody_waits and entry.state is not State.COLD))
     if known and nobody_waits and times_host and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
-    if not known and (compares or entry.key.patches):
+    if not known:
         rewind = state_of(entry.key.device, functions)
         miss = judge(entry, output, host, yardstick, nobody_waits, times_host, allowed)
         if miss is not None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..shapes.sizes import Size
+from ..options.sizes import Size
 
 log = logging.getLogger("onediff")
 

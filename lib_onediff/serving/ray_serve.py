@@ -20,11 +20,11 @@ from ..api.answers import LARGEST_BODY, SentenceRoute
 from ..api.gate import Gate
 from ..api.origins import Origins, host_name
 from ..demo.model_folder import load_folder
-from ..hosts.webui import network_name
+from ..hosts.contract import network_name
+from ..options.sizes import parse_sizes
 from ..prewarm.presets import most_used
 from ..public import compile_pipe
 from ..runtime.runtime import runtime
-from ..shapes.sizes import parse_sizes
 from ..store.history import CACHE_VARIABLE
 from .groups import Groups, Limits, Refused, Request
 

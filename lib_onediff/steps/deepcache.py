@@ -6,18 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ..core.call import CACHED, FULL, Cut, UNetCall
+from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
 from ..core.timeline import Step
-from ..model.call import CACHED, FULL, Cut, UNetCall
 from ..options.settings import Settings
 from .features import Features, Place, Record
-from .policy import Answer, Compute, Moment
 from .prompts import Threads
 from .schedule import is_whole, last_whole
 
 PATCHES = "other extensions compute within the UNet"
 NO_CUT = "this network cannot be cut in two"
-OFF_FOR_HIRES = "it is off for the second pass of hires fix"
 
 
 class Cached:
@@ -57,16 +56,14 @@ class DeepCache:
         self._reason = self._reused = ""
 
     def is_on(self, settings: Settings) -> bool:
-        return settings.deepcache_interval > 1
+        return settings.cache_interval > 1
 
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
         """A cached pass where the schedule has one and its feature is there; else a full pass, which makes one."""
         call, settings, sampling = moment.call, moment.settings, moment.sampling
-        interval = settings.deepcache_interval
+        interval = settings.cache_interval
         if call.patches is not None:
             raise Refusal(PATCHES)
-        if sampling.second_pass and settings.deepcache_hires == "off":
-            raise Refusal(OFF_FOR_HIRES)
         position = moment.position
         depth = min(settings.deepcache_depth, moment.deepest())
         if depth < 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..model.call import CutMemory
+from ..core.call import CutMemory
 
 # How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
 # (.readme/deepcache.md).

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.image_times import FORECAST
+from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
+from ..core.table import Stopwatch
 from ..options.settings import Settings
-from ..shapes.image_times import FORECAST
-from ..shapes.table import Stopwatch
-from .policy import Answer, Compute, Moment
 from .prompts import Threads
 from .schedule import is_whole
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from ..core.image_times import PROMPT_ALONE
+from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
-from ..model.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
+from ..core.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
+from ..core.table import Stopwatch
 from ..options.settings import Settings
-from ..shapes.image_times import PROMPT_ALONE
-from ..shapes.table import Stopwatch
-from .policy import Answer, Compute, Moment
 
 NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
 SEVERAL_CALLS = "a step has calls of prompt and negative prompt, and others"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.call import UNetCall
 from ..core.refusal import Refusal
-from ..model.call import UNetCall
 from ..weights.watch import UNCOUNTED, edit_count
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"

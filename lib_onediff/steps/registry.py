@@ -1,10 +1,10 @@
 """The step policies, outermost first. A new one is a file beside this and a line here."""
 from __future__ import annotations
 
+from ..core.policy import StepPolicy
 from .deepcache import DeepCache
 from .forecast import Forecast
 from .guidance_end import GuidanceEnd
-from .policy import StepPolicy
 
 
 def step_policies() -> tuple[StepPolicy, ...]:

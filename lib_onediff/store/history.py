@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..ops.card import card_name
-from ..shapes.image_times import Times
-from ..shapes.key import ShapeKey
-from ..shapes.table import Entry
+from ..core.card import card_name
+from ..core.image_times import Times
+from ..core.key import ShapeKey
+from ..core.table import Entry
 from . import triton_cache
 from .machine import Fingerprint
 from .store import NotKept, Store

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..ops.availability import triton_version
+from ..devices.cuda.availability import triton_version
 from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -8,11 +8,11 @@ import gradio as gr
 
 from ..options.presets import AS_IN_SETTINGS, PRESETS
 from ..options.settings import Settings
+from ..options.sizes import Size
 from ..prewarm.job import CANCELLED, DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
-from ..shapes.sizes import Size
 from . import texts
-from .controls import HIRES, ROWS, a_control, a_text_of_changes, connect_controls
+from .controls import ROWS, a_control, a_text_of_changes, connect_controls
 from .events import LIVE, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, show_stream
 from .progress import job_sentence, sentence, watch
 from .run_settings import AS_AT_FIRST
@@ -21,12 +21,10 @@ SOURCE = "accordion"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
-SUMMARY, STATUS, PREWARM, PREWARM_RESULT, HIRES_ROW, ASK = (
-    f"onediff_{{tab}}_{part}" for part in ("summary", "status", "prewarm", "prewarm_result", "hires", "ask")
+SUMMARY, STATUS, PREWARM, PREWARM_RESULT, ASK = (
+    f"onediff_{{tab}}_{part}" for part in ("summary", "status", "prewarm", "prewarm_result", "ask")
 )
 SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
-# The checkbox of Hires. fix, before and since it is an accordion's.
-HIRES_CHECKBOXES = ("{tab}_hr-checkbox", "{tab}_enable_hr")
 # The status in the accordion's title, and the one inside it.
 StatusLines = Callable[[], tuple[str, str]]
 
@@ -54,14 +52,13 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
                     choices=[AS_IN_SETTINGS, *PRESETS], value=preset_at_first, label=texts.PRESET, min_width=160,
                     elem_id=f"onediff_{tab}_preset",
                 )
-                by_words = [a_control(tab, name) for name in ROWS[0]]
-            by_numbers = []
-            for names in ROWS[1:]:
+                controls = [a_control(tab, name) for name in ROWS[0]]
+            for names in ROWS[1:-1]:
                 with gr.Row(elem_classes="onediff-run"):
-                    by_numbers += [a_control(tab, name) for name in names]
-            with gr.Row(visible=False, elem_id=HIRES_ROW.format(tab=tab)):
-                hires = a_control(tab, HIRES)
+                    controls += [a_control(tab, name) for name in names]
             with gr.Accordion(texts.ADVANCED, open=False, elem_id=f"onediff_{tab}_advanced"):
+                with gr.Row(elem_classes="onediff-run"):
+                    controls += [a_control(tab, name) for name in ROWS[-1]]
                 changes = a_text_of_changes(tab, texts.CHANGES, changes_at_first)
             with gr.Row(elem_classes="onediff-controls"):
                 kept_out_of_defaults(gr.Button(
@@ -72,13 +69,8 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
             with gr.Column(elem_classes="onediff-told"):
                 told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
                 gr.HTML(lambda: status_lines()[1], elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
-        arguments, controls = [enabled, preset, changes], [*by_words, *by_numbers, hires]
-        ask = connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run)
-    # Also where it is closed: what is set here counts more than the settings.
-    for event in (ask.click, preset.change, changes.change):
-        event(None, inputs=[preset, changes], outputs=[set_here], api_name=False, **in_the_browser(
-            f"(preset, text) => onediffAccordion.setHere(preset === {AS_IN_SETTINGS!r} ? '' : preset, text)"
-        ))
+        arguments = [enabled, preset, changes]
+        connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run, set_here=set_here)
     return arguments
 
 
@@ -98,17 +90,6 @@ def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp)
         f"() => {{ onediffAccordion.ask({tab!r}); return []; }}"
     ))
     connect_prewarm(tab, [summary, status], status_lines, warmup)
-    connect_hires(tab)
-
-
-def connect_hires(tab: str) -> None:
-    """Show what is of the hires pass only where there is one."""
-    row, ask = (find_component(name.format(tab=tab)) for name in (HIRES_ROW, ASK))
-    checkbox = next(filter(None, (find_component(name.format(tab=tab)) for name in HIRES_CHECKBOXES)), None)
-    if checkbox is None or row is None or ask is None:
-        return
-    for event in (checkbox.change, ask.click):
-        event(lambda on: gr.update(visible=bool(on)), inputs=[checkbox], outputs=[row], queue=False, **QUIET)
 
 
 def connect_prewarm(tab: str, status: list[Any], status_lines: StatusLines, warmup: WarmUp) -> None:
@@ -117,28 +98,20 @@ def connect_prewarm(tab: str, status: list[Any], status_lines: StatusLines, warm
     if button is None or result is None or len(size) < len(SIZE_COMPONENTS):
         return
 
-    def ask(width: Any, height: Any, batch: Any) -> str:
-        try:
-            warmup.add([size_of(width, height, batch)], SOURCE)
-        except ValueError as problem:
-            return sentence(str(problem), wrong=True)
-        return ""
-
     def follow(width: Any, height: Any, batch: Any) -> Iterator[tuple[Any, ...]]:
         """What the button says, what stands beside it, and both statuses."""
         try:
             wanted = size_of(width, height, batch)
+            warmup.add([wanted], SOURCE)
         except ValueError as problem:
             yield texts.PREWARM, sentence(str(problem), wrong=True), UNCHANGED, UNCHANGED
             return
         for jobs in watch(warmup, [wanted]):
             over = not any(job.pending for job in jobs)
-            # Nothing was queued: why, ask has said.
-            beside = sentence(job_sentence(jobs[-1]), wrong=jobs[-1].state == FAILED) if jobs else UNCHANGED
+            beside = sentence(job_sentence(jobs[-1]), wrong=jobs[-1].state == FAILED) if jobs else ""
             yield button_text(jobs), beside, *(status_lines() if over else (UNCHANGED, UNCHANGED))
 
-    asked = button.click(ask, inputs=size, outputs=[result], queue=False, **QUIET)
-    show_stream([asked.then], follow, inputs=size, outputs=[button, result, *status])
+    show_stream([button.click], follow, inputs=size, outputs=[button, result, *status])
     for component in size:
         component.change(None, inputs=[], outputs=[button, result], api_name=False, **in_the_browser(
             f"() => [{texts.PREWARM!r}, '']"

@@ -21,11 +21,12 @@ def seconds(value: float) -> str:
 
 
 def times(ratio: float | None, bounds: tuple[float, float] | None = None) -> str:
-    """A ratio, for example "1.62 x (1.55 to 1.70)". bounds: between what its spread puts it."""
+    """How much faster something is, for example "1.6x faster". bounds: between what its spread puts the ratio."""
     if ratio is None:
         return NOTHING
-    spread = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
-    return f"{ratio:.2f} x{spread}"
+    if 0.95 < ratio < 1.05 or bounds and bounds[0] < 1 < bounds[1]:
+        return "about as fast"
+    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 
 
 def memory(size: int) -> str:

@@ -1,7 +1,8 @@
-"""Sliders and lists of a run, in the accordion. They hold nothing themselves: what a user moves is written into the
-text box of changed options, by javascript/onediff_accordion.js, and each shows what the run will be by that text.
+"""Sliders and lists of a run, in the accordion and for each side of a comparison.
 
-So a run has one source: the settings tab, then the preset, then the text, then what a client of the API gives.
+They hold no settings themselves: what a user moves is written into the text box of extra options, by
+javascript/onediff_accordion.js, and each shows what the run will be by that text. So a run has one source: the settings
+tab, then the preset, then the text, then what a client of the API gives.
 """
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from typing import Any
 
 import gradio as gr
 
-from ..options.effects import described
 from ..options.infotext import SWITCH, describe, options_of_a_run
 from ..options.option import format_value, words_of
-from ..options.presets import preset_options
+from ..options.presets import AS_IN_SETTINGS, preset_options
 from ..options.settings import Settings
+from ..runtime.effects import described
 from ..runtime.runtime import runtime
 from . import texts
 from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults
@@ -24,15 +25,12 @@ from .progress import sentence
 from .run_settings import EXAMPLE
 from .settings_tab import label_of
 
-# Rows of options that have a control.
-ROWS = (
-    ("vae_precision", "low_bit"), ("deepcache_interval", "deepcache_depth"), ("forecast_interval", "guidance_end"),
-)
-HIRES = "deepcache_hires"
+# Rows of options that have a control; the last one is for experts.
+ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "guidance_end"))
 
 
 def a_control(tab: str, name: str) -> Any:
-    """The slider or the list of an option, with its value in the settings tab's defaults."""
+    """The slider or the list of an option, with its default value."""
     option = options_of_a_run()[name]
     about = {"label": option.metadata["label"], "elem_id": f"onediff_{tab}_{name}", "min_width": 160}
     if option.metadata["bounds"] is not None:
@@ -51,39 +49,40 @@ def a_text_of_changes(tab: str, label: str, value: str = "") -> Any:
 
 def connect_controls(
     tab: str, run: list[Any], controls: list[Any], told: Any, settings_of: Callable[..., Settings],
-    refused: Callable[[Exception], str], *asked: Callable[..., Any],
+    refused: Callable[[Exception], str], *asked: Callable[..., Any], set_here: Any = None,
 ) -> Any:
     """Have the controls write the text box and show what the run will be, and told say it. Returns the hidden button
     that asks for it, which javascript/onediff_accordion.js clicks.
 
     run: the components that settings_of takes; the last two are the list of presets and the text box. refused: what to
-    say of a run that makes no sense. asked: further events at which to look.
+    say of a run that makes no sense. asked: further events at which to look. set_here: shows what differs from the
+    settings tab.
     """
     *choices, changes = run
     names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
+    titles = [] if set_here is None else [set_here]
 
     def tell(*values: Any) -> list[Any]:
-        """What the run will be, and what the controls show of it."""
+        """What the run will be, what is set here, and what the controls show of it."""
         wanted, now = values[:len(run)], values[len(run):]
+        title = [set_here_html(*wanted[-2:])] * len(titles)
         try:
-            base = settings_of(*wanted[:-1], "")
-            settings = settings_of(*wanted)
+            base, settings = settings_of(*wanted[:-1], ""), settings_of(*wanted)
         except ValueError as problem:
-            said = sentence(refused(problem), wrong=True) + for_the_browser({"run": wanted[-2:]})
-            return [said, *[UNCHANGED] * len(now)]
-        known = {"run": wanted[-2:], "options": known_options(base)}
-        return [what_it_will_be(settings) + for_the_browser(known), *shown_values(names, settings, now)]
+            return [sentence(refused(problem), wrong=True), *title, *[UNCHANGED] * len(now)]
+        said = what_it_will_be(settings) + for_the_browser(base)
+        return [said, *title, *shown_values(names, settings, now)]
 
     def tell_if_readable(*values: Any) -> list[Any]:
         """While somebody types, what is not finished is no mistake yet."""
         try:
             settings_of(*values[:len(run)])
         except ValueError:
-            return [UNCHANGED] * (1 + len(controls))
+            return [UNCHANGED] * (1 + len(titles) + len(controls))
         return tell(*values)
 
     ask = kept_out_of_defaults(gr.Button("", elem_id=f"onediff_{tab}_ask", elem_classes=HIDDEN))
-    everything = {"inputs": [*run, *controls], "outputs": [told, *controls], "queue": False, **QUIET}
+    everything = {"inputs": [*run, *controls], "outputs": [told, *titles, *controls], "queue": False, **QUIET}
     for event in (ask.click, *asked, *(choice.change for choice in choices), changes.submit, changes.blur):
         event(tell, **everything)
     changes.change(tell_if_readable, **everything)
@@ -106,6 +105,13 @@ def what_it_will_be(settings: Settings) -> str:
     return sentence(" ".join([texts.this_run(describe(settings)), *notes]))
 
 
+def set_here_html(preset: str | None, text: str | None) -> str:
+    """For the accordion's title, as it counts more than the settings tab, also where the accordion is closed."""
+    parts = [preset if preset != AS_IN_SETTINGS else "", text]
+    words = html.escape(texts.set_here("; ".join(filter(None, parts))))
+    return f'<span class="onediff-set-here" title="{words}">{words}</span>' if any(parts) else ""
+
+
 def shown_values(names: list[str], settings: Settings, shown: tuple[Any, ...]) -> list[Any]:
     """What the controls of these options change to, from what they show."""
     values = [getattr(settings, name) for name in names]
@@ -113,15 +119,11 @@ def shown_values(names: list[str], settings: Settings, shown: tuple[Any, ...]) -
     return [UNCHANGED if word == now else word for word, now in zip(words, shown, strict=True)]
 
 
-def known_options(base: Settings) -> dict[str, Any]:
-    """Every option of a run by name. base: the run without the text box."""
-    in_presets = preset_options()
-    return {
-        name: {"base": format_value(getattr(base, name)), "words": words_of(option), "of_presets": name in in_presets}
-        for name, option in options_of_a_run().items() if name != SWITCH
+def for_the_browser(base: Settings) -> str:
+    """What javascript/onediff_accordion.js needs: the run's options without the text box, and which ones presets set.
+    """
+    known = {
+        "base": {name: format_value(getattr(base, name)) for name in options_of_a_run() if name != SWITCH},
+        "of_presets": list(preset_options()),
     }
-
-
-def for_the_browser(known: dict[str, Any]) -> str:
-    """What javascript/onediff_accordion.js needs: the preset and the text that are told of, and the options."""
     return f'<span hidden data-onediff-run="{html.escape(json.dumps(known))}"></span>'

@@ -6,8 +6,8 @@ from typing import Any
 
 import gradio as gr
 
+from ..hosts.contract import WebUI
 from ..hosts.host_facts import host_facts
-from ..hosts.webui import WebUI
 from ..options.settings import Settings
 from ..prewarm.worker import WarmUp
 from ..runtime.consistency import Facts, machine_facts, onediff_facts, report
@@ -17,7 +17,7 @@ from .compare.tab import ComparePanel, build_compare_page
 from .compare.text_to_image import TextToImage
 from .consistency import build_facts_page
 from .presets import PresetsPanel, Store, build_presets_page
-from .settings_form import build_settings_form
+from .settings_tab import build_settings_form
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"

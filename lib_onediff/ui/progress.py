@@ -3,17 +3,18 @@ from __future__ import annotations
 
 import html
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator
+from typing import Any
 
+from ..options.sizes import Size
 from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, TOKENS, Job
 from ..prewarm.worker import WarmUp
-from ..shapes.sizes import Size
+from . import texts
 from .amounts import counted, seconds
 
 SECONDS_BETWEEN_LOOKS = 0.3
 LONGEST_WAIT = 2.0
-MOST_JOBS_SHOWN = 25
+MOST_JOBS_SHOWN, MOST_FINISHED_SHOWN = 25, 8
 
 
 def watch(warmup: WarmUp, sizes: Collection[Size]) -> Iterator[list[Job]]:
@@ -30,19 +31,15 @@ def watch(warmup: WarmUp, sizes: Collection[Size]) -> Iterator[list[Job]]:
 
 
 def jobs_html(jobs: list[Job], controls: bool = False) -> str:
-    """One line per job with its progress; the pending ones are never left out in favour of finished ones.
-
-    controls: with buttons to cancel and to move, for javascript/onediff.js.
-    """
+    """One line per job with its progress. controls: with buttons to cancel and to move, for javascript/onediff.js."""
     pending = [job for job in jobs if job.pending]
-    finished = [job for job in jobs if not job.pending]
-    room = MOST_JOBS_SHOWN - min(len(pending), MOST_JOBS_SHOWN)
-    shown = [*finished[len(finished) - min(room, len(finished)):], *pending[:MOST_JOBS_SHOWN]]
-    more = len(jobs) - len(shown)
+    finished = [job for job in jobs if not job.pending][-MOST_FINISHED_SHOWN:]
+    shown = [*finished, *pending[:MOST_JOBS_SHOWN]]
+    more = len(pending) - len(pending[:MOST_JOBS_SHOWN])
     rest = f'<p class="onediff-reason">and {counted(more, "more job")}</p>' if more else ""
     queue = [job.id for job in jobs if job.state == QUEUED]
     lines = "".join(job_html(job, controls_html(job, queue) if controls else "") for job in shown)
-    return f'<div class="onediff-jobs" role="list" aria-label="Pre-warming">{lines}{rest}</div>' if jobs else ""
+    return f'<div class="onediff-jobs" role="list" aria-label="Pre-warming">{lines}{rest}</div>' if shown else ""
 
 
 def job_html(job: Job, controls: str = "") -> str:
@@ -103,14 +100,18 @@ def job_sentence(job: Job) -> str:
     return ", ".join(part for part in (f"{100 * job.share:.0f} %", job.what, left) if part)
 
 
-def outcome_of(jobs: list[Job]) -> str:
-    """What came of jobs that are over."""
-    states = Counter(job.state for job in jobs)
-    parts = [f"{counted(states[DONE], 'size')} warmed up", f"{states[FAILED]} failed", f"{states[CANCELLED]} cancelled"]
-    return ", ".join(part for part, state in zip(parts, (DONE, FAILED, CANCELLED), strict=True) if states[state]) + "."
-
-
 def sentence(text: str, wrong: bool = False) -> str:
     """A result for the user, announced by screen readers."""
     kind = "onediff-wrong" if wrong else "onediff-right"
     return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""
+
+
+def whole_number(value: Any, name: str) -> int:
+    """A number that somebody has typed or chosen. Raises ValueError with a sentence."""
+    try:
+        number = float(value)
+        if number == int(number):
+            return int(number)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(texts.wrong_number(name, value, "a whole number"))

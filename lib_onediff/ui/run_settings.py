@@ -9,17 +9,17 @@ from typing import Any
 
 from ..options import infotext
 from ..options.changes import read_changes
-from ..options.effects import without_effect
 from ..options.infotext import KEY, PROBLEM, options_of_a_run
 from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
+from ..runtime.effects import without_effect
 from ..runtime.runtime import runtime
 from .texts import no_effect_here
 
 log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the image that img2img begins with.
 STEPS_OF_A_RUN = ("init", "sample")
-EXAMPLE = "low_bit fp8; tf32 on"
+EXAMPLE = "low_bit fp8; backend eager"
 # Images that are equal in these take the host equally long, but for what other extensions do.
 MAKE_IMAGES_ALIKE = (
     "width", "height", "batch_size", "n_iter", "steps", "sampler_name", "cfg_scale", "denoising_strength", "enable_hr",
@@ -49,10 +49,9 @@ class StepWithSettings:
 def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
     """The settings for a generation: standing, then a preset, then changes.
 
-    arguments: of our script; what is missing is as the accordion has it at first. The first is True or False
-    (the checkbox: False switches OneDiff off, True leaves it as the settings tab says), or a mapping of option names to
-    values from the API, which counts more than the others. The second is a preset by name, the third changes as
-    read_changes takes them. Raises ValueError with a sentence for anything else.
+    arguments: of our script; what is missing is as in a new accordion. The first is True or False (False switches
+    OneDiff off), or a mapping of option names to values from the API, which counts more than the others. The second is
+    a preset by name, the third changes as read_changes takes them. Raises ValueError with a sentence for anything else.
     """
     used, preset, changes = filled(arguments)
     settings = standing

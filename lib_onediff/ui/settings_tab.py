@@ -1,6 +1,12 @@
-"""OneDiff's section in the WebUI's settings tab, made from the fields of Settings."""
+"""OneDiff's section in the WebUI's settings tab, made from the fields of Settings.
+
+A WebUI makes one component for every option, in a list. javascript/onediff_settings.js adds headings, the Speed
+buttons, and what is not at its default or has no effect on this machine.
+"""
 from __future__ import annotations
 
+import html
+import json
 import logging
 import math
 import warnings
@@ -10,12 +16,15 @@ from typing import Any
 
 import gradio as gr
 
-from ..options.effects import Machine, described
 from ..options.migration import migrate_values
-from ..options.option import current_value, format_value
-from ..options.settings import CACHE, GROUPS, HOST_KEY_PREFIX, Settings, host_key
+from ..options.option import format_value, parse_value, words_of
+from ..options.presets import PRESETS
+from ..options.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
+from ..runtime.effects import Machine, described
 from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE
+from . import texts
+from .events import HIDDEN
 
 SECTION = ("onediff", "OneDiff")
 FOLDER_IS_SET_BY = f"Only the environment variable {CACHE_VARIABLE} sets it, when the WebUI starts."
@@ -58,7 +67,7 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
             onchange=apply,
         )
         opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
-        if option.metadata["group"] == CACHE:
+        if option.name == "memory_budget":
             show_folder(opts, option_info)
     apply()
 
@@ -66,6 +75,37 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
 def in_groups() -> list[Field]:
     """All options in the order of the page."""
     return sorted(fields(Settings), key=lambda option: GROUPS.index(option.metadata["group"]))
+
+
+def build_settings_form() -> None:
+    """What javascript/onediff_settings.js needs, inside the page that is being built; nothing of it is seen."""
+    gr.HTML(for_the_browser(), elem_classes=HIDDEN)
+
+
+def for_the_browser() -> str:
+    """The options in the order of the page, what the Speed buttons set, and the words that stand beside the fields."""
+    known = {
+        host_key(option.name): {
+            "group": option.metadata["group"], "default": option.default, "shown": format_value(option.default),
+            "no_effect_when": {host_key(name): values for name, values in option.metadata["no_effect_when"].items()},
+            "notes": notes(option),
+        } for option in in_groups()
+    }
+    speeds = {
+        name: {host_key(option): value for option, value in preset.all_values.items()}
+        for name, preset in PRESETS.items()
+    }
+    data = {"options": known, "speeds": speeds, "texts": texts.SETTINGS_PAGE}
+    return f'<span hidden data-onediff-settings="{html.escape(json.dumps(data))}"></span>'
+
+
+def notes(option: Field[Any]) -> dict[str, str]:
+    """By the words of an option: why that value does nothing on this machine, or what to know of it."""
+    machine = Machine.now()
+    found = {
+        word: described({option.name: parse_value(option, word)}, machine).get(option.name) for word in words_of(option)
+    }
+    return {word: said for word, said in found.items() if said}
 
 
 def tell_effects(before: Settings) -> None:
@@ -83,13 +123,6 @@ def show_folder(opts: Any, option_info: Callable[..., Any]) -> None:
     # Nor is it stored, and a WebUI refuses to set what it does not store.
     info.do_not_save = True
     opts.add_option(host_key("folder_in_use"), info.info(FOLDER_IS_SET_BY))
-
-
-def tell_of_stored_folder(opts: Any) -> None:
-    """Say that a folder which an earlier version has stored does not count any more."""
-    stored = opts.data.get(host_key("cache_folder"))
-    if stored and stored != str(runtime.history.folder):
-        log.warning("The stored setting %s is ignored: %s", host_key("cache_folder"), FOLDER_IS_SET_BY)
 
 
 def tell_of_trouble() -> None:
@@ -173,10 +206,7 @@ def stored_settings(opts: Any) -> Settings:
     everything = migrate_values({
         key.removeprefix(HOST_KEY_PREFIX): value for key, value in opts.data.items() if key.startswith(HOST_KEY_PREFIX)
     })
-    stored = {
-        option.name: current_value(option, everything[option.name])
-        for option in fields(Settings) if option.name in everything
-    }
+    stored = {option.name: everything[option.name] for option in fields(Settings) if option.name in everything}
     opts.data.update({host_key(name): value for name, value in stored.items()})
     try:
         return Settings.from_mapping(stored)

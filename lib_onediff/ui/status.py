@@ -5,7 +5,7 @@ import html
 from functools import partial
 from typing import Any
 
-from ..hosts.webui import WebUI
+from ..hosts.contract import WebUI
 from ..options.settings import OFF_IN_SETTINGS
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
@@ -24,7 +24,7 @@ from .texts import (
 )
 from .texts import UNREADABLE as UNREADABLE_TEXT
 
-# What of a status is of the last image or its last call, and of no use beside a model that OneDiff does not serve.
+# What a status says of the last image, which is of no use beside a model that OneDiff does not serve.
 OF_THE_LAST_CALL = (
     "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image", "deepcache",
     "guidance", "forecast", "second_gpu",
@@ -52,7 +52,7 @@ def current_status(webui: WebUI) -> dict[str, Any]:
 
 
 def summary_html(status: dict[str, Any]) -> str:
-    """The status in the accordion's title, in a few words: "1.2 s/image, 29 ms/step, 2.00 x, graph"."""
+    """The status in the accordion's title, in a few words: "1.2 s/image, 29 ms/step, 2.0x faster, graph"."""
     route = status["route"]
     if not runtime.settings.enabled:
         words = OFF
@@ -65,7 +65,7 @@ def summary_html(status: dict[str, Any]) -> str:
         took = (status.get("image") or {}).get("seconds")
         image = [] if took is None else [f"{seconds(took)}/image"]
         step = [f"{milliseconds(status['step_ms'])}/step"] if ours else []
-        speed = [times(status["ratio"])] if ours and status["ratio"] is not None else []
+        speed = [times(status["ratio"], status.get("ratio_range"))] if ours and status["ratio"] is not None else []
         words = ", ".join([*image, *step, *speed, SHORT_ROUTES[route]])
     return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
 
@@ -86,7 +86,7 @@ def reasons_of(status: dict[str, Any]) -> list[str]:
     """Why the last call was not computed in a faster way: its route, then what rests though it is chosen."""
     resting = [(status.get(part) or {}).get("reason") for part in ("deepcache", "guidance", "forecast")]
     if why := (status.get("deepcache") or {}).get("reused"):
-        resting.append(f"DeepCache reuses deep layers and forecasts none: {why}")
+        resting.append(f"DeepCache reuses deep layers instead of extrapolating them: {why}")
     return [reason for reason in (status.get("reason"), *resting) if reason]
 
 
@@ -136,8 +136,8 @@ def backend_sentence(status: dict[str, Any]) -> str:
 
 
 def ratio_sentence(status: dict[str, Any]) -> str:
-    """How our mean step compares with the host's own in its place, which is measured when a shape is first used."""
-    if status["ratio"] is not None:
-        own = milliseconds(status["host_ms"])
-        return f"{times(status['ratio'], status.get('ratio_range'))} the WebUI's own ({own})"
-    return NOTHING if status["route"] in (None, "host") else not_compared(status["host_ms"])
+    """How our mean step compares with the WebUI's, which is timed when a shape is first used."""
+    ratio, own = status["ratio"], status["host_ms"]
+    if ratio is not None:
+        return f"{times(ratio, status.get('ratio_range'))} ({milliseconds(status['step_ms'])} vs {milliseconds(own)})"
+    return NOTHING if status["route"] in (None, "host") else not_compared(own)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vae_builders import LDM_LAYOUTS, ldm_decoder
 
 from lib_onediff.hosts import this_webui
-from lib_onediff.hosts.webui import WebUI
+from lib_onediff.hosts.contract import WebUI
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
@@ -148,6 +148,10 @@ class Host:
 
     def no_gradients(self) -> Any:
         return torch.inference_mode()
+
+    @property
+    def adapter_module(self) -> Any:
+        return sys.modules[type(self.adapter).__module__]
 
     def networks(self) -> list[nn.Module]:
         """Everything that we could have left something on."""

@@ -50,7 +50,7 @@ PIPELINES: dict[str, Any] = {
     "SD1": ("StableDiffusionImg2ImgPipeline", SMALL, {}, ""),
     "SDXL": ("StableDiffusionXLPipeline", SMALL_XL, {}, "hosts/"),
     "fewer steps": (
-        "StableDiffusionXLPipeline", SMALL_XL, {"deepcache_interval": 2, "guidance_end": 0.5, "forecast_interval": 2},
+        "StableDiffusionXLPipeline", SMALL_XL, {"deepcache_interval": 2, "guidance_end": 0.5},
         "deepcache|guidance|forecast|schedule|_by_step",
     ),
 }
@@ -160,7 +160,7 @@ def test_an_image_of_the_script(standalone: Standalone) -> None:
     def images() -> list[Any]:
         p = Sampled(standalone)
         # Settings of its own: the sampling is wrapped.
-        standalone.page.process(p, {"tf32": "on"})
+        standalone.page.process(p, {"matmul_accumulation": "half"})
         standalone.page.process_before_every_sampling(p)
         made = p.sample()
         standalone.page.postprocess(p, SimpleNamespace())

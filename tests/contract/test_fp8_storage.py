@@ -11,10 +11,9 @@ from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import ATTENTION, A1111Host, calls_of, random, running
 from test_blocks import controlled_forward
 from test_generations import BY_HOST, OURS, close, same
-from torch import Tensor, nn
+from torch import Tensor
 
-from lib_onediff.engines.managed_unet import ManagedUNet
-from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
 
 FLOAT8 = torch.float8_e4m3fn
@@ -115,25 +114,6 @@ def test_under_autocast_it_is_no_farther_from_float32_than_the_host(host: A1111H
     assert 1e-3 < mine <= WORST_RATIO * theirs
 
 
-def test_the_option_is_switched_on_and_off(host: A1111Host) -> None:
-    settings = (False, True, False, True, False)
-    expected = []
-    for on in settings:
-        host.store_in_fp8(on, by_hand=True)
-        expected.append(host.generate())
-    host.store_in_fp8(False)
-    host.start()
-    mine = []
-    for on, hosts in zip(settings, expected, strict=True):
-        host.store_in_fp8(on, by_hand=True)
-        mine.append(served(host, hosts))
-        assert managed(host).kinds == ((STORED,) if on else ())
-        assert bool(managed(host).bound.on_the_fly.bytes) is on
-    assert same(mine[0], mine[2]) and same(mine[2], mine[4]) and same(mine[1], mine[3])
-    host.switch(False)
-    assert same(host.generate(), expected[-1])
-
-
 @pytest.mark.parametrize("cache", [False, True], ids=["", "cached in float16"])
 def test_loras_are_merged_and_taken_out(host: A1111Host, cache: bool) -> None:
     """Into the weights in float8; so are their biases, of which we keep copies."""
@@ -206,15 +186,6 @@ def test_a_foreign_loop_gets_our_blocks(host: A1111Host, by_hand: bool) -> None:
     assert calls_of(host.generate)[1] == OURS
 
 
-def test_low_bit_rests(host: A1111Host) -> None:
-    host.store_in_fp8(True, by_hand=True)
-    expected = host.generate()
-    host.start()
-    runtime.configure(Settings(low_bit="fp8"))
-    served(host, expected)
-    assert managed(host).low_bit is None
-
-
 def functional_lora(host: A1111Host) -> None:
     host.set_lora(0.5, online=True)
 
@@ -245,14 +216,3 @@ def test_what_the_host_computes_otherwise_is_the_hosts(
     made, calls = calls_of(host.generate)
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
     assert reason in runtime.status()["reason"]
-
-
-def test_it_is_made_ready_between_images(host: A1111Host) -> None:
-    host.store_in_fp8(True)
-    adapter = host.start()
-    before = runtime.status()["calls"]["plain"]
-    adapter.warm(64, 64, 2, 77)
-    assert runtime.status()["calls"]["plain"] == before + 1, runtime.status()["reason"]
-    made, calls = calls_of(host.generate)
-    assert calls == OURS and torch.isfinite(made.latent).all()
-    assert {type(layer) for layer in managed(host).bound.binding.layers()} >= {nn.Linear, nn.Conv2d}

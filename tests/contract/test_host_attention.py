@@ -8,7 +8,6 @@ import torch
 from builders import relative_error
 from contract_hosts import FAMILY, Host, calls_of
 
-from lib_onediff.hosts.forge.checks import upcasts_attention
 from lib_onediff.runtime.runtime import runtime
 
 # The host's own, and one that is off by far more than rounding.
@@ -53,8 +52,8 @@ def test_an_exact_attention_that_is_wrong_is_a_disagreement(host: Host, monkeypa
 def test_the_precision_of_scores_is_a_flag_of_classics(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     traits = host.start().traits
     attention = host.module(traits.attention)
-    assert not upcasts_attention(traits, torch.float16), "PyTorch's attention does not"
+    assert not traits.upcasts_attention(torch.float16), "PyTorch's attention does not"
     monkeypatch.setattr(attention, traits.attention_name, attention.attention_basic)
-    assert upcasts_attention(traits, torch.float16)
+    assert traits.upcasts_attention(torch.float16)
     monkeypatch.setattr(attention, "_ATTN_PRECISION", "fp16")
-    assert not upcasts_attention(traits, torch.float16)
+    assert not traits.upcasts_attention(torch.float16)

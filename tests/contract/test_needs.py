@@ -5,11 +5,11 @@ import sys
 from typing import Any
 
 import pytest
-from contract_hosts import FOLDERS, Host, calls_of, on_path, running
+from contract_hosts import Host, calls_of, on_path
 from test_generations import BY_HOST, OURS, RELEASES, close, same
 
 from lib_onediff.hosts import this_webui
-from lib_onediff.hosts.unknown import UnknownHost
+from lib_onediff.hosts.contract import WebUI
 from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import status
@@ -17,18 +17,9 @@ from lib_onediff.ui import status
 LDM = "ldm_patched.ldm.modules."
 # What the host's own generation does without.
 MISSING = [
-    ("a1111", "modules.sd_hijack_unet", "th"), ("a1111", "modules.devices", "autocast"),
-    ("forge", "backend.memory_management", "module_size"),
-    ("neo", "backend.memory_management", "get_free_memory"),
+    ("a1111", "modules.sd_hijack_unet", "th"), ("forge", "backend.memory_management", "module_size"),
     ("neo", "modules_forge.main_thread", "run_and_wait_result"),
     ("reforge", "ldm_patched.modules.model_management", "module_size"), ("classic", "modules.shared", "state"),
-]
-# What it cannot do without, but under another name.
-RENAMED = [
-    ("a1111", "modules.sd_unet", "current_unet"), ("forge", "backend.nn.unet", "attention_function"),
-    ("neo", "backend.nn.unet", "apply_control"),
-    ("reforge", f"{LDM}attention", "optimized_attention"),
-    ("classic", f"{LDM}diffusionmodules.openaimodel", "forward_timestep_embed"),
 ]
 
 
@@ -38,7 +29,7 @@ def refuses(host: Host, said: str) -> None:
     before = [owner.__dict__["forward"] for owner in (unet_class, vae.Decoder, vae.Encoder)]
     adapter = host.start()
     reason = f"{RELEASES[host.name][1]} {said}: OneDiff does not know this release, and changes nothing"
-    assert isinstance(adapter, UnknownHost) and adapter.why_not_served() == reason
+    assert type(adapter) is WebUI and adapter.why_not_served() == reason
     assert [owner.__dict__["forward"] for owner in (unet_class, vae.Decoder, vae.Encoder)] == before
     told = status.current_status(adapter)
     assert (told["release"], told["hooks"]) == (RELEASES[host.name][1], 0)
@@ -54,12 +45,6 @@ def test_what_is_missing_is_named(host: Host, module: str, name: str, monkeypatc
     refuses(host, f"has no {name} in {module}")
     made, calls = calls_of(host.generate)
     assert calls == {} and same(made, expected)
-
-
-@pytest.mark.parametrize(("host", "module", "name"), RENAMED, indirect=["host"])
-def test_what_has_another_name_is_missing(host: Host, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(host.module(module), name)
-    refuses(host, f"has no {name} in {module}")
 
 
 def test_a_parameter_of_another_name(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,22 +115,15 @@ class Partial:
 def test_an_unknown_host(folders: tuple[str, ...]) -> None:
     with on_path(*folders):
         adapter = this_webui()
-        assert isinstance(adapter, UnknownHost)
+        assert type(adapter) is WebUI
         adapter.serve()
         adapter.model_loaded(object())
         adapter.before_sampling(object())
         adapter.after_run(object())
-        assert adapter.hooks() == 0
+        assert adapter.hooks() == 0 and adapter.exclusively(lambda: adapter.model_name()) is None
         assert adapter.why_not_served() == "OneDiff does not know this WebUI, and changes nothing in it"
         adapter.stop()
     assert runtime.guard.faults == []
-
-
-def test_each_host_is_told_from_the_others() -> None:
-    for name in FOLDERS:
-        with running(name) as host:
-            runtime.webui = None
-            assert (host.start().name, host.adapter.release) == RELEASES[name]
 
 
 def test_another_extension_s_patch_that_hands_everything_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from builders import relative_error
-from contract_hosts import FAMILY, Host
+from contract_hosts import Host
 from two_cpus import SECOND, TwoCpus
 
 from lib_onediff.options.settings import Settings
@@ -54,17 +53,3 @@ def test_switched_off_the_copy_goes_and_the_image_stays(host: Host, cards: TwoCp
     assert second()["bytes"] == 0 and second()["split"] == "" and relative_error(again, first) < 1e-5
     host.switch(False)
     assert relative_error(host.generate().latent, first) < 1e-5
-
-
-@pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_loras_on_the_fly_have_one_card(host: Host, cards: TwoCpus) -> None:
-    host.set_lora(0.5, online=True)
-    host.start()
-    runtime.configure(Settings(second_gpu="auto"))
-    latent = host.generate().latent
-    host.generate()
-    if runtime.status()["route"] != "host":
-        assert "the host computes with" in second()["reason"] or second()["split"]
-    host.switch(False)
-    assert relative_error(latent, host.generate().latent) < 1e-5
-    assert torch.isfinite(latent).all()

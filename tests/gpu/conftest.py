@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.model.low_bit import KINDS_OF
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import KINDS_OF
 
 
 @pytest.fixture(autouse=True)

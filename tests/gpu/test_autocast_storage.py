@@ -13,11 +13,11 @@ from test_on_the_fly import MEBIBYTE, MOST_MORE, WORST_RATIO, call_for, exact_ou
 from torch import Tensor, nn
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.hosts.a1111.casts import CASTS
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.core.call import UNetCall
+from lib_onediff.hosts.a1111.layers import CASTS
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.gpu
 FLOAT8 = torch.float8_e4m3fn

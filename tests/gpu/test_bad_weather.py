@@ -18,11 +18,11 @@ import triton.language as tl
 from gpu_calls import arguments, host
 from weather import CLOSE, entry_of, geglu_that, gpu_is_usable, now, out_of_memory, use, while_capturing
 
-from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
-from lib_onediff.ops.triton import tokens as triton_tokens
+from lib_onediff.core.table import State
+from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
+from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from lib_onediff import status
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.engines.graphs.allocations import peak
-from lib_onediff.engines.graphs.cache import CARD_IS_FULL
-from lib_onediff.engines.graphs.device_memory import empty_cache
-from lib_onediff.engines.graphs.pool_size import memory_of
+from lib_onediff.devices.cuda.graphs.allocations import peak
+from lib_onediff.devices.cuda.graphs.device_memory import empty_cache
 from lib_onediff.hosts.diffusers.unet import attach
 from lib_onediff.options.settings import Settings
+from lib_onediff.public import status
+from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
+from lib_onediff.runtime.graphs.pool_size import memory_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 

@@ -12,12 +12,12 @@ pytest.importorskip("diffusers")
 
 from gpu_calls import arguments, host, residual_shapes
 
-from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
+from lib_onediff.weights.bound import BoundUNet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 MIB = 2**20
@@ -144,7 +144,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     assert torch.cuda.max_memory_allocated() - allocated < 64 * MIB
     bound.release()
     for _ in range(10):
-        compile_unet(unet, backend="cudagraph", verify=False)
+        compile_unet(unet, backend="cudagraph")
         ours(unet, given)
         uncompile_unet(unet)
         runtime.free_graphs()
@@ -163,7 +163,7 @@ def test_twelve_sizes_share_their_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     host(unet, arguments(unet, 1280, 1280))
     peak = torch.cuda.max_memory_reserved()
-    compile_unet(unet, verify=False)
+    compile_unet(unet)
     for size in sizes:
         ours(unet, arguments(unet, *size))
     torch.cuda.synchronize()

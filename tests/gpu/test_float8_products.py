@@ -9,12 +9,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.low_bit import FP8, as_rows, gated_scale
-from lib_onediff.model.operators import QuantizedImage, QuantizedTokens
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops.quantized import convolution, gated_product, int8_mm, kernels
-from lib_onediff.ops.quantized.scaled_mm import one_scale_of
-from lib_onediff.ops.triton.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.operators import QuantizedImage, QuantizedTokens
+from lib_onediff.devices.cuda.kernels.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig
+from lib_onediff.devices.cuda.low_bit import convolution, gated_product, int8_mm, kernels
+from lib_onediff.devices.cuda.low_bit.scaled_mm import one_scale_of
+from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -11,17 +11,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.layout import LayerNorm
-from lib_onediff.model.low_bit import FP8, GATED, NORMED, PLAIN
-from lib_onediff.model.operators import QuantizedTokens, Stream
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops.quantized import kernels, scaled_mm
-from lib_onediff.ops.quantized.gains import Product
-from lib_onediff.ops.quantized.operators import LowBitOperators
-from lib_onediff.ops.quantized.support import float8_support
-from lib_onediff.ops.triton.launch_config import Launches
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.leaves import LayerNorm
+from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
+from lib_onediff.devices.cuda.low_bit import kernels, scaled_mm
+from lib_onediff.devices.cuda.low_bit.gains import Product
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.cuda.low_bit.support import float8_support
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN
 
 pytestmark = pytest.mark.gpu
 DEVICE, EPS = torch.device("cuda"), 1e-5

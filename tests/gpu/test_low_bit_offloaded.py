@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from gpu_calls import arguments, host
 
-from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
-from lib_onediff.model import low_bit
 from lib_onediff.options.settings import Settings
+from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights import low_bit
 
 pytestmark = pytest.mark.gpu
 NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}
@@ -87,7 +87,7 @@ def test_sdxl_takes_less_than_60_percent_and_comes_back_bit_for_bit(option: str)
     torch.cuda.empty_cache()
     whole, floor = bytes_on_gpu(unet), allocated()
     # Without the check there is no graph yet: what is allocated is weights.
-    compile_unet(unet, low_bit=option, low_bit_only=True, verify=False)
+    compile_unet(unet, low_bit=option, low_bit_only=True)
     first = called(unet, given)
     managed = runtime.managed_unet(unet)
     left, rounded = bytes_on_gpu(unet), managed.low_bit.bytes

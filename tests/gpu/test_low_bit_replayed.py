@@ -14,11 +14,11 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from gpu_calls import arguments, host
 
-from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
-from lib_onediff.model import low_bit
 from lib_onediff.options.settings import Settings
+from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights import low_bit
 
 pytestmark = pytest.mark.gpu
 NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}

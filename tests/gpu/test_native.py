@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from gpu_calls import arguments, host
 
-from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
 from lib_onediff.bench.steps import count_compilations
+from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
@@ -80,7 +80,7 @@ def fill(target, value, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_no_kernel_is_compiled_again_for_another_size(name: str) -> None:
     unet = random_unet(name, torch.device("cuda")).half()
-    compile_unet(unet, backend="native", verify=False)
+    compile_unet(unet, backend="native")
     ours(unet, arguments(unet, 512, 512))
     with count_compilations() as counted:
         for size in ((768, 512), (960, 720), (72, 88), (1024, 1024), (64, 64), (1280, 768), (40, 24)):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.operators import Stream
-from lib_onediff.ops.triton import group_norm as triton_group_norm
-from lib_onediff.ops.triton import images as triton_images
-from lib_onediff.ops.triton import partial_statistics as triton_strips
-from lib_onediff.ops.triton import tokens as triton_tokens
+from lib_onediff.core.operators import Stream
+from lib_onediff.devices.cuda.kernels import group_norm as triton_group_norm
+from lib_onediff.devices.cuda.kernels import images as triton_images
+from lib_onediff.devices.cuda.kernels import partial_statistics as triton_strips
+from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

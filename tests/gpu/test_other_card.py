@@ -13,9 +13,9 @@ pytest.importorskip("diffusers")
 
 from gpu_calls import arguments, host
 
-from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet, random_vae
 from lib_onediff.hosts.diffusers import vae as diffusers_vae
+from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 

@@ -10,8 +10,8 @@ pytest.importorskip("diffusers")
 
 from tiny_model import tiny_vae
 
-from lib_onediff import compile_pipe, status, uncompile_pipe
 from lib_onediff.bench.models import random_unet
+from lib_onediff.public import compile_pipe, status, uncompile_pipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 CONTEXT_WIDTH, POOLED_WIDTH = 64, 64

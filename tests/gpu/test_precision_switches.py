@@ -14,10 +14,10 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_vae
+from lib_onediff.core.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
-from lib_onediff.ops.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied
-from lib_onediff.options.effects import Machine, why_no_effect
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
@@ -102,13 +102,13 @@ def test_tf32(switch: str, work: Any) -> None:
     exact = work(a.double(), b.double())
     on, off = (error(lambda: work(a, b), exact, ((switch, value),)) for value in (True, False))
     assert on > 20 * off and off < 1e-5, (on, off)
-    assert why_no_effect("tf32", "on") is None
+    assert why_no_effect("matmul_accumulation", "half", dtype=torch.float32) is None
 
 
 def test_a_graph_of_its_own_for_half_sums() -> None:
     """What was captured with one kind of sums is not replayed with another."""
-    from lib_onediff import compile_unet, status
     from lib_onediff.bench.models import inputs, random_unet
+    from lib_onediff.public import compile_unet, status
 
     unet = random_unet("tiny-sdxl", GPU).half()
     given = inputs(unet, 128, 128, 2, 77, torch.float16)
@@ -194,7 +194,7 @@ def test_the_watch_changes_no_picture_and_takes_no_memory(vae: Any) -> None:
     latent = latent_of(128)
     pictures, peaks = {}, {}
     for choice in ("fp16", "auto"):
-        diffusers_decoder.attach(vae.decoder, chosen(choice, verify=False))
+        diffusers_decoder.attach(vae.decoder, chosen(choice))
         for _ in range(3):
             pictures[choice] = decoded(vae, latent)
         torch.cuda.synchronize()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import ScaledContext, cross_attentions, inputs, random_unet
+from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 

@@ -20,8 +20,8 @@ from test_cudagraph import (
     change_in_place,
 )
 
-from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 

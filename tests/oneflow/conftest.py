@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib_onediff.engines.oneflow.gate import OneFlowGate
+from lib_onediff.devices.oneflow.gate import OneFlowGate
 from lib_onediff.runtime.runtime import runtime
 
 HERE = Path(__file__).parent

@@ -6,11 +6,11 @@ from typing import Any
 from builders import relative_error
 from torch import Tensor
 
-from lib_onediff.engines.managed_unet import ManagedUNet
-from lib_onediff.engines.oneflow.route import OneFlow, OneFlowRunner
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.shapes.key import ShapeKey
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.devices.oneflow.route import OneFlow, OneFlowRunner
+from lib_onediff.runtime.managed_unet import ManagedUNet
+from lib_onediff.weights.scan import HostTraits
 
 # What float32 explains: seen 1e-6.
 ROUNDING = 1e-5

@@ -15,8 +15,8 @@ pytest.importorskip("diffusers")
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree, count
 
-from lib_onediff.engines.oneflow.route import COMPILING, MOST_GRAPHS, OneFlow
-from lib_onediff.ops.precision import ONEFLOW_CONVOLUTION, ONEFLOW_MATMUL, Precision, oneflow_variables
+from lib_onediff.core.precision import ONEFLOW_CONVOLUTION, ONEFLOW_MATMUL, Precision, oneflow_variables
+from lib_onediff.devices.oneflow.route import COMPILING, MOST_GRAPHS, OneFlow
 
 AFTER_A_FAILURE = """
 import sys
@@ -24,7 +24,7 @@ sys.path[:0] = sys.argv[1:]
 import torch
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree
-from lib_onediff.engines.oneflow.route import OneFlow
+from lib_onediff.devices.oneflow.route import OneFlow
 from dataclasses import replace
 
 torch.set_grad_enabled(False)

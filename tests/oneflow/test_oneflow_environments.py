@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib_onediff.engines.oneflow.gate import OneFlowGate, Verdict
+from lib_onediff.devices.oneflow.gate import OneFlowGate, Verdict
 
 CPU = torch.device("cpu")
 

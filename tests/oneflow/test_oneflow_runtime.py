@@ -14,7 +14,7 @@ from deepcache_builders import STEPS, Rig, call_of, equal_distances, few_steps_s
 from oneflow_builders import agree
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.engines.oneflow.gate import OneFlowGate, Verdict
+from lib_onediff.devices.oneflow.gate import OneFlowGate, Verdict
 from lib_onediff.runtime.runtime import runtime
 
 

@@ -14,10 +14,10 @@ from builders import a_call, diffusers_output, diffusers_unet, ldm_output, ldm_u
 from grid import WHOLE
 from oneflow_builders import Ours, agree, count
 
-from lib_onediff.model import cuts as deepcache
-from lib_onediff.model.call import Control, DeepCachePass, DeepFeature
-from lib_onediff.model.layout import TimeEmbedding
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import Control, DeepCachePass, DeepFeature
+from lib_onediff.core.leaves import TimeEmbedding
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet import cuts as deepcache
 
 # A graph takes OneFlow many seconds to compile: otherwise two UNets and two sizes show what their layouts need.
 at_night = pytest.mark.skipif(not WHOLE, reason="tested with ONEDIFF_TEST_GRID=full")
@@ -130,7 +130,7 @@ def test_another_prompt_and_another_step_need_no_other_graph() -> None:
 def test_sinusoids(time: TimeEmbedding) -> None:
     from oneflow.utils.tensor import from_torch, to_torch
 
-    from lib_onediff.engines.oneflow.operators import OneFlowOperators
+    from lib_onediff.devices.oneflow.operators import OneFlowOperators
 
     timestep = torch.tensor([999.75, 0.0, 3.5, 417.0])
     output = to_torch(OneFlowOperators().sinusoids(from_torch(timestep), time))

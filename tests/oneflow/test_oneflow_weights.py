@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree, count
 
-from lib_onediff.engines.oneflow.route import STRIDED
+from lib_onediff.devices.oneflow.route import STRIDED
 
 
 def test_edits_in_place() -> None:
@@ -57,7 +57,7 @@ def test_a_moved_parameter() -> None:
 def test_nothing_is_copied() -> None:
     from oneflow.utils.tensor import from_torch, to_torch
 
-    from lib_onediff.engines.oneflow.operators import unowned
+    from lib_onediff.devices.oneflow.operators import unowned
 
     weight = nn.Parameter(torch.randn(6, 4))[2:]
     assert to_torch(from_torch(unowned(weight))).data_ptr() == weight.data_ptr()

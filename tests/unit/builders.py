@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
+from computed import compute
 from torch import Tensor, nn
 
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.cuts import compute
-from lib_onediff.model.operators import Operators
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.operators import Operators
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.weights.bound import BoundUNet
 
 CONTEXT_WIDTH = 48
 POOLED_WIDTH = 40

@@ -12,7 +12,7 @@ from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
 
 
 @torch.no_grad()

@@ -15,19 +15,20 @@ from triton.backends.compiler import GPUTarget
 
 from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.bench.steps import count_compilations
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.forward import forward
-from lib_onediff.model.layout import TransformerBlock, UNetLayout, descriptions
-from lib_onediff.model.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers
-from lib_onediff.model.read import read_layout
-from lib_onediff.model.weights import Affine, QuantizedWeight, Weights
-from lib_onediff.ops import compile_kernels as triton_warm
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import int8_mm, operators
-from lib_onediff.ops.quantized.operators import LowBitOperators
-from lib_onediff.ops.triton.launch_config import INT8_PRODUCT_HOPPER, Launches
-from lib_onediff.ops.triton.operators import TritonOperators
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.affine import Affine, QuantizedWeight, Weights
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.leaves import TransformerBlock, descriptions
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda import compile_kernels as triton_warm
+from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT_HOPPER, Launches
+from lib_onediff.devices.cuda.kernels.operators import TritonOperators
+from lib_onediff.devices.cuda.low_bit import int8_mm, operators
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.registry import read_layout
+from lib_onediff.families.unet.forward import forward
+from lib_onediff.families.unet.layout import UNetLayout
+from lib_onediff.weights.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers
 
 META = torch.device("meta")
 TOKENS = 77

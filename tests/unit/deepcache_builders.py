@@ -11,15 +11,15 @@ from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, rel
 from torch import Tensor
 
 from lib_onediff.core import timeline
+from lib_onediff.core.call import CACHED, FULL, UNetCall
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.model import cuts as deepcache
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import CACHED, FULL, UNetCall
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.ops import torch_ops
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet import cuts as deepcache
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.steps import schedule
+from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.scan import HostTraits
 
 WEBUI = HostTraits()
 STEPS = [float(time) for time in range(951, 0, -50)]

@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from computed import compute
 from simulated_memory import MEBIBYTE, PrivatePool, requests_of
 from tape import TapeRecording
 from torch import Tensor
 
-from lib_onediff.engines.graphs.capture import CudaGraphs, SegmentsRunner
-from lib_onediff.engines.graphs.device_memory import Card
-from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, rehearsal_of
-from lib_onediff.engines.graphs.segments import Segments, record
-from lib_onediff.model.binding import Binding
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.cuts import compute
-from lib_onediff.model.operators import Operators
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.operators import Operators
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
+from lib_onediff.devices.cuda.graphs.device_memory import Card
+from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs, rehearsal_of
+from lib_onediff.devices.cuda.graphs.segments import Segments, record
+from lib_onediff.weights.binding import Binding
 
 # As if the tiny networks of the tests were large ones.
 SCALE = 4096
@@ -55,7 +55,7 @@ class PretendedGraphs(CudaGraphs):
     """before_replay and before_capture may raise; captured is what was made, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(compute)
         self.card = PretendedCard(self)
         self.before_replay: Callable[[], None] = lambda: None
         self.before_capture: Callable[[UNetCall], None] = lambda inputs: None

@@ -10,12 +10,12 @@ from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error,
 from torch import Tensor, nn
 
 import lib_onediff
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.table import Entry
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops import torch_ops
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import Entry
 
 
 class Weather:

@@ -14,21 +14,21 @@ from builders import SMALL_XL, a_call, diffusers_unet
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.model import low_bit, offload
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.low_bit import FP8, KINDS, Kind
-from lib_onediff.model.operators import Operators, QuantizedTokens, Stream
-from lib_onediff.model.weights import QuantizedWeight
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import gains, int8_mm, kernels, scaled_mm
-from lib_onediff.ops.quantized.operators import LowBitOperators
-from lib_onediff.ops.triton.launch_config import Launches
-from lib_onediff.ops.triton.operators import TritonOperators
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.affine import QuantizedWeight
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.key import Lossy
+from lib_onediff.core.operators import Operators, QuantizedTokens, Stream
+from lib_onediff.core.table import Entry
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
+from lib_onediff.devices.cuda.kernels.operators import TritonOperators
+from lib_onediff.devices.cuda.low_bit import gains, int8_mm, kernels, scaled_mm
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import Lossy
-from lib_onediff.shapes.table import Entry
+from lib_onediff.weights import low_bit, offload
+from lib_onediff.weights.low_bit import FP8, KINDS, Kind
 
 EXACT, EIGHT, ONLY = "native", "native, 8-bit", "native, 8-bit only"
 NAMES = [name for name in vars(Operators) if not name.startswith("_")]

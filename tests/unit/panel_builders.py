@@ -17,8 +17,8 @@ from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, Totals
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui.cache.handlers import PARTS, Panel, for_page
-from lib_onediff.ui.cache.page import Page
+from lib_onediff.ui.cache.panel import Panel
+from lib_onediff.ui.cache.purge import Chore
 from lib_onediff.ui.cache.table import ALL_MODELS, USUAL_ORDER
 
 MEBIBYTE = 2**20
@@ -43,17 +43,15 @@ def text_of(markup: str) -> str:
 
 
 class Seen:
-    """A page with the tab open: asks as javascript/onediff.js does, and knows what the page shows then."""
+    """A page with the tab open: asks as it does, and knows what it shows then."""
 
     def __init__(self, webui: SmallWebUI) -> None:
         self.webui = webui
         self.warmup = WarmUp(webui, runtime)
         self.panel = Panel(runtime, self.warmup, webui.exclusively)
-        self.page: Page | None = None
         self.model, self.order = ALL_MODELS, USUAL_ORDER
+        self.waiting: Any = None
         self.parts: dict[str, Any] = {}
-        self.sent: set[str] = set()
-        self.number = 0
 
     @classmethod
     def open(cls) -> Seen:
@@ -64,33 +62,27 @@ class Seen:
         diffusers_host.detach(self.webui.unet)
 
     def do(self, handler: Any, *own: Any) -> None:
-        """Call a handler as gradio does, and show what it returns. sent: the parts that it returned."""
-        self.show(self.ask(handler, *own))
-
-    def ask(self, handler: Any, *own: Any) -> tuple[Any, ...]:
-        """Call a handler, and leave its answer on the way."""
-        answer = for_page(handler)(*own, self.model, self.order, self.page)
-        self.page = answer[-1]
-        return answer
-
-    def show(self, answer: tuple[Any, ...]) -> None:
-        names = ("beat", "told", "below", *PARTS)
-        values = dict(zip(names, answer, strict=False))
-        self.sent = {name for name, value in values.items() if value != gradio.update()}
-        self.parts.update({name: value for name, value in values.items() if name in self.sent})
+        """What gradio does at a click."""
+        told, below, self.waiting = handler(*own, self.waiting)
+        self._show(told=told, below=below)
+        self.look()
 
     def look(self, *actions: tuple[str, int]) -> None:
-        self.number += 1
-        turn = re.search(r'data-onediff-turn="(\d+)"', self.parts.get("beat", ""))
-        message = json.dumps({"number": self.number, "turn": int(turn[1]) if turn else 0, "actions": actions})
-        self.do(self.panel.tick, message)
+        shown = self.panel.view(json.dumps(actions), self.model, self.order, False, self.waiting)
+        below, self.waiting, totals, jobs, models, table, chart, question, asking, *_ = shown
+        self._show(
+            below=below, totals=totals, jobs=jobs, models=models, table=table, chart=chart, question=question,
+            asking=asking,
+        )
+
+    def _show(self, **values: Any) -> None:
+        self.parts.update({name: value for name, value in values.items() if value != gradio.update()})
 
     def look_until_idle(self) -> None:
-        while True:
-            self.look()
-            if not self.page.busy and self.page.chore is None:
-                return
+        while isinstance(self.waiting, Chore) or any(job.pending for job in self.warmup.jobs()):
             self.warmup.wait_for_change(-2, 0.05)
+            self.look()
+        self.look()
 
     def text(self, part: str) -> str:
         return text_of(self.parts.get(part, ""))

@@ -12,22 +12,18 @@ import builders
 import pytest
 import torch
 from builders import SMALL_LDM, a_call, ldm_output, ldm_unet, our_output, relative_error
-from tape import TapeRecording
 from test_blocks import controlled_forward
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.engines.graphs.segments import record
-from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
-from lib_onediff.hosts.a1111.inert import does_nothing_now
-from lib_onediff.hosts.a1111.patches import ForeignModules, is_brought
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.cuts import compute
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.hosts.a1111.patches import does_nothing_now, is_brought, patches_of
+from lib_onediff.hosts.a1111.stages import StageHooks
+from lib_onediff.hosts.changed_modules import ChangedModules, author
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 DRAWS = random.Random(0)
@@ -107,9 +103,9 @@ def unet() -> Iterator[Any]:
     runtime.release_all()
 
 
-def ours(unet: Any, foreign: ForeignModules, seed: int = 0) -> Tensor:
+def ours(unet: Any, changed: ChangedModules, seed: int = 0) -> Tensor:
     call = a_call(unet, 16, 16, seed=seed)
-    patches = foreign.at_call(unet)
+    patches = patches_of(changed.at_call(unet))
     with torch.no_grad():
         return runtime.run(
             unet, UNetCall(call.latent, call.timestep, call.context, patches=patches), lambda: ldm_output(unet, call)
@@ -120,61 +116,53 @@ def route() -> str:
     return runtime.status()["route"]
 
 
+@pytest.fixture
+def walked(unet: Any) -> Iterator[Any]:
+    """Our hooks on the stages of the UNet."""
+    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
+
+    hooks = StageHooks([TimestepEmbedSequential])
+    hooks.serve()
+    hooks.watch(unet)
+    yield unet
+    hooks.stop()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_within_ours_and_off_again_between_two_calls(unet: Any, case: str) -> None:
-    foreign = ForeignModules()
-    plain = ours(unet, foreign)
+    changed = ChangedModules(does_nothing_now)
+    plain = ours(unet, changed)
     undo = CASES[case](unet)
     for seed in (0, 1):
         DRAWS.seed(seed)
         expected = ldm_output(unet, a_call(unet, 16, 16, seed=seed))
         DRAWS.seed(seed)
-        output = ours(unet, foreign, seed)
+        output = ours(unet, changed, seed)
         assert relative_error(output, expected) < CLOSE and route() == "plain", runtime.status()["reason"]
         assert "test_a1111_patches" in runtime.status()["reason"]
         assert seed or relative_error(output, plain) > 100 * CLOSE
     undo()
-    assert torch.equal(ours(unet, foreign), plain) and route() == "plain", runtime.status()["reason"]
+    assert torch.equal(ours(unet, changed), plain) and route() == "plain", runtime.status()["reason"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_within_our_blocks_in_a_foreign_loop(unet: Any, case: str) -> None:
-    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
-
+def test_within_our_blocks_in_a_foreign_loop(walked: Any, case: str) -> None:
+    unet = walked
     call = a_call(unet, 16, 16)
-    loop = HostLoop([TimestepEmbedSequential])
-    loop.serve()
-    loop.watch(unet)
     unet.forward = types.MethodType(controlled_forward, unet)
-    try:
-        undo = CASES[case](unet)
-        with torch.no_grad():
-            for _ in range(2):
-                DRAWS.seed(1)
-                with runtime.settings_for_run(Settings(enabled=False)):
-                    expected = unet.forward(call.latent, call.timestep, call.context)
-                DRAWS.seed(1)
-                output = unet.forward(call.latent, call.timestep, call.context)
-                assert relative_error(output, expected) < CLOSE
-                assert route() == "blocks", runtime.status()["reason"]
-                assert "test_a1111_patches" in runtime.status()["reason"]
-            undo()
-            unet.forward(call.latent, call.timestep, call.context)
-            assert route() == "blocks" and "test_a1111_patches" not in runtime.status()["reason"]
-    finally:
-        loop.stop()
-
-
-def test_what_keeps_a_state_between_calls_is_the_hosts(unet: Any) -> None:
-    calls = []
-
-    def counting(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
-        calls.append(1)
-        return type(self).forward(self, x, context) * (1 + len(calls))
-
-    set_forwards(unet, "attn2", counting)
-    ours(unet, ForeignModules())
-    assert route() == "host" and "differs each time" in runtime.status()["reason"]
+    undo = CASES[case](unet)
+    with torch.no_grad():
+        for _ in range(2):
+            DRAWS.seed(1)
+            with runtime.settings_for_run(Settings(enabled=False)):
+                expected = unet.forward(call.latent, call.timestep, call.context)
+            DRAWS.seed(1)
+            output = unet.forward(call.latent, call.timestep, call.context)
+            assert relative_error(output, expected) < CLOSE and route() == "blocks", runtime.status()["reason"]
+            assert "test_a1111_patches" in runtime.status()["reason"]
+        undo()
+        unet.forward(call.latent, call.timestep, call.context)
+        assert route() == "blocks" and "test_a1111_patches" not in runtime.status()["reason"]
 
 
 def boosted(tensors: list[Tensor], dim: int, original_function: Callable[..., Tensor]) -> Tensor:
@@ -187,51 +175,26 @@ def boosted(tensors: list[Tensor], dim: int, original_function: Callable[..., Te
 FREEU = functools.partial(boosted, original_function=builders.ResizingTorch().cat)
 
 
-@pytest.fixture
-def boosting(monkeypatch: pytest.MonkeyPatch) -> ForeignModules:
-    """The host's concatenation is replaced, and ours is told so."""
-    monkeypatch.setattr(builders.ResizingTorch, "cat", staticmethod(FREEU))
-    return ForeignModules(lambda: FREEU)
-
-
 @pytest.mark.parametrize(("size", "triton"), [((16, 16), False), ((12, 21), False), ((4, 5), True)])
 def test_what_joins_skips_is_called_as_the_host_calls_it(
-    boosting: ForeignModules, size: tuple[int, int], triton: bool
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], triton: bool
 ) -> None:
     """Sides that cannot be halved have skips of another size."""
+    monkeypatch.setattr(builders.ResizingTorch, "cat", staticmethod(FREEU))
     ops: Any = torch_ops
     unet = ldm_unet(model_channels=32, num_res_blocks=1, channel_mult=[1, 2], num_heads=2, attention_resolutions=[2])
     if triton:
         pytest.importorskip("triton", reason="needs Triton")
-        from lib_onediff.ops.triton.operators import TritonOperators
+        from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
         ops = TritonOperators()
     call = a_call(unet, *size, batch=1, tokens=5)
-    patches = boosting.at_call(unet)
+    patches = patches_of({}, FREEU)
     assert patches is not None and patches.structure == ("skips by test_a1111_patches",)
     with torch.no_grad():
         output, expected = our_output(unet, replace(call, patches=patches), ops), ldm_output(unet, call)
         assert relative_error(output, expected) < CLOSE
         assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
-
-
-def test_what_joins_skips_is_called_between_recorded_parts(unet: Any, boosting: ForeignModules) -> None:
-    bound = BoundUNet(unet)
-    first, second = (replace(a_call(unet, seed=seed), patches=boosting.at_call(unet)) for seed in (0, 1))
-    inputs = replace(first, patches=None, latent=first.latent.clone(), context=first.context.clone())
-    with torch.no_grad():
-        bound.refresh(first)
-        weights = bound.binding.weights()
-        segments = record(
-            TapeRecording(), first.patches,
-            lambda points: compute(bound.layout, weights, torch_ops, replace(inputs, patches=points)),
-        )
-        output, expected = segments.run(second, inputs), ldm_output(unet, second)
-    assert relative_error(output, expected) < CLOSE
-
-
-def test_a_loop_joins_its_skips_itself(unet: Any, boosting: ForeignModules) -> None:
-    assert boosting.in_stages(unet) is None
 
 
 class Reference:
@@ -278,73 +241,46 @@ class Reference:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_reference_records_around_our_blocks_what_it_records_around_the_hosts(unet: Any, verify: bool) -> None:
-    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
-
-    call, foreign = a_call(unet, 16, 16), ForeignModules()
-    plain = ours(unet, foreign)
-    loop = HostLoop([TimestepEmbedSequential])
-    loop.serve()
-    loop.watch(unet)
+def test_a_reference_records_around_our_blocks_what_it_records_around_the_hosts(walked: Any, verify: bool) -> None:
+    unet = walked
+    call, changed = a_call(unet, 16, 16), ChangedModules(does_nothing_now)
+    plain = ours(unet, changed)
     Reference(unet)
-    try:
-        with torch.no_grad():
-            with runtime.settings_for_run(Settings(enabled=False)):
-                expected = unet.forward(call.latent, call.timestep, call.context)
-            for _ in range(3):
-                before = runtime.status()["calls"]["blocks"]
-                with runtime.settings_for_run(Settings(verify=verify)):
-                    output = unet.forward(call.latent, call.timestep, call.context)
-                assert relative_error(output, expected) < CLOSE
-                assert route() == "blocks", runtime.status()["reason"]
-                assert runtime.status()["calls"]["blocks"] == before + 2
-                assert "block by test_a1111_patches" in runtime.status()["reason"]
-        # ControlNet takes its forward away after use, and nothing else.
-        del unet.forward
-        assert torch.equal(ours(unet, foreign), plain) and route() == "plain", runtime.status()["reason"]
-    finally:
-        loop.stop()
+    with torch.no_grad():
+        with runtime.settings_for_run(Settings(enabled=False)):
+            expected = unet.forward(call.latent, call.timestep, call.context)
+        for _ in range(3):
+            before = runtime.status()["calls"]["blocks"]
+            with runtime.settings_for_run(Settings(verify=verify)):
+                output = unet.forward(call.latent, call.timestep, call.context)
+            assert relative_error(output, expected) < CLOSE and route() == "blocks", runtime.status()["reason"]
+            assert runtime.status()["calls"]["blocks"] == before + 2
+            assert "block by test_a1111_patches" in runtime.status()["reason"]
+    # ControlNet takes its forward away after use, and nothing else.
+    del unet.forward
+    assert torch.equal(ours(unet, changed), plain) and route() == "plain", runtime.status()["reason"]
 
 
-def test_what_was_taken_from_a_stage_before_our_hook_and_put_back_changes_nothing(unet: Any) -> None:
-    """ControlNet does so, where its reference was used while OneDiff was off."""
-    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
-
-    foreign, stage = ForeignModules(), unet.output_blocks[0]
-    plain = ours(unet, foreign)
-    loop = HostLoop([TimestepEmbedSequential])
-    stage.forward = stage.forward
-    loop.serve()
-    loop.watch(unet)
-    try:
-        runtime.begin_sampling(unet, None)
-        assert torch.equal(ours(unet, foreign), plain) and route() == "plain", runtime.status()["reason"]
-        call = a_call(unet)
-        unet.forward = types.MethodType(controlled_forward, unet)
-        with torch.no_grad():
-            output = unet.forward(call.latent, call.timestep, call.context)
-            assert route() == "blocks", runtime.status()["reason"]
-            with runtime.settings_for_run(Settings(enabled=False)):
-                assert relative_error(output, unet.forward(call.latent, call.timestep, call.context)) < CLOSE
-    finally:
-        loop.stop()
+def test_what_hypertile_leaves_counts_while_it_is_switched_on(unet: Any) -> None:
+    attention = blocks_of(unet)[0].attn1
+    switch = types.SimpleNamespace(enabled=True, forward=attention.forward)
+    attention.__dict__["__webui_hypertile_params"] = switch
+    attention.forward = functools.wraps(switch.forward)(lambda *args, **kwargs: switch.forward(*args, **kwargs))
+    assert not does_nothing_now(unet, attention)
+    switch.enabled = False
+    assert does_nothing_now(unet, attention)
+    below = attention.forward
+    attention.forward = lambda *args, **kwargs: below(*args, **kwargs)
+    assert not does_nothing_now(unet, attention), "somebody else's, over it"
 
 
-def test_the_loops_stages_ask_what_the_whole_unet_asks(unet: Any) -> None:
-    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
-
-    call = a_call(unet)
-    why: list[str | None] = ["a hypernetwork changes the attention"]
-    loop = HostLoop([TimestepEmbedSequential], None, lambda unet: why[0])
-    loop.serve()
-    loop.watch(unet)
-    unet.forward = types.MethodType(controlled_forward, unet)
-    try:
-        with torch.no_grad():
-            unet.forward(call.latent, call.timestep, call.context)
-            assert route() == "host" and runtime.status()["reason"] == why[0]
-            why[0] = None
-            unet.forward(call.latent, call.timestep, call.context)
-            assert route() == "blocks"
-    finally:
-        loop.stop()
+@pytest.mark.parametrize(("path", "name"), [
+    ("/webui/extensions/sd-webui-controlnet/scripts/hook.py", "sd-webui-controlnet"),
+    ("/webui/extensions-builtin/hypertile/hypertile.py", "hypertile"),
+    ("/venv/tomesd/patch.py", "tomesd.patch"), ("/webui/extensions/loose.py", "tomesd.patch"),
+])
+def test_reasons_name_the_extension_that_users_have_installed(path: str, name: str) -> None:
+    space = {"__name__": "tomesd.patch"}
+    exec(compile("def function(): pass", path, "exec"), space)
+    assert author(types.MethodType(space["function"], object())) == name
+    assert author(functools.partial(space["function"])) == name

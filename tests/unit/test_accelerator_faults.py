@@ -13,10 +13,10 @@ from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relativ
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.model.call import UNetCall
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 
 def route() -> str:

@@ -9,10 +9,10 @@ import torch
 from builders import a_call, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.core.call import UNetCall
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.weights.scan import HostTraits
 
 
 class Host:
@@ -63,12 +63,6 @@ def test_every_new_shape_is_checked(accelerator: Runtime, adopted: Any, other: d
     run(accelerator, adopted, a_call(adopted))
     assert run(accelerator, adopted, a_call(adopted, **other))[1] > 0
     assert len(accelerator.table.entries()) == 2
-
-
-def test_without_verification_the_host_never_runs(accelerator: Runtime, adopted: Any) -> None:
-    accelerator.configure(Settings(verify=False))
-    assert run(accelerator, adopted, a_call(adopted))[1] == 0
-    assert accelerator.status()["route"] == "plain"
 
 
 def test_a_unet_that_nobody_handed_over_is_the_hosts(accelerator: Runtime) -> None:

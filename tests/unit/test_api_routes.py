@@ -22,12 +22,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from lib_onediff.api import models, routes
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import State
 from lib_onediff.options.settings import Settings
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm import idle, readiness
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.sizes import Size
-from lib_onediff.shapes.table import State
 from lib_onediff.store import store as store_module
 from lib_onediff.store.history import History
 from lib_onediff.ui.cache.handlers import Panel

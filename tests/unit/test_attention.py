@@ -12,10 +12,10 @@ from grid import grid
 from torch import Tensor
 from torch.backends import cuda as switches
 
-from lib_onediff.model.read import read_layout
-from lib_onediff.ops import attention as module
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.attention import (
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.torch import attention as module
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.devices.torch.attention import (
     CUDNN,
     EFFICIENT,
     FLASH,
@@ -26,8 +26,8 @@ from lib_onediff.ops.attention import (
     choice_name,
     gemm_attention,
 )
-from lib_onediff.ops.attention_tuning import attention_shapes, fastest, random_inputs
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.devices.torch.attention_tuning import fastest, random_inputs
+from lib_onediff.families.registry import FAMILIES, read_layout
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -165,5 +165,7 @@ def test_attention_shapes_are_those_of_the_forward(kind: str, size: tuple[int, i
     def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
         seen[tuple(query.shape), tuple(key.shape)] = None
 
-    our_output(unet, a_call(unet, height, width, batch, tokens), Watched(watch))
-    assert attention_shapes(read_layout(unet), height, width, batch, tokens) == list(seen)
+    call = a_call(unet, height, width, batch, tokens)
+    our_output(unet, call, Watched(watch))
+    layout = read_layout(unet)
+    assert FAMILIES.of(layout).attentions(layout, call) == list(seen)

@@ -11,14 +11,14 @@ import torch
 
 import install as installer
 import lib_onediff
-from lib_onediff.ops import availability, requirements
-from lib_onediff.ops.availability import (
+from lib_onediff.devices.cuda import availability, requirements
+from lib_onediff.devices.cuda.availability import (
     why_no_compiler,
     why_no_triton,
     why_no_triton_gpu,
     why_no_triton_package,
 )
-from lib_onediff.ops.requirements import OLDEST_TORCH, OLDEST_TRITON, Setup, how_to_be_fast, release
+from lib_onediff.devices.cuda.requirements import OLDEST_TORCH, OLDEST_TRITON, Setup, how_to_be_fast, release
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton builds its launcher so on Linux only")

@@ -17,12 +17,12 @@ from builders import SMALL_LDM, a_call, ldm_unet, randomise, relative_error
 from ladder_builders import Weather
 from torch import Tensor, nn
 
-from lib_onediff.engines.device import NotYet
-from lib_onediff.hosts.a1111.controlnet_loop import HostLoop
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.core.device import NotYet
+from lib_onediff.core.table import State
+from lib_onediff.hosts.a1111.stages import StageHooks
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 
@@ -48,10 +48,10 @@ def unet() -> Any:
 
 
 @pytest.fixture
-def loop(unet: Any) -> Iterator[HostLoop]:
+def loop(unet: Any) -> Iterator[StageHooks]:
     from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
-    loop = HostLoop([TimestepEmbedSequential])
+    loop = StageHooks([TimestepEmbedSequential])
     loop.serve()
     runtime.adopt(unet, host_traits=HostTraits())
     loop.watch(unet)
@@ -76,7 +76,7 @@ def counted(route: str) -> int:
 
 
 @pytest.mark.parametrize("size", [{}, {"height": 16, "width": 8, "batch": 3, "tokens": 154}], ids=["8x8", "16x8"])
-def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: HostLoop, size: dict[str, int]) -> None:
+def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: StageHooks, size: dict[str, int]) -> None:
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
         expected = controlled(unet, **size)
@@ -88,7 +88,7 @@ def test_blocks_in_a_foreign_loop_are_ours_and_exact(unet: Any, loop: HostLoop, 
     assert "test_blocks runs the UNet's loop" in runtime.status()["reason"]
 
 
-def test_the_first_pass_is_compared_with_the_hosts_stages(unet: Any, loop: HostLoop) -> None:
+def test_the_first_pass_is_compared_with_the_hosts_stages(unet: Any, loop: StageHooks) -> None:
     own_loop(unet)
     controlled(unet)
     entry = runtime.call_stats.entry
@@ -96,7 +96,7 @@ def test_the_first_pass_is_compared_with_the_hosts_stages(unet: Any, loop: HostL
     assert 0 < entry.relative_error < CLOSE
 
 
-def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: StageHooks, monkeypatch: pytest.MonkeyPatch) -> None:
     from lib_onediff.ops import torch_ops
 
     own_loop(unet)
@@ -112,7 +112,7 @@ def test_a_stage_that_differs_is_left_to_the_host(unet: Any, loop: HostLoop, mon
 
 @pytest.mark.parametrize("ours, theirs", [(2.0, 1.0), (1.0, 2.0)], ids=["slower", "faster"])
 def test_the_slower_blocks_are_not_used(
-    unet: Any, loop: HostLoop, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float
+    unet: Any, loop: StageHooks, monkeypatch: pytest.MonkeyPatch, ours: float, theirs: float
 ) -> None:
     """Where launches may cost more than the work, as on a GPU: a check, three passes of ours, three of the host's."""
     from ldm.modules.attention import FeedForward
@@ -151,7 +151,7 @@ def native(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Weather:
     return weather
 
 
-def test_the_best_backend_computes_the_blocks(unet: Any, loop: HostLoop, native: Weather) -> None:
+def test_the_best_backend_computes_the_blocks(unet: Any, loop: StageHooks, native: Weather) -> None:
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
         expected = controlled(unet)
@@ -160,7 +160,7 @@ def test_the_best_backend_computes_the_blocks(unet: Any, loop: HostLoop, native:
     assert runtime.status()["backend"] == NATIVE and native.calls
 
 
-def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: HostLoop, native: Weather) -> None:
+def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: StageHooks, native: Weather) -> None:
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
         expected = controlled(unet)
@@ -174,7 +174,7 @@ def test_where_one_backend_fails_the_next_computes_the_blocks(unet: Any, loop: H
 
 
 def test_kernels_that_do_not_compile_give_way_to_the_next_backend(
-    unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
+    unet: Any, loop: StageHooks, native: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any, **more: Any) -> None:
         raise RuntimeError("ptxas died")
@@ -187,7 +187,7 @@ def test_kernels_that_do_not_compile_give_way_to_the_next_backend(
 
 
 def test_a_sampling_without_us_finds_the_weights_as_the_host_had_them(
-    unet: Any, loop: HostLoop, native: Weather
+    unet: Any, loop: StageHooks, native: Weather
 ) -> None:
     own_loop(unet)
     weight = unet.input_blocks[0][0].weight
@@ -200,7 +200,7 @@ def test_a_sampling_without_us_finds_the_weights_as_the_host_had_them(
 
 
 def test_while_kernels_are_compiled_the_host_computes_the_blocks(
-    unet: Any, loop: HostLoop, native: Weather, monkeypatch: pytest.MonkeyPatch
+    unet: Any, loop: StageHooks, native: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_loop(unet)
     def not_yet(*args: Any, **more: Any) -> None:
@@ -211,7 +211,7 @@ def test_while_kernels_are_compiled_the_host_computes_the_blocks(
     assert runtime.status()["route"] == "host" and "being compiled" in runtime.status()["reason"]
 
 
-def test_the_classes_own_loop_is_not_ours(unet: Any, loop: HostLoop) -> None:
+def test_the_classes_own_loop_is_not_ours(unet: Any, loop: StageHooks) -> None:
     before = counted("blocks")
     call = a_call(unet)
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_the_classes_own_loop_is_not_ours(unet: Any, loop: HostLoop) -> None:
     assert counted("blocks") == before
 
 
-def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: HostLoop) -> None:
+def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: StageHooks) -> None:
     """A ControlNet reference sets _forward on the transformer blocks to read along."""
     own_loop(unet)
     controlled(unet)
@@ -239,7 +239,7 @@ def test_blocks_that_record_are_left_to_the_host(unet: Any, loop: HostLoop) -> N
     assert "has a _forward of its own" in runtime.status()["reason"]
 
 
-def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> None:
+def test_weights_changed_between_passes_are_seen(unet: Any, loop: StageHooks) -> None:
     own_loop(unet)
     controlled(unet)
     randomise(unet, seed=5)
@@ -249,7 +249,7 @@ def test_weights_changed_between_passes_are_seen(unet: Any, loop: HostLoop) -> N
     assert runtime.status()["route"] == "blocks"
 
 
-def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
+def test_nothing_keeps_the_weights_between_passes(loop: StageHooks) -> None:
     unet = ldm_unet(seed=2, **SMALL_LDM)
     runtime.adopt(unet, host_traits=HostTraits())
     loop.watch(unet)
@@ -262,7 +262,7 @@ def test_nothing_keeps_the_weights_between_passes(loop: HostLoop) -> None:
     assert not any(reference() is not None for reference in weights)
 
 
-def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: HostLoop) -> None:
+def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: StageHooks) -> None:
     other: nn.Module = ldm_unet(seed=3, **SMALL_LDM)
     own_loop(other)
     before = runtime.call_stats.total
@@ -270,7 +270,7 @@ def test_blocks_of_a_unet_that_nobody_watches_are_the_hosts(loop: HostLoop) -> N
     assert runtime.call_stats.total == before
 
 
-def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: HostLoop) -> None:
+def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: StageHooks) -> None:
     unet.forward = types.MethodType(failing_forward, unet)
     watched, _ = loop._route._places[unet.input_blocks[0]]
     # pytest.raises would keep the traceback, and with it the frames of the loop.
@@ -284,7 +284,7 @@ def failing_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor) ->
     return controlled_forward(unet, x, timesteps, context, strength="no number")
 
 
-def test_another_thread_waits_before_it_binds(unet: Any, loop: HostLoop) -> None:
+def test_another_thread_waits_before_it_binds(unet: Any, loop: StageHooks) -> None:
     """Weights must not be laid out anew under a call of another thread."""
     own_loop(unet)
     ended = threading.Event()

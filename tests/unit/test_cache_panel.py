@@ -1,7 +1,9 @@
-"""What the OneDiff tab does when somebody uses it, with a real UNet behind the real runtime."""
+"""What the Cache page does when somebody uses it, with a real UNet behind the real runtime."""
 from __future__ import annotations
 
-import json
+import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,33 @@ import pytest
 
 pytest.importorskip("gradio")
 
-import gradio
-from panel_builders import Seen, keys, used
-from test_warmup import wait_until_idle
+import builders
+from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, keys, used
+from test_warmup import SmallWebUI, ThreadChoosingWebUI
 
-from lib_onediff.options.settings import Settings
-from lib_onediff.prewarm.presets import FAMILIES, SizePreset
+from lib_onediff.options.sizes import Size
+from lib_onediff.prewarm.presets import SizePreset
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
-from lib_onediff.ui.cache.page import Message, read_keys, read_message
+from lib_onediff.ui.cache import panel as cache_panel
+from lib_onediff.ui.cache import purge as cache_purge
+from lib_onediff.ui.cache.panel import read_keys
+from lib_onediff.ui.cache.purge import Chore
+
+LARGE = changed(ROW, resolution="1024x1024", bytes=90 * MEBIBYTE, needs=100 * MEBIBYTE)
+SMALL = changed(ROW, resolution="64x64", bytes=0, needs=10 * MEBIBYTE)
+OTHER = changed(SMALL, model="SDXL")
+DECODE = changed(LARGE, model="VAE decoder", shapes=(changed(SHAPE, tokens=0),))
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that holds graphs, which this machine cannot."""
+    monkeypatch.setattr(runtime, "rows", lambda: [LARGE, SMALL, OTHER])
+    monkeypatch.setattr(runtime, "totals", lambda: changed(TOTALS, vram=100 * MEBIBYTE))
+
+
+def asks(seen: Seen) -> bool:
+    return seen.parts["asking"]["visible"]
 
 
 def wait_until_running(seen: Seen) -> None:
@@ -32,49 +52,31 @@ def wait_until_running(seen: Seen) -> None:
 
 def test_prewarming_from_the_panel(seen: Seen) -> None:
     seen.do(seen.panel.prewarm, "64x64, 72x64 x2", 1, "77")
-    assert "2 sizes in the queue." in seen.text("told")
     seen.look_until_idle()
-    assert seen.text("jobs").count("done in") == 2 and "2 sizes warmed up." in seen.text("told")
-    assert "Resolutions 2 (2 proved)" in seen.text("totals")
-    assert "64x64 proved" in seen.text("table") and "72x64 proved" in seen.text("table")
-    assert [(job.size, job.source) for job in seen.warmup.jobs()] == [
-        (Size(64, 64), "panel"), (Size(72, 64, 2), "panel")
-    ]
+    assert seen.text("jobs").count("done in") == 2 and seen.text("told") == ""
+    assert "Resolutions 2 (2 checked)" in seen.text("totals")
+    assert "64x64 checked" in seen.text("table") and "72x64 checked" in seen.text("table")
+    assert [(str(job.size), job.source) for job in seen.warmup.jobs()] == [("64x64", "panel"), ("72x64 x2", "panel")]
 
 
-def test_the_batch_size_is_for_sizes_that_say_none(seen: Seen) -> None:
+def test_the_batch_size_is_for_sizes_that_say_none_also_of_a_preset(seen: Seen) -> None:
     with seen.webui.lock:
         seen.do(seen.panel.prewarm, "64x64, 72x64 x2", 3, "154")
-        jobs = seen.warmup.jobs()
+        seen.do(seen.panel.preset(SizePreset("Both", (Size(80, 64), Size(88, 64)))), 2, "77")
+        jobs = [(str(job.size), job.tokens) for job in seen.warmup.jobs()]
         seen.do(seen.panel.cancel_all)
-    assert [(str(job.size), job.tokens) for job in jobs] == [("64x64 x3", 154), ("72x64 x2", 154)]
+    assert jobs == [("64x64 x3", 154), ("72x64 x2", 154), ("80x64 x2", 77), ("88x64 x2", 77)]
 
 
 @pytest.mark.parametrize("text, batch, tokens, part", [
-    ("", 1, "77", "at least one size"), (None, 1, "77", "at least one size"), (" , ", 1, "77", "at least one size"),
-    ("wide", 1, "77", "is not a size"), ("64x64, 65x64", 1, "77", "multiple of 8"),
+    ("", 1, "77", "at least one size"), (None, 1, "77", "at least one size"), ("wide", 1, "77", "is not a size"),
     ("64x64", 0, "77", "a batch has 1 to 64"), ("64x64", 1.5, "77", "whole number"),
-    ("64x64", "", "77", "whole number"), ("64x64", 1, "many", "whole number"), ("64x64", 1, "78", "not 78"),
-    ("64x64", 1, "1e400", "whole number"),
+    ("64x64", 1, "many", "whole number"), ("64x64", 1, "78", "not 78"), ("64x64", 1, "1e400", "whole number"),
 ])
 def test_what_cannot_be_gets_a_sentence(seen: Seen, text: Any, batch: Any, tokens: str, part: str) -> None:
     seen.do(seen.panel.prewarm, text, batch, tokens)
     assert part in seen.text("told") and "onediff-wrong" in seen.parts["told"]
     assert seen.warmup.jobs() == []
-    seen.look()
-    assert "told" not in seen.sent, "nothing has come of nothing"
-
-
-def test_a_preset_is_one_click(seen: Seen) -> None:
-    seen.do(seen.panel.preset(SizePreset("Both", (Size(64, 64), Size(72, 64)))), 2, "77")
-    seen.look_until_idle()
-    assert [str(job.size) for job in seen.warmup.jobs()] == ["64x64 x2", "72x64 x2"]
-    assert "2 sizes warmed up." in seen.text("told")
-
-
-def test_a_preset_with_a_batch_that_cannot_be(seen: Seen) -> None:
-    seen.do(seen.panel.preset(FAMILIES[0].presets[0]), 65, "77")
-    assert "a batch has 1 to 64" in seen.text("told") and seen.warmup.jobs() == []
 
 
 def test_jobs_that_wait_are_in_the_table_and_can_be_moved_and_cancelled(seen: Seen) -> None:
@@ -87,151 +89,46 @@ def test_jobs_that_wait_are_in_the_table_and_can_be_moved_and_cancelled(seen: Se
         assert "Queue 4 sizes" in seen.text("totals")
         seen.look(("earlier", queued[1]), ("cancel", queued[2]), ("later", queued[0]), ("cancel", 999), ("fly", 1))
         order = [str(job.size) for job in seen.warmup.jobs() if job.state == "queued"]
-        assert order == ["80x64", "72x64"]
-        assert "88x64 cancelled" in seen.text("jobs")
+        assert order == ["80x64", "72x64"] and "88x64 cancelled" in seen.text("jobs")
         seen.look(("cancel", running))
-    seen.look_until_idle()
-    assert "2 sizes warmed up, 2 cancelled." in seen.text("told")
-
-
-def test_a_message_that_is_sent_twice_is_obeyed_once(seen: Seen) -> None:
-    with seen.webui.lock:
-        seen.do(seen.panel.prewarm, "64x64, 72x64, 80x64, 88x64", 1, "77")
-        last = seen.warmup.jobs()[-1].id
-        for _ in range(2):
-            seen.do(seen.panel.tick, json.dumps({"number": 1, "actions": [["earlier", last]]}))
-        assert [str(job.size) for job in seen.warmup.jobs()][1:] == ["72x64", "88x64", "80x64"]
         seen.do(seen.panel.cancel_all)
-
-
-def test_cancelling_everything(seen: Seen) -> None:
+        assert "2 sizes cancelled." in seen.text("told")
+    seen.look_until_idle()
     seen.do(seen.panel.cancel_all)
     assert "Nothing is being pre-warmed." in seen.text("told")
-    with seen.webui.lock:
-        seen.do(seen.panel.prewarm, "64x64, 72x64, 80x64", 1, "77")
-        seen.do(seen.panel.cancel_all)
-    assert "3 sizes cancelled." in seen.text("told")
-    seen.look_until_idle()
-    assert "3 sizes cancelled." in seen.text("told")
 
 
-def test_jobs_that_others_ask_for_are_shown_and_told_of(seen: Seen) -> None:
-    seen.warmup.add([Size(64, 64)], "settings")
-    wait_until_idle(seen.warmup)
-    seen.look()
-    assert seen.text("jobs") == "", "what was over before the page was opened"
-    seen.warmup.add([Size(72, 64)], "API")
-    seen.look_until_idle()
-    assert seen.text("jobs").startswith("72x64") and "64x64" not in seen.text("jobs").replace("72x64", "")
-    seen.do(seen.panel.prewarm, "80x64", 1, "77")
-    seen.look_until_idle()
-    assert seen.text("jobs").startswith("80x64"), "the queue was empty in between"
-
-
-# --- what is sent -----------------------------------------------------------------------------------------------------
-
-
-def test_only_what_has_changed_is_sent(seen: Seen) -> None:
-    seen.look()
-    assert {"beat", "totals", "table", "chart", "models"} <= seen.sent
-    seen.look()
-    assert seen.sent == {"beat"}
-    used(seen.webui, 64)
-    seen.look()
-    assert {"beat", "totals", "table", "models"} <= seen.sent and "question" not in seen.sent
-
-
-def test_an_answer_that_is_lost_is_made_up_for(seen: Seen) -> None:
-    seen.look()
-    used(seen.webui, 64)
-    seen.ask(seen.panel.look)
-    seen.look()
-    assert {"beat", "totals", "table", "chart", "models", "confirm"} <= seen.sent
-    seen.look()
-    assert seen.sent == {"beat"}
-
-
-def test_an_old_answer_that_comes_last_is_not_left_on_the_page(seen: Seen) -> None:
-    with seen.webui.lock:
-        seen.do(seen.panel.prewarm, "64x64, 72x64, 80x64", 1, "77")
-        wait_until_running(seen)
-        waiting = seen.ask(seen.panel.look)
-        seen.do(seen.panel.cancel_all)
-        assert "queued" not in seen.text("jobs")
-        seen.show(waiting)
-        assert "queued" in seen.text("jobs")
-    seen.look()
-    assert seen.text("jobs").count("cancelled") == 3 and "queued" not in seen.text("jobs") + seen.text("table")
-
-
-def test_the_beat_answers_the_message(seen: Seen) -> None:
-    seen.look()
-    assert 'data-onediff-beat="1"' in seen.parts["beat"] and 'data-onediff-busy="false"' in seen.parts["beat"]
-    with seen.webui.lock:
-        seen.do(seen.panel.prewarm, "64x64", 1, "77")
-        seen.look()
-        assert 'data-onediff-beat="2"' in seen.parts["beat"] and 'data-onediff-busy="true"' in seen.parts["beat"]
-
-
-@pytest.mark.parametrize("text", [
-    "", None, "null", "3", "[]", '"x"', "{", '{"number": "x"}', '{"number": 1, "actions": [1]}',
-    '{"number": 1, "actions": [["cancel", "x"]]}', '{"number": 1e999}', '{"number": 1, "actions": {"a": 1}}',
-    '{"number": 1, "turn": "x"}',
-    '{"number": 1, "actions": [["a", 1, 2]]}',
-])
+@pytest.mark.parametrize("text", ["", None, "null", "3", '"x"', "{", "[1]", '[["cancel", "x"]]', '[["cancel", 1e999]]'])
 def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:
-    assert read_message(text) == Message()
-    seen.do(seen.panel.tick, text)
-    assert seen.warmup.jobs() == []
-
-
-@pytest.mark.parametrize("text, expected", [
-    ('["a", "b"]', ["a", "b"]), ("[]", []), ('["a", 1, null]', ["a"]), ("", []), (None, []), ("{}", []), ("3", []),
-])
-def test_what_is_selected(text: Any, expected: list[str]) -> None:
-    assert read_keys(text) == expected
+    seen.panel.view(text, "All models", "Uses", True, None)
+    assert seen.warmup.jobs() == [] and read_keys(text) in ([], ["x"])
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_the_filter_and_the_order_are_kept_from_look_to_look(seen: Seen) -> None:
+def test_the_filter_and_the_order(seen: Seen) -> None:
     used(seen.webui, 72, 64)
     seen.order = "Resolution"
     seen.look()
     table = seen.text("table")
     assert table.index("64x64") < table.index("72x64")
-    (model,) = seen.parts["models"]["choices"][1:]
-    seen.model = model
+    (seen.model,) = seen.parts["models"]["choices"][1:]
     seen.look()
-    assert seen.parts["models"]["value"] == model and "72x64" in seen.text("table")
+    assert seen.parts["models"]["value"] == seen.model and "72x64" in seen.text("table")
     runtime.purge()
     seen.look()
     assert seen.parts["models"]["value"] == "All models", "a model that is gone cannot stay chosen"
-
-
-def test_more_rows_are_shown_when_asked_for(seen: Seen, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lib_onediff.ui.cache.handlers.ROWS_AT_FIRST", 2)
-    used(seen.webui, 64, 72, 80, 88, 96)
-    seen.look()
-    seen.page.limit = 2
-    seen.look()
-    assert seen.parts["more"] == gradio.update(visible=True, value="Show 2 of 3 more")
-    seen.do(seen.panel.more)
-    assert seen.parts["table"].count("<th scope=\"row\">") == 4
-    seen.do(seen.panel.more)
-    assert seen.parts["table"].count("<th scope=\"row\">") == 5 and seen.parts["more"]["visible"] is False
 
 
 def test_pinning(seen: Seen, tmp_path: Path) -> None:
     runtime.history.open(tmp_path)
     used(seen.webui, 64, 72, 80)
     seen.do(seen.panel.pin(True), keys("64x64", "80x64", "512x512"))
-    assert "2 resolutions pinned." in seen.text("below")
+    assert "2 resolutions pinned." in seen.text("below") and seen.text("table").count("pinned") == 2
     assert {row.resolution for row in runtime.rows() if row.pinned} == {"64x64", "80x64"}
-    assert seen.text("table").count("pinned") == 2
     seen.do(seen.panel.pin(False), keys("64x64"))
-    assert "1 resolution not pinned any more." in seen.text("below")
+    assert "1 resolution unpinned." in seen.text("below")
     assert {row.resolution for row in runtime.rows() if row.pinned} == {"80x64"}
     seen.do(seen.panel.pin(False), keys("80x64"))
 
@@ -245,8 +142,146 @@ def test_nothing_selected_gets_a_sentence(seen: Seen) -> None:
     assert len(runtime.rows()) == 1
 
 
-def test_the_budget_is_shown(seen: Seen) -> None:
-    runtime.configure(Settings(memory_budget=512))
-    seen.look()
-    budget = runtime.totals().budget
-    assert ("of 512 MiB" in seen.text("totals")) == bool(budget)
+# --- purging ----------------------------------------------------------------------------------------------------------
+
+
+def test_purging_the_selected_asks_first(seen: Seen) -> None:
+    used(seen.webui, 64, 72, 80)
+    seen.do(seen.panel.ask_selected, keys("64x64", "80x64"))
+    assert asks(seen) and "Purge 2 resolutions? This frees no VRAM" in seen.text("question")
+    assert len(runtime.rows()) == 3, "nothing goes before it is confirmed"
+    seen.do(seen.panel.keep)
+    assert not asks(seen) and seen.text("question") == "" and "Nothing was purged." in seen.text("below")
+    seen.do(seen.panel.confirm)
+    assert len(runtime.rows()) == 3, "there is nothing left to confirm"
+    seen.do(seen.panel.ask_selected, keys("64x64", "80x64"))
+    seen.do(seen.panel.confirm)
+    seen.look_until_idle()
+    assert not asks(seen) and "2 resolutions purged; they held no graph memory." in seen.text("below")
+    assert [row.resolution for row in runtime.rows()] == ["72x64"]
+    assert "72x64" in seen.text("table") and "80x64" not in seen.text("table")
+
+
+def test_purging_all_and_a_model(seen: Seen) -> None:
+    used(seen.webui, 64, 72)
+    seen.do(seen.panel.ask_all)
+    assert "Purge all 2 resolutions?" in seen.text("question")
+    seen.do(seen.panel.ask_model, "All models")
+    (model,) = {row.model for row in runtime.rows()}
+    assert f"Purge 2 resolutions of {model}?" in seen.text("question"), "where there is one, it need not be chosen"
+    seen.do(seen.panel.confirm)
+    seen.look_until_idle()
+    assert runtime.rows() == [] and "Resolutions 0" in seen.text("totals")
+    for nothing in ((seen.panel.ask_all,), (seen.panel.ask_model, "All models")):
+        seen.do(*nothing)
+        assert not asks(seen) and "There is nothing to purge." in seen.text("below")
+
+
+def test_purging_a_model_of_several_needs_a_choice(seen: Seen, held: None) -> None:
+    seen.do(seen.panel.ask_model, "All models")
+    assert not asks(seen) and "Choose a model" in seen.text("below")
+    seen.do(seen.panel.ask_model, "SDXL")
+    assert "Purge 1 resolution of SDXL?" in seen.text("question")
+    seen.do(seen.panel.ask_selected, '["1024x1024 SD1"]')
+    assert "Purge 1 resolution? This frees about 90 MiB of VRAM" in seen.text("question")
+
+
+def test_purging_the_disk(seen: Seen, tmp_path: Path) -> None:
+    runtime.history.open(tmp_path)
+    used(seen.webui, 64)
+    runtime.keep_history()
+    seen.do(seen.panel.ask_disk)
+    assert "of disk; what is ready stays ready" in seen.text("question")
+    seen.do(seen.panel.confirm)
+    seen.look_until_idle()
+    assert seen.text("below") and runtime.history.rows() == [] and len(runtime.rows()) == 1
+
+
+def test_releasing_memory_keeps_what_was_checked(seen: Seen) -> None:
+    used(seen.webui, 64)
+    seen.do(seen.panel.release)
+    seen.look_until_idle()
+    assert "No graph held memory, so none was released." in seen.text("below")
+    assert [row.state for row in runtime.rows()] == ["proved"]
+
+
+@pytest.mark.parametrize("host", [SmallWebUI, ThreadChoosingWebUI])
+def test_no_request_waits_for_an_image(host: type, monkeypatch: Any) -> None:
+    monkeypatch.setattr(cache_panel, "SECONDS_FOR_A_CHORE", 0.05)
+    seen = Seen(host(builders.diffusers_unet()))
+    used(seen.webui, 64)
+    with seen.webui.lock:
+        began = time.monotonic()
+        seen.do(seen.panel.ask_all)
+        seen.do(seen.panel.confirm)
+        assert time.monotonic() - began < 5
+        assert "Purging waits until no image is being made." in seen.text("below") and len(runtime.rows()) == 1
+    seen.look_until_idle()
+    assert "1 resolution purged" in seen.text("below") and runtime.rows() == []
+    seen.close()
+
+
+@pytest.mark.parametrize("host", [SmallWebUI, ThreadChoosingWebUI])
+def test_what_fails_is_told_without_a_traceback(host: type, monkeypatch: Any) -> None:
+    logging.getLogger("onediff").propagate = False
+    monkeypatch.setattr(runtime, "release_memory", lambda: 1 // 0)
+    seen = Seen(host(builders.diffusers_unet()))
+    seen.do(seen.panel.release)
+    seen.look_until_idle()
+    assert "Releasing memory failed:" in seen.text("below") and "onediff-wrong" in seen.parts["below"]
+    seen.close()
+
+
+def test_a_chore_is_over_also_where_its_place_fails() -> None:
+    logging.getLogger("onediff").propagate = False
+
+    def no_place(work: Any) -> str:
+        raise RuntimeError("the WebUI is going down")
+
+    chore = Chore("Purging", no_place, lambda: "done")
+    assert chore.outcome(5) == "Purging failed: the WebUI is going down." and chore.failed
+    go = threading.Event()
+    chore = Chore("Purging", lambda work: work(), lambda: go.wait(5) and "done")
+    assert chore.outcome() is None
+    go.set()
+    assert chore.outcome(5) == "done" and not chore.failed
+
+
+@pytest.mark.parametrize("affected, mebibytes", [
+    ([LARGE], 90), ([SMALL], 0), ([SMALL, OTHER], 0), ([LARGE, SMALL], 90), ([LARGE, SMALL, OTHER], 100),
+])
+def test_what_would_be_freed(held: None, affected: list[Any], mebibytes: int) -> None:
+    assert cache_purge.would_free(runtime, affected) == mebibytes * MEBIBYTE
+
+
+def test_each_model_loses_its_own_rows(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(runtime, "purge", lambda resolutions, model: asked.append((resolutions, model)) or MEBIBYTE)
+    purge = cache_purge.purge_of_rows(runtime, ["64x64 SD1", "1024x1024 SD1", "64x64 SDXL"])
+    assert purge.work() == "3 resolutions purged, 2 MiB freed."
+    assert sorted(asked, key=lambda call: call[1]) == [({"64x64", "1024x1024"}, "SD1"), ({"64x64"}, "SDXL")]
+
+
+@pytest.mark.parametrize("stays, asked", [
+    ([OTHER], [({"1024x1024"}, "SD1")]), ([DECODE, OTHER], [({"1024x1024"}, "SD1"), ({"1024x1024"}, "VAE decoder")]),
+])
+def test_the_decodes_below_a_row_go_with_it(monkeypatch: pytest.MonkeyPatch, stays: list[Any], asked: Any) -> None:
+    purges: list[Any] = []
+    held = [LARGE, *stays]
+    monkeypatch.setattr(runtime, "rows", lambda: held)
+    monkeypatch.setattr(runtime, "totals", lambda: TOTALS)
+
+    def purge(resolutions: set[str], model: str) -> int:
+        purges.append((resolutions, model))
+        held[:] = stays
+        return 0
+
+    monkeypatch.setattr(runtime, "purge", purge)
+    cache_purge.purge_of_rows(runtime, ["1024x1024 SD1"]).work()
+    assert purges == asked
+
+
+def test_what_a_purge_says() -> None:
+    assert cache_purge.purged([], 0) == "There was nothing to purge."
+    assert cache_purge.purged([ROW, changed(ROW, model="SDXL")], 12 * MEBIBYTE) == "2 resolutions purged, 12 MiB freed."
+    assert "nothing was freed" in cache_purge.purged([ROW], 0)

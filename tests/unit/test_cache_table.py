@@ -6,10 +6,10 @@ import time
 import pytest
 from panel_builders import CALLS, MEBIBYTE, ROW, SHAPE, TOTALS, changed, text_of
 
-from lib_onediff.engines.sensitivity import ClassError
+from lib_onediff.devices.cuda.low_bit.sensitivity import ClassError
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.job import Job
 from lib_onediff.runtime.rows import LowBitErrors
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.ui import amounts
 from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.cache import totals as cache_totals
@@ -28,8 +28,8 @@ def test_totals() -> None:
     jobs = [Job(1, Size(64, 64), "panel", "done"), Job(2, Size(64, 64), "panel", estimated_seconds=3.0)]
     line = text_of(cache_totals.totals_html(TOTALS, rows, jobs))
     for part in ("Graph memory 6 MiB", "Disk 3 MiB", "Served by a graph 63 %", "Queue 1 size, about 3.0 s",
-                 "Resolutions 3 (1 ready, 1 proved, 1 failed)",
-                 "12 CUDA graph, 3 plain launches, 4 the WebUI's own UNet".replace("'", "&#x27;")):
+                 "Resolutions 3 (1 ready, 1 checked, 1 failed)",
+                 "12 CUDA graph, 3 without CUDA graphs, 4 the WebUI's UNet".replace("'", "&#x27;")):
         assert part in line
     assert "inside" not in line
 
@@ -51,12 +51,12 @@ def test_what_low_bit_does_to_a_checkpoint() -> None:
     markup = cache_totals.totals_html(measured, [], [])
     said = text_of(markup)
     assert "Low-bit on this SDXL checkpoint. Whole step: 0.0143 of at most 0.02." in said
-    assert "self-attention QKV fp8 0.0103 eight bits" in said and "feed-forward in fp8, int8 0.0312 exact" in said
-    assert "feed-forward &lt;out&gt; – – eight bits" in said, "what is not known is not shown"
+    assert "self-attention QKV fp8 0.0103 8 bits" in said and "feed-forward in fp8, int8 0.0312 16 bits" in said
+    assert "feed-forward &lt;out&gt; – – 8 bits" in said, "what is not known is not shown"
     for word in ('scope="col"', 'scope="row"', "<caption>", 'tabindex="0" role="region" aria-label="Low-bit on this'):
         assert word in markup
     exact = changed(measured, low_bit_errors=[LowBitErrors("SDXL", 0.0, None, classes)])
-    assert "All is exact: no layers keep within 0." in text_of(cache_totals.totals_html(exact, [], []))
+    assert "No layer is in 8 bits within 0." in text_of(cache_totals.totals_html(exact, [], []))
     assert "<table" not in cache_totals.totals_html(TOTALS, [], []), "only where there is something"
 
 
@@ -70,24 +70,14 @@ def test_the_budget_has_a_bar(vram: int, share: int, full: bool) -> None:
     assert "onediff-bar" not in cache_totals.totals_html(TOTALS, [], [])
 
 
-def test_what_the_queue_takes_is_told_only_where_it_is_known() -> None:
-    jobs = [Job(1, Size(64, 64), "panel", estimated_seconds=3.0), Job(2, Size(72, 64), "panel")]
-    assert cache_totals.queue_sentence(jobs) == "2 sizes"
-
-
 def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
     markup = cache_table.table_html([ROW, changed(ROW, resolution="64x64", shapes=(SHAPE, changed(SHAPE, batch=1)))])
     text = text_of(markup)
-    assert "512x768 ready SD1 12.3 ms 24.7 ms 2.00 x 5 MiB frees 3 MiB 7" in text
+    assert "512x768 ready SD1 12.3 ms 24.7 ms 2.00x 5 MiB frees 3 MiB 7" in text
     assert "1 shape" in text and "2 shapes" in text
-    assert "2 77 float16 – ready 12.3 ms 24.7 ms 2.00 x 5 MiB frees 3 MiB 7 1.5e-03" in text
+    assert "2 77 float16 – ready 12.3 ms 24.7 ms 2.00x 5 MiB frees 3 MiB 7 1.5e-03" in text
     assert markup.count("<details data-onediff-key=") == 2 and 'tabindex="0"' in markup
     assert 'value="512x768 SD1" aria-label="Select 512x768 of SD1"' in markup
-
-
-def test_a_row_is_known_by_its_key() -> None:
-    row = changed(ROW, model="SDXL refiner")
-    assert cache_table.resolution_and_model(cache_table.key_of(row)) == ("512x768", "SDXL refiner")
 
 
 def test_pins_and_the_queue_are_marked() -> None:
@@ -95,13 +85,7 @@ def test_pins_and_the_queue_are_marked() -> None:
     assert "512x768 pinned ready" in text_of(cache_table.table_html([changed(ROW, pinned=True)]))
     warming = cache_table.table_html([changed(ROW, state="warming 33 %", shapes=(), last_used=0.0)])
     assert "warming 33 %" in text_of(warming) and "onediff-state-warming" in warming
-    assert "is being made ready now" in warming and "shape" not in text_of(warming) and "ago" not in warming
-
-
-def test_the_legend_says_what_memory_means() -> None:
-    text = text_of(cache_table.legend_html())
-    assert "share one pool" in text
-    assert all(state in text for state in cache_table.STATES)
+    assert "is being pre-warmed now" in warming and "shape" not in text_of(warming) and "ago" not in warming
 
 
 def test_table_escapes_what_others_name() -> None:
@@ -119,14 +103,10 @@ def test_unknown_values_are_shown_as_such() -> None:
     assert "None" not in markup and "with control" in markup
 
 
-def test_empty_table_says_what_to_do() -> None:
-    assert "pre-warm" in cache_table.table_html([])
-
-
 def test_only_so_many_rows_are_shown() -> None:
-    rows = [changed(ROW, resolution=f"{64 + 8 * number}x64") for number in range(100)]
-    assert cache_table.table_html(rows).count("<tbody>") == 2 * cache_table.ROWS_AT_FIRST
-    assert cache_table.table_html(rows, 90).count("<tbody>") == 2 * 90
+    rows = [changed(ROW, resolution=f"{64 + 8 * number}x64") for number in range(cache_table.MOST_ROWS + 3)]
+    markup = cache_table.table_html(rows)
+    assert markup.count("<tbody>") == 2 * cache_table.MOST_ROWS and "3 more: choose a model" in markup
 
 
 @pytest.mark.parametrize("order, first_to_last", [
@@ -166,17 +146,19 @@ def test_the_chart_has_numbers_beside_its_bars() -> None:
     unknown = changed(ROW, resolution="80x80", **UNKNOWN), changed(ROW, resolution="88x88", ratio=None)
     markup = cache_totals.chart_html([*rows, *unknown])
     text = text_of(markup)
-    assert "512x768 SD1 OneDiff 12.3 ms, 1.62 x (1.50 to 1.70) WebUI 20 ms" in text
-    assert "64x64 SD1 OneDiff 5 ms, 2.00 x WebUI 10 ms" in text
+    assert "512x768 SD1 OneDiff 12.3 ms, 1.6x faster WebUI 20 ms" in text
+    assert "64x64 SD1 OneDiff 5 ms, 2.0x faster WebUI 10 ms" in text
     assert "--onediff-share: 0.250" in markup and "--onediff-share: 1.000" in markup
     assert "80x80" not in markup and "88x88" not in markup
     assert cache_totals.chart_html([changed(ROW, **UNKNOWN)]) == cache_totals.chart_html([]) == ""
 
 
-def test_the_chart_shows_what_is_used_most() -> None:
-    rows = [changed(ROW, resolution=f"{64 + 8 * number}x64", uses=number) for number in range(50)]
-    markup = cache_totals.chart_html(rows)
-    assert markup.count("<dt>") == cache_totals.MOST_BARS and "456x64" in markup and "64x64 " not in markup
+@pytest.mark.parametrize("ratio, bounds, text", [
+    (1.62, (1.5, 1.7), "1.6x faster"), (0.5, None, "2.0x slower"), (1.3, (0.9, 1.6), "about as fast"),
+    (1.04, None, "about as fast"), (None, None, "–"),
+])
+def test_times(ratio: float | None, bounds: tuple[float, float] | None, text: str) -> None:
+    assert amounts.times(ratio, bounds) == text
 
 
 @pytest.mark.parametrize("size, text", [
@@ -191,10 +173,3 @@ def test_memory(size: int, text: str) -> None:
 ])
 def test_ago(seconds: float, text: str) -> None:
     assert amounts.ago(time.time() - seconds) == text
-
-
-def test_who_computes_a_shape_and_which_half() -> None:
-    shape = changed(SHAPE, backend="native", lossy="8-bit", part="cached")
-    text = text_of(cache_table.table_html([changed(ROW, shapes=(shape, changed(SHAPE, backend="", part="")))]))
-    assert "native, 8-bit, cached" in text
-    assert text.count("native, 8-bit") == 1

@@ -9,11 +9,11 @@ import torch.nn.functional as functional
 from builders import SDXL, a1111_sizes, a_call, diffusers_unet, relative_error, shared_ldm_unet, shared_unet
 from torch import Tensor, nn
 
-from lib_onediff.model import cuts as deepcache
-from lib_onediff.model import forward
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet import cuts as deepcache
+from lib_onediff.families.unet import forward
+from lib_onediff.weights.bound import BoundUNet
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in range(1, 12)] + [("SDXL", depth) for depth in range(1, 9)]

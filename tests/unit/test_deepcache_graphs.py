@@ -16,11 +16,11 @@ from deepcache_builders import (  # noqa: F401
 )
 from graph_builders import PretendedGraphs
 
-from lib_onediff.engines.graphs.recapture import CaptureRequest
-from lib_onediff.model import cuts as compute
+from lib_onediff.core.table import Entry, State
+from lib_onediff.families.unet import cuts as compute
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.graphs.recapture import CaptureRequest
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import Entry, State
 
 FULL, CACHED = "full", "cached"
 

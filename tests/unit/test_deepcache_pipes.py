@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import ONE_LAYER_A_BLOCK, SD1, SMALL, a_call, diffusers_unet, served
-from deepcache_builders import few_steps_suffice
+from deepcache_builders import evenly_spaced, few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
@@ -17,7 +17,7 @@ from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 
-__all__ = ["few_steps_suffice", "quiet"]
+__all__ = ["evenly_spaced", "few_steps_suffice", "quiet"]
 NAME = "StableDiffusionPipeline"
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 
@@ -63,8 +63,7 @@ def test_without_them_nothing_is_cached() -> None:
 
 @pytest.mark.parametrize("wrong", [
     {"cache_interval": 0}, {"cache_interval": 3, "cache_block_id": 3}, {"cache_interval": 3, "cache_layer_id": -1},
-    {"deepcache_depth": 0}, {"deepcache_start": 1.5}, {"deepcache_end": -0.1}, {"deepcache_depth": 12},
-    {"deepcache_schedule": "odd"}, {"deepcache_hires": "own values"}, {"cache_interval": 2.5},
+    {"deepcache_depth": -1}, {"deepcache_depth": 12}, {"cache_interval": 2.5},
 ], ids=str)
 def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
     pipe = pipeline(NAME, SMALL)
@@ -74,7 +73,7 @@ def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> N
 
 def test_whole_numbers_are_fractions_too() -> None:
     """JSON writes 1.0 as 1."""
-    assert Settings.from_mapping({"deepcache_start": 0, "deepcache_end": 1}) == Settings()
+    assert Settings.from_mapping({"guidance_end": 1}) == Settings()
 
 
 def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:

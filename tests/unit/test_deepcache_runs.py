@@ -19,8 +19,8 @@ from deepcache_builders import (  # noqa: F401
 )
 from grid import grid
 
+from lib_onediff.core.call import Control
 from lib_onediff.core.sampling import UNANNOUNCED
-from lib_onediff.model.call import Control
 from lib_onediff.options.settings import Settings
 from lib_onediff.steps.prompts import PromptNumbers
 

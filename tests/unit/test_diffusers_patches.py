@@ -18,13 +18,12 @@ from builders import (
     relative_error,
     served,
 )
+from computed import compute
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs, own_inputs
-from lib_onediff.model.additions import with_low_frequencies
-from lib_onediff.model.cuts import compute
-from lib_onediff.ops import torch_ops
+from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs, own_inputs
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -104,30 +103,6 @@ def test_ip_adapters(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
     assert torch.equal(served(unet, a_call(unet)), plain) and not added("image")
 
 
-def test_another_scale_and_another_image_count_at_once() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
-    load_ip_adapters(unet, "plain")
-    first = both(unet, images("plain"))[0]
-    for processor in unet.attn_processors.values():
-        if hasattr(processor, "scale"):
-            processor.scale = [0.2]
-    output, expected = both(unet, images("plain"))
-    assert relative_error(output, expected) < CLOSE and relative_error(output, first) > 100 * CLOSE
-    other, expected = both(unet, images("plain", seed=8))
-    assert relative_error(other, expected) < CLOSE and relative_error(other, output) > 100 * CLOSE
-
-
-def test_ip_adapter_masks() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
-    load_ip_adapters(unet, "plain")
-    left = torch.zeros(1, 1, 64, 64)
-    left[..., :32] = 1
-    whole = both(unet, images("plain"))[0]
-    output, expected = both(unet, images("plain"), cross_attention_kwargs={"ip_adapter_masks": [left]})
-    assert relative_error(output, expected) < CLOSE and relative_error(output, whole) > 100 * CLOSE
-    assert added("an image prompt of 4 tokens") and added("with a mask")
-
-
 @pytest.mark.parametrize("config", [SD1, SMALL_XL], ids=["SD1", "XL"])
 def test_freeu(config: dict[str, Any]) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
@@ -140,43 +115,6 @@ def test_freeu(config: dict[str, Any]) -> None:
     assert added("FreeU")
     unet.disable_freeu()
     assert torch.equal(served(unet, a_call(unet, 16, 16)), plain)
-
-
-def test_freeu_with_an_ip_adapter_and_a_controlnet() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
-    load_ip_adapters(unet, "plain")
-    unet.enable_freeu(*FREEU)
-    call = a_call(unet, seed=3)
-    skips, hidden_states = [], unet.conv_in(call.latent)
-    skips.append(hidden_states)
-    for block in unet.down_blocks:
-        hidden_states, outputs = block(
-            hidden_states, torch.zeros(2, unet.time_embedding.linear_2.out_features),
-            **({"encoder_hidden_states": (call.context, [torch.zeros(2, 1, 4, CONTEXT_WIDTH)])}
-               if hasattr(block, "attentions") else {}),
-        )
-        skips += outputs
-    residuals = {
-        "down_block_additional_residuals": tuple(0.1 * torch.ones_like(skip) for skip in skips),
-        "mid_block_additional_residual": 0.1 * torch.ones_like(hidden_states),
-    }
-    output, expected = both(unet, images("plain"), seed=3, **residuals)
-    assert relative_error(output, expected) < CLOSE and added("FreeU") and added("image prompt")
-
-
-@pytest.mark.parametrize("size", [(8, 8), (7, 9), (16, 5), (2, 3), (1, 4), (1, 1), (13, 24)], ids=str)
-def test_the_lowest_frequencies_are_those_of_the_fourier_transform(size: tuple[int, int]) -> None:
-    from diffusers.utils.torch_utils import fourier_filter
-
-    skip = torch.randn(2, 6, *size, generator=torch.Generator().manual_seed(0))
-    assert relative_error(with_low_frequencies(skip, torch.tensor(0.3)), fourier_filter(skip, 1, 0.3)) < 1e-6
-
-
-def test_a_scale_of_nought_is_an_adapter_that_adds_nothing() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
-    load_ip_adapters(unet, "plain", scale=0.0)
-    output, expected = both(unet, images("plain"))
-    assert relative_error(output, expected) < CLOSE and added("in 0 attentions")
 
 
 @pytest.mark.parametrize("processor", ["all", "one"])
@@ -192,13 +130,6 @@ def test_scales_of_some_attentions_alone(processor: str) -> None:
     assert relative_error(output, expected) < CLOSE and added(f"in {count} attentions")
 
 
-def test_masks_that_fit_no_image_are_refused_by_diffusers_itself() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
-    load_ip_adapters(unet, "plain")
-    with pytest.raises(ValueError, match="does not match"):
-        both(unet, images("plain"), cross_attention_kwargs={"ip_adapter_masks": [torch.ones(1, 2, 64, 64)]})
-
-
 def test_two_images_with_masks_and_scales_of_their_own() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", scale=[0.3, 0.9])
@@ -206,13 +137,6 @@ def test_two_images_with_masks_and_scales_of_their_own() -> None:
     masks[:, 0, :, :32] = masks[:, 1, 32:] = 1
     output, expected = both(unet, images("plain", count=2), cross_attention_kwargs={"ip_adapter_masks": [masks]})
     assert relative_error(output, expected) < CLOSE and len(runtime.call_stats.entry.key.additions) == 2
-
-
-def test_deepcache_computes_freeu_too() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SD1), lib_onediff.Settings(deepcache_interval=3))
-    unet.enable_freeu(*FREEU)
-    assert relative_error(*both(unet)) < CLOSE
-    assert added("FreeU") and "extensions" not in lib_onediff.status()["deepcache"]["reason"]
 
 
 def test_a_graph_takes_what_is_added_from_each_call() -> None:

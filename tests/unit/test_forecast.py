@@ -12,10 +12,10 @@ from builders import SMALL, SMALL_XL, diffusers_output, diffusers_unet
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor
 
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patch_points import PatchPoints
-from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.steps.forecast import OutputHistory
@@ -35,7 +35,7 @@ class Samplings:
     @classmethod
     def of(cls, config: dict[str, Any] = SMALL, **options: Any) -> Samplings:
         runtime, unet = Runtime(), diffusers_unet(**config)
-        runtime.configure(Settings(**{"forecast_interval": 3, **options}))
+        runtime.configure(Settings(**{"deepcache_interval": 3, "deepcache_depth": 0, **options}))
         runtime.adopt(unet, host_traits=WEBUI)
         return cls(runtime, unet)
 
@@ -66,7 +66,7 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, Any]) -> None:
-    ours, plain = Samplings.of(config), Samplings.of(config, forecast_interval=1)
+    ours, plain = Samplings.of(config), Samplings.of(config, deepcache_interval=1)
     ours.begin()
     plain.begin()
     computed: list[tuple[float, Tensor]] = []
@@ -92,7 +92,7 @@ def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, 
     (1, set(range(20))), (2, {0, 1, 2, 4, 6, 8, 10, 12, 14, 17, 19}), (4, {0, 1, 2, 5, 9, 14, 19}),
 ])
 def test_how_many_are_computed(interval: int, whole: set[int]) -> None:
-    ours = Samplings.of(forecast_interval=interval)
+    ours = Samplings.of(deepcache_interval=interval)
     for _ in range(2):
         ours.begin()
         assert ours.sample() == steps(whole)
@@ -234,14 +234,6 @@ def test_a_fault_of_ours_costs_a_reason_and_a_log_line(
     monkeypatch.undo()
     ours.begin()
     assert ours.sample() == steps()
-
-
-def test_with_deepcache_the_computed_steps_are_deepcaches() -> None:
-    ours = Samplings.of(deepcache_interval=3)
-    ours.begin()
-    assert ours.sample() == steps()
-    passes = ours.runtime.status()["deepcache"]
-    assert (passes["full"], passes["cached"]) == (8, 1)
 
 
 def test_after_the_end_of_guidance_the_prompt_has_a_history_of_its_own() -> None:

@@ -1,6 +1,9 @@
 """What a call of Forge's UNet asks for: residuals in Forge's order, and options that only Forge understands."""
 from __future__ import annotations
 
+import contextlib
+import copy
+import re
 import uuid
 from typing import Any
 
@@ -9,63 +12,14 @@ import torch
 from builders import a_call, our_output, relative_error, shared_ldm_unet
 from torch import Tensor, nn
 
-from lib_onediff.hosts.forge.call import control_of, copied_lists, unet_call, unknown_options
-from lib_onediff.model.call import UNetCall
-
-STAGES = 12
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.hosts.forge.call import HostCall, control_of, unet_call, unknown_options
 
 
 def by_forge(patch: Any) -> Any:
     """A function of an extension's, as far as its module's name goes."""
     return eval("lambda *arguments: None", {"__name__": patch})
-
-
-def forge_lists(adapter: bool) -> dict[str, list[Tensor | None]]:
-    """Residuals as Forge's control_merge leaves them, the shapes standing in for places: input reversed for an
-    adapter (None in most), output and middle for a ControlNet."""
-    made = [torch.full((1, 1, 1, 1), float(index)) for index in range(STAGES)]
-    if adapter:
-        sparse = [residual if index % 3 == 2 else None for index, residual in enumerate(made)]
-        return {"input": sparse[::-1], "middle": [], "output": []}
-    return {"input": [], "middle": [torch.zeros(1, 1, 1, 1)], "output": made}
-
-
-@pytest.mark.parametrize("adapter", [True, False], ids=["T2I adapter", "ControlNet"])
-def test_each_stage_gets_what_forge_would_pop_for_it(adapter: bool) -> None:
-    control = forge_lists(adapter)
-    ours = control_of(control)
-    popping = copied_lists(control)
-    for part in ("input", "output"):
-        slots = getattr(ours, part)
-        for stage in range(STAGES):
-            popped = popping[part].pop() if popping[part] else None
-            assert (slots[stage] if stage < len(slots) else None) is popped
-    assert ours.middle == (() if adapter else (control["middle"][0],))
-
-
-def test_of_several_middle_residuals_forge_takes_the_last() -> None:
-    first, last = torch.zeros(1), torch.ones(1)
-    assert control_of({"input": [], "middle": [first, last], "output": []}).middle == (last,)
-
-
-@pytest.mark.parametrize("control", [
-    None, {}, {"input": [], "middle": [], "output": []}, {"input": [None] * STAGES, "middle": [None]},
-])
-def test_no_residual_is_no_control(control: Any) -> None:
-    assert control_of(control) is None
-
-
-def test_the_hosts_lists_stay_whole() -> None:
-    control = forge_lists(adapter=False)
-    kept = {part: list(values) for part, values in control.items()}
-    control_of(control)
-    copied_lists(control)["output"].pop()
-    assert control == kept
-
-
-def test_a_residual_that_is_no_tensor_is_for_the_host() -> None:
-    control = {"input": [], "middle": [0.5], "output": []}
-    assert control_of(control) == "control[middle] holds a float" == made(control=control)
 
 
 def test_our_forward_adds_the_residuals_where_forge_does() -> None:
@@ -82,10 +36,19 @@ def test_our_forward_adds_the_residuals_where_forge_does() -> None:
     *adapter, middle = (torch.randn(skip.shape, generator=generator) for skip in skips)
     output = [torch.randn(skip.shape, generator=generator) for skip in skips[:-1]]
     # ControlNet's lists are in the order of the input blocks, an adapter's is reversed: both are popped from the end.
-    control = {"input": adapter[::-1], "middle": [middle], "output": output}
+    control = {"input": [*adapter[:3:-1], None, *adapter[2::-1]], "middle": [torch.ones(1), middle], "output": output}
+    kept = {part: list(values) for part, values in control.items()}
     ours = our_output(unet, UNetCall(call.latent, call.timestep, call.context, control=control_of(control)))
-    assert relative_error(ours, popped_output(unet, call, copied_lists(control))) < 1e-5
-    assert relative_error(ours, our_output(unet, call)) > 0.1
+    assert relative_error(ours, popped_output(unet, call, copy.deepcopy(control))) < 1e-5
+    assert relative_error(ours, our_output(unet, call)) > 0.1 and control == kept
+    assert control_of({"input": [None], "middle": [], "output": []}) is None
+
+
+def test_the_hosts_own_call_gets_lists_that_it_may_empty() -> None:
+    control, one = {"output": [1, 2]}, torch.zeros(1)
+    emptied = lambda unet, *given, control, **more: control["output"].clear()  # noqa: E731
+    HostCall(one, one, one, None, control, {}, {}).by(emptied, nn.Identity())
+    assert control == {"output": [1, 2]}
 
 
 @torch.no_grad()
@@ -94,7 +57,11 @@ def popped_output(unet: Any, call: UNetCall, control: dict[str, list[Tensor]]) -
     hooks = []
 
     def add(part: str) -> Any:
-        return lambda module, given, output: output + control[part].pop()
+        def added(module: Any, given: Any, output: Tensor) -> Tensor:
+            residual = control[part].pop()
+            return output if residual is None else output + residual
+
+        return added
 
     def add_to_skip(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         residual = control["output"].pop()
@@ -123,21 +90,13 @@ HARMLESS: dict[str, Any] = {
 READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper", "num_frames"}
 
 
-def test_what_forge_itself_writes_is_harmless() -> None:
-    assert unknown_options(HARMLESS, READ) == []
-
-
-@pytest.mark.parametrize("value", [torch.ones(20), 3, [0.5, None], {"start": 1}, uuid.uuid4()])
-def test_data_that_the_unet_never_asks_for_is_harmless(value: Any) -> None:
-    assert unknown_options({**HARMLESS, "sampling_sigmas": value}, READ) == []
-
-
-@pytest.mark.parametrize("empty", [
-    {"patches": {}}, {"patches": {"attn1_patch": []}}, {"patches_replace": {"attn1": {}}}, {"block_modifiers": []},
-    {"group_norm_wrapper": None},
+@pytest.mark.parametrize("options", [
+    {}, {"patches": {}}, {"patches": {"attn1_patch": []}}, {"patches_replace": {"attn1": {}}}, {"block_modifiers": []},
+    {"group_norm_wrapper": None}, {"sampling_sigmas": torch.ones(20)}, {"later": {"start": [0.5, None]}},
+    {"later": uuid.uuid4()},
 ])
-def test_what_is_empty_changes_nothing(empty: dict[str, Any]) -> None:
-    assert unknown_options({**HARMLESS, **empty}, READ) == []
+def test_what_is_empty_or_never_asked_for_is_harmless(options: dict[str, Any]) -> None:
+    assert unknown_options({**HARMLESS, **options}, READ) == []
 
 
 @pytest.mark.parametrize(("options", "names"), [
@@ -158,19 +117,16 @@ def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
 
 
-@pytest.mark.parametrize("options", [
-    {"block_inner_modifiers": [by_forge("x.py")]}, {"of_tomorrow": [by_forge("new.py")]}, {"num_frames": 2},
-    {"patches": {"attn7_patch": [len]}},
-])
-def test_what_our_forward_cannot_call_is_for_the_host(options: dict[str, Any]) -> None:
-    assert made(options={**HARMLESS, **options}).startswith("another extension changes the UNet for this call: ")
-
-
-def made(options: dict[str, Any] = HARMLESS, control: Any = None, **others: Any) -> UNetCall | str:
+@pytest.mark.parametrize(("given", "reason"), [
+    ({"options": {"of_tomorrow": [by_forge("new.py")]}}, "another extension changes the UNet for this call: of_"),
+    ({"options": {"patches": {"attn7_patch": [len]}}}, "another extension changes the UNet for this call: patches"),
+    ({"others": {"num_frames": 2}}, "the UNet is called with more than we know (num_frames)"),
+    ({"control": {"input": [], "middle": [0.5], "output": []}}, "control holds a float"),
+    ({"others": {"control_model": object(), "num_frames": None}}, None),
+], ids=str)
+def test_what_our_forward_cannot_do_is_for_the_host(given: dict[str, Any], reason: str | None) -> None:
     one = torch.zeros(1)
-    return unet_call(nn.Identity(), one, one, one, None, control, options, False, READ, others)
-
-
-def test_an_argument_that_the_unet_asks_for_is_for_the_host() -> None:
-    assert made(control_model=object(), num_frames=None).latent.shape == (1,)
-    assert made(num_frames=2) == "the UNet is called with more than we know (num_frames)"
+    call = HostCall(one, one, one, None, **{"control": None, "options": {}, "others": {}, **given})
+    refused = contextlib.nullcontext() if reason is None else pytest.raises(Refusal, match=re.escape(reason))
+    with refused:
+        assert unet_call(nn.Identity(), call, False, READ).latent is one

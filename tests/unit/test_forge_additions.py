@@ -13,14 +13,14 @@ from test_patch_points import CLOSE, READ, copied, mean_value, with_an_image
 from torch import Tensor
 from torch.nn import functional
 
+from lib_onediff.core.call import UNetCall
+from lib_onediff.families.unet import read_ldm
+from lib_onediff.families.unet.read_ldm import family_of
 from lib_onediff.hosts.forge import additions
-from lib_onediff.hosts.forge.additions import AdditionsReader, kind_of, kind_of_code
-from lib_onediff.hosts.forge.call import unet_call
+from lib_onediff.hosts.forge.additions import kind_of, kind_of_code, read_additions
+from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.image_prompts import source_digest
 from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
-from lib_onediff.model import read_ldm
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.read_ldm import family_of
 
 Options = dict[str, Any]
 SIZE = (16, 32)
@@ -122,11 +122,9 @@ def joined(function: Any) -> dict[str, list[Any]]:
 
 def made(options: Options, size: tuple[int, int] = SIZE) -> UNetCall:
     call = a_call(shared_ldm_unet(), *size)
-    found = AdditionsReader().read(shared_ldm_unet(), options, call.latent)
-    given = call.latent, call.timestep, call.context, None, None, copied(options), False, READ, {}, found
-    ours = unet_call(shared_ldm_unet(), *given)
-    assert isinstance(ours, UNetCall)
-    return ours
+    found = read_additions(shared_ldm_unet(), options, call.latent)
+    given = HostCall(call.latent, call.timestep, call.context, None, None, copied(options), {})
+    return unet_call(shared_ldm_unet(), given, False, READ, found)
 
 
 def error(options: Options, size: tuple[int, int] = SIZE) -> float:
@@ -157,11 +155,7 @@ def test_they_are_part_of_our_forward(name: str) -> None:
     assert error(options) < CLOSE
     plain = our_output(shared_ldm_unet(), a_call(shared_ldm_unet(), *SIZE))
     assert relative_error(our_output(shared_ldm_unet(), ours), plain) > 10 * CLOSE
-
-
-@pytest.mark.parametrize("name", ["hires fix", "with its skip", "FreeU, then hires fix"])
-def test_at_an_odd_size(name: str) -> None:
-    assert error(OURS[name](), (26, 36)) < CLOSE
+    assert "hires" not in name or error(options, (26, 36)) < CLOSE
 
 
 def test_out_of_their_steps_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +174,7 @@ def test_beside_other_functions() -> None:
 
 
 def test_the_factors_are_the_same_tensor_from_call_to_call() -> None:
-    reader, function, latent = AdditionsReader(), freeu(), a_call(shared_ldm_unet(), *SIZE).latent
-    first, second, third = (
-        reader.read(shared_ldm_unet(), options_of(joined(one)), latent).freeu
-        for one in (function, function, freeu((1.1, 0.9)))
-    )
+    first, second, third = (made(options_of(joined(one))).freeu for one in (freeu(), freeu(), freeu((1.1, 0.9))))
     assert first is second and third is not first and first.structure == third.structure
 
 

@@ -13,12 +13,12 @@ from test_patch_points import CLOSE, READ, free_u
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lib_onediff.core.call import UNetCall
 from lib_onediff.hosts.forge import image_prompts
-from lib_onediff.hosts.forge.additions import Additions
-from lib_onediff.hosts.forge.call import unet_call
-from lib_onediff.hosts.forge.image_prompts import has_known_source, read_image_prompts, source_digest
+from lib_onediff.hosts.forge.additions import read_additions
+from lib_onediff.hosts.forge.call import HostCall, unet_call
+from lib_onediff.hosts.forge.image_prompts import has_known_source, source_digest
 from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
-from lib_onediff.model.call import UNetCall
 
 SIZE, TOKENS = (16, 32), 4
 ALWAYS = (999999999.9, 0.0)
@@ -91,12 +91,9 @@ def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None 
 def made(options: dict[str, Any], **changes: Any) -> UNetCall:
     call = a_call(shared_ldm_unet(), *SIZE, **changes)
     with torch.no_grad():
-        found = read_image_prompts(shared_ldm_unet(), options, call.latent)
-        added = Additions() if found is None else Additions(found, stand_for=frozenset({"attn2"}))
-        given = call.latent, call.timestep, call.context, None, None, dict(options), False, READ, {}, added
-        ours = unet_call(shared_ldm_unet(), *given)
-    assert isinstance(ours, UNetCall)
-    return ours
+        found = read_additions(shared_ldm_unet(), options, call.latent)
+        given = HostCall(call.latent, call.timestep, call.context, None, None, dict(options), {})
+        return unet_call(shared_ldm_unet(), given, False, READ, found)
 
 
 def error(options: dict[str, Any], **changes: Any) -> float:
@@ -146,15 +143,13 @@ def test_what_is_changed_in_place_counts_at_the_next_call() -> None:
     lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}},
 ], ids=["another source", "another way", "frames", "AnimateDiff", "no such batch", "a function"])
 def test_what_is_used_otherwise_runs_as_the_function_that_it_is(options: Any) -> None:
-    latent = a_call(shared_ldm_unet(), *SIZE).latent
-    assert read_image_prompts(shared_ldm_unet(), options(), latent) is None
-    assert made(options()).patches is not None
+    ours = made(options())
+    assert ours.patches is not None and not ours.image_prompts
 
 
 def test_a_mask_that_does_not_cover_the_image_is_the_hosts() -> None:
     latent = a_call(shared_ldm_unet(), 28, 9).latent
-    options = adapters(mask=torch.rand(1, 40, 60))
-    assert read_image_prompts(shared_ldm_unet(), options, latent) is None
+    assert not read_additions(shared_ldm_unet(), adapters(mask=torch.rand(1, 40, 60)), latent).image_prompts
 
 
 def test_the_releases_that_are_known() -> None:

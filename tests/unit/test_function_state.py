@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.model.function_state import FunctionState
+from lib_onediff.weights.function_state import FunctionState
 
 
 def counting(counter: Any) -> Callable[[], int]:

@@ -12,13 +12,13 @@ from ladder_builders import attached, error, now, reason
 from simulated_memory import MEBIBYTE, PrivatePool
 from torch import nn
 
-from lib_onediff.engines.graphs.accounting import PoolKey
-from lib_onediff.engines.graphs.pool_size import LEAST_GAIN, gives_back, memory_of, needs_of
+from lib_onediff.core.table import Entry, State
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.graphs.accounting import PoolKey
+from lib_onediff.runtime.graphs.pool_size import LEAST_GAIN, gives_back, memory_of, needs_of
 from lib_onediff.runtime.rows import ResolutionRow
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import Entry, State
 
 CLOSE = 1e-5
 # In latent pixels, the smallest first.

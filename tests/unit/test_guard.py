@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.guard import Guard, outcome_of
-from lib_onediff.hosts.class_patch import ClassPatch
+from lib_onediff.core.guard import Guard, outcome_of
+from lib_onediff.hosts.hooks import ClassPatch
 
 
 class Owner:

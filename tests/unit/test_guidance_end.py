@@ -13,10 +13,10 @@ from deepcache_builders import STEPS, WEBUI, Rig, call_of, equal_distances  # no
 from grid import grid
 from torch import Tensor
 
+from lib_onediff.core.additions import PerturbedAttention
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.model.additions import PerturbedAttention
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.rows import PromptRows, half_of, take_rows
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 

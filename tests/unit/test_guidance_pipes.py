@@ -12,10 +12,10 @@ from test_public_api_pipelines import inputs, picture, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.core.rows import half_of
 from lib_onediff.core.sampling import UNANNOUNCED
-from lib_onediff.hosts.diffusers.guidance import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
+from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
-from lib_onediff.model.rows import half_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 
@@ -88,7 +88,7 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
             if index < 12 - early:
                 expected = oracle(**given, return_dict=False)[0]
             else:
-                expected = oracle(**arguments_of_prompt(given, rows, batch), return_dict=False)[0].repeat(2, 1, 1, 1)
+                expected = oracle(**arguments_of_prompt(given, rows), return_dict=False)[0].repeat(2, 1, 1, 1)
         assert relative_error(output, expected) < 1e-5, index
     exact = generate(compiled(name, layout, guidance_end=1.0), **more)
     assert told() == (0, "") and relative_error(found, exact) > 1e-3
@@ -106,7 +106,7 @@ def test_an_ip_adapters_rows_and_masks(called: list[Called]) -> None:
     assert told() == (6, "")
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]
-        alone = arguments_of_prompt(given, half_of(batch, is_first=False), batch)
+        alone = arguments_of_prompt(given, half_of(batch, is_first=False))
         with torch.no_grad():
             expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
         assert relative_error(output[-len(expected):], expected) < 1e-5, index
@@ -130,33 +130,16 @@ def test_a_controlnets_residuals(called: list[Called]) -> None:
     })
     assert told() == (6, "")
     for index, (given, output) in enumerate(called):
-        alone = arguments_of_prompt(given, half_of(2, is_first=False), 2)
+        alone = arguments_of_prompt(given, half_of(2, is_first=False))
         with torch.no_grad():
             expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
         assert relative_error(output[-len(expected):], expected) < 1e-5, index
 
 
-def test_before_the_fraction_calls_are_exactly_those_without_it(called: list[Called]) -> None:
-    generate(compiled("StableDiffusionPipeline", SMALL))
-    generate(compiled("StableDiffusionPipeline", SMALL, guidance_end=1.0))
-    for ours, exact in zip(called[:6], called[12:18], strict=True):
-        assert torch.equal(ours.output, exact.output)
-
-
-@pytest.mark.parametrize(("guidance", "reason"), [(1.0, NO_GUIDANCE), (0.0, NO_GUIDANCE)])
-def test_without_guidance_there_is_nothing_to_leave_out(guidance: float, reason: str) -> None:
-    generate(compiled("StableDiffusionPipeline", SMALL), guidance_scale=guidance)
-    assert told() == (0, f"Guidance end rests: {reason}")
-
-
-def test_guidance_that_is_distilled_into_the_model() -> None:
-    generate(compiled("StableDiffusionPipeline", LCM))
+@pytest.mark.parametrize(("layout", "scale"), [(SMALL, 1.0), (SMALL, 0.0), (LCM, 7.5)], ids=["1", "0", "built in"])
+def test_without_guidance_there_is_nothing_to_leave_out(layout: dict[str, Any], scale: float) -> None:
+    generate(compiled("StableDiffusionPipeline", layout), guidance_scale=scale)
     assert told() == (0, f"Guidance end rests: {NO_GUIDANCE}")
-
-
-def test_few_steps() -> None:
-    generate(compiled("StableDiffusionPipeline", SMALL), steps=8)
-    assert told()[0] == 0 and "fewer than 10 steps" in told()[1]
 
 
 def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
@@ -178,18 +161,6 @@ def test_a_unet_without_its_pipeline() -> None:
     assert told()[1] == f"Guidance end rests: {NO_PIPELINE}"
     served(unet, a_call(unet))
     assert told()[1] == f"Guidance end rests: {UNANNOUNCED}"
-
-
-def test_calling_the_unet_by_oneself_after_an_image() -> None:
-    """The pipeline still knows the guidance of its last image, but these are no halves of one call."""
-    pipe = compiled("StableDiffusionPipeline", SMALL)
-    generate(pipe)
-    count = told()[0]
-    for step in range(900, 0, -50):
-        call = a_call(pipe.unet, batch=2)
-        with torch.no_grad():
-            pipe.unet(torch.randn_like(call.latent), step, call.context)
-    assert told()[0] == count
 
 
 def test_the_pipelines_are_diffusers_own() -> None:

@@ -18,9 +18,9 @@ from builders import LDM_UNET, a_call, diffusers_output, diffusers_unet, served,
 from store_builders import FILE, opened, opened_as, row, uses
 
 import lib_onediff
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import Entry
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import Entry
 from lib_onediff.store import history as history_module
 from lib_onediff.store.history import VERDICTS, History, verdict_name
 from lib_onediff.store.machine import Fingerprint, source_digest

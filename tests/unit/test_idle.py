@@ -11,12 +11,12 @@ import pytest
 from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm import idle as idle_module
 from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
 from lib_onediff.prewarm.presets import WantedSize
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
 
 IDLE = 0.15
 SIZES = [WantedSize(Size(64, 64), 77), WantedSize(Size(72, 64), 77), WantedSize(Size(80, 64, 2), 154)]

@@ -10,11 +10,11 @@ import torch
 from builders import diffusers_output, diffusers_unet
 from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, equal_distances, few_steps_suffice  # noqa: F401
 
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.model.rows import PromptRows, half_of, take_rows
+from lib_onediff.core.table import ENOUGH
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
-from lib_onediff.shapes.table import ENOUGH
 from lib_onediff.ui.status import described, summary_html
 
 WHOLE_MS, CACHED_MS, ALONE_MS, FORECAST_MS, HOST_MS = 90.0, 15.0, 50.0, 1.0, 120.0
@@ -70,7 +70,8 @@ def assert_times(times: Any, step_ms: float) -> None:
     ({}, {"whole": 20}, WHOLE_MS),
     (EVERY_THIRD, {"whole": 8, "cached": 12}, (8 * WHOLE_MS + 12 * CACHED_MS) / 20),
     ({"guidance_end": 0.5}, {"whole": 10, "prompt alone": 10}, (WHOLE_MS + ALONE_MS) / 2),
-    ({"forecast_interval": 2, "guidance_end": 0.5}, {"whole": 6, "prompt alone": 6, "forecast": 8},
+    ({"deepcache_interval": 2, "deepcache_depth": 0, "guidance_end": 0.5},
+     {"whole": 6, "prompt alone": 6, "forecast": 8},
      (6 * WHOLE_MS + 6 * ALONE_MS + 8 * FORECAST_MS) / 20),
 ], ids=["exact", "DeepCache", "guidance end", "forecast and guidance end"])
 def test_every_step_counts_where_times_are_shown_and_stored(
@@ -103,7 +104,7 @@ def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_besid
     images.make(size=9)
     assert images.status()["image"]["host_seconds"] is None, "another size"
     images.make()
-    assert dict(described(images.status()))["Image"] == "2.0 s (the WebUI's own: 5.0 s)"
+    assert dict(described(images.status()))["Image"] == "2.0 s (WebUI alone: 5.0 s)"
 
 
 def test_without_the_hosts_time_no_ratio_is_made_up() -> None:
@@ -113,7 +114,7 @@ def test_without_the_hosts_time_no_ratio_is_made_up() -> None:
         entry.host._times.clear()
     status = images.status()
     assert status["step_ms"] and (status["host_ms"], status["ratio"]) == (None, None)
-    assert dict(described(status))["Speed"] == "not compared: the WebUI's own was not timed for these steps"
+    assert dict(described(status))["Speed"] == "the WebUI was not timed for these steps"
 
 
 def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:

@@ -35,7 +35,7 @@ def every_setting() -> list[Settings]:
 def test_form() -> None:
     assert infotext.describe(Settings()) == "on"
     assert infotext.describe(Settings(enabled=False)) == "off"
-    assert infotext.describe(Settings(backend="eager", verify=False)) == "on; backend eager; verify off"
+    assert infotext.describe(Settings(backend="eager", low_bit_only=True)) == "on; backend eager; low_bit_only on"
 
 
 def test_what_holds_for_the_whole_webui_is_not_told() -> None:
@@ -57,7 +57,7 @@ def test_hosts_need_not_quote_it() -> None:
 
 @pytest.mark.parametrize("switched_on", [True, False])
 def test_round_trip_through_the_standalone_hosts_infotext(switched_on: bool) -> None:
-    settings = Settings(enabled=switched_on, backend="eager", verify=False)
+    settings = Settings(enabled=switched_on, backend="eager", low_bit_only=True)
     written = {"Steps": 20, "Sampler": "Euler a", "Size": "64x64", infotext.KEY: infotext.describe(settings)}
     line = ", ".join(f"{name}: {infotext_utils.quote(value)}" for name, value in written.items())
     read = infotext_utils.parse_generation_parameters(f"a fox: on, a hill\nNegative prompt: rain\n{line}")
@@ -72,12 +72,13 @@ def test_round_trip_through_the_standalone_hosts_infotext(switched_on: bool) -> 
     ("on", {"enabled": True}),
     (" off ", {"enabled": False}),
     ("on; backend warp", {"enabled": True}),
-    ("on; verify maybe; backend eager", {"enabled": True, "backend": "eager"}),
-    ("on; speed 9; verify off", {"enabled": True, "verify": False}),
+    ("on; low_bit_only maybe; backend eager", {"enabled": True, "backend": "eager"}),
+    ("on; speed 9; low_bit_only on", {"enabled": True, "low_bit_only": True}),
     ("on; cache_folder /tmp; memory_budget 9", {"enabled": True}),
     ("on; enabled off", {"enabled": True}),
     ("on;;; ;backend", {"enabled": True}),
-    ("on\x00; verify off", {}),
+    ("on\x00; low_bit_only on", {}),
+    ("on; forecast_interval x; prewarm_most_used y", {"enabled": True, "deepcache_depth": 0}),
 ])
 def test_what_others_have_written(text: str, expected: dict[str, Any]) -> None:
     assert infotext.parse(text) == expected
@@ -99,9 +100,8 @@ def per_run(settings: Settings) -> dict[str, Any]:
 
 
 TABS = [
-    Settings(), Settings(backend="eager", verify=False, deepcache_interval=5, deepcache_hires="off", tf32="on"),
-    Settings(guidance_end=0.55),
-    with_preset(Settings(), FAST), Settings(vae_precision="bf16"),
+    Settings(), Settings(backend="eager", deepcache_interval=5, low_bit_only=True), Settings(guidance_end=0.55),
+    with_preset(Settings(), FAST),
 ]
 
 
@@ -112,7 +112,7 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
         assert per_run(run) == per_run(settings)
 
 
-@pytest.mark.parametrize("pasted", [Settings(), Settings(enabled=False), Settings(deepcache_interval=2, tf32="on")])
+@pytest.mark.parametrize("pasted", [Settings(), Settings(enabled=False), Settings(deepcache_interval=2, low_bit="fp8")])
 def test_what_is_pasted_holds_no_option_but_those_that_it_writes_down(pasted: Settings) -> None:
     """Whatever else is set later counts, and the accordion shows what does not."""
     arguments = read_by_the_accordion(infotext.describe(pasted), Settings())
@@ -129,20 +129,15 @@ def test_what_is_pasted_holds_no_option_but_those_that_it_writes_down(pasted: Se
     ("off", Settings(), [False, AS_IN_SETTINGS, ""]),
     ("on", Settings(deepcache_interval=3), [True, AS_IN_SETTINGS, "deepcache_interval 1"]),
     ("on; deepcache_interval 2", Settings(backend="eager"),
-     [True, AS_IN_SETTINGS, "backend auto; deepcache_interval 2"]),
-    ("on; deepcache_interval 4", Settings(tf32="on", deepcache_interval=4), [True, AS_IN_SETTINGS, "tf32 auto"]),
-    ("on; from_the_future 3; tf32 on", Settings(), [True, AS_IN_SETTINGS, "tf32 on"]),
-    ("on; deepcache_interval 4; deepcache_hires own values", Settings(),
-     [True, AS_IN_SETTINGS, "deepcache_interval 4; deepcache_hires off"]),
-    ("on; deepcache_interval 4; deepcache_hires own values; deepcache_hires_interval 4", Settings(),
+     [True, AS_IN_SETTINGS, "deepcache_interval 2; backend auto"]),
+    ("on; from_the_future 3; low_bit fp8", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
+    ("on; deepcache_interval 4; deepcache_hires own values; tf32 on; verify off; deepcache_start 0.2", Settings(),
      [True, AS_IN_SETTINGS, "deepcache_interval 4"]),
-    ("on; deepcache_interval 4; deepcache_schedule uneven; deepcache_center 0.2; deepcache_power 2.0",
-     Settings(deepcache_schedule="uniform"), [True, AS_IN_SETTINGS, "deepcache_interval 4; deepcache_schedule early"]),
+    ("on; forecast_interval 3", Settings(), [True, AS_IN_SETTINGS, "deepcache_interval 3; deepcache_depth 0"]),
     ("on; backend inductor", Settings(backend="eager"), [True, AS_IN_SETTINGS, "backend auto"]),
     ("on; fp8 on", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
     ("on; fp8 off", Settings(low_bit="int8"), [True, AS_IN_SETTINGS, "low_bit off"]),
-    ("on; low_bit int8; low_bit_attention on", Settings(), [True, AS_IN_SETTINGS, "low_bit int8"]),
-    ("on; fp8 perhaps; deepcache_interval 99", Settings(), [True, AS_IN_SETTINGS, ""]),
+    ("on; deepcache_interval 99", Settings(), [True, AS_IN_SETTINGS, ""]),
 ])
 def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:
     assert read_by_the_accordion(text, standing) == arguments
@@ -178,10 +173,10 @@ def pasted(text: str, checked: bool, standing: Settings) -> list[Any]:
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: off; verify off",
-     ["a fox", 64.0, "Heun", False, AS_IN_SETTINGS, "verify off; tf32 auto"]),
+    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: off; low_bit_only on",
+     ["a fox", 64.0, "Heun", False, AS_IN_SETTINGS, "low_bit off; low_bit_only on"]),
     ("a fox\nSteps: 3, Sampler: Heun, OneDiff: on; deepcache_interval 3; deepcache_hires off, Size: 64x72",
-     ["a fox", 64.0, "Heun", True, AS_IN_SETTINGS, "tf32 auto; deepcache_interval 3; deepcache_hires off"]),
+     ["a fox", 64.0, "Heun", True, AS_IN_SETTINGS, "deepcache_interval 3; low_bit off"]),
     ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72", ["a fox", 64.0, "Heun", *["unchanged"] * 3]),
     ("a fox\nSteps: 3, Sampler: Heun, Size-1: wide, OneDiff: maybe",
      ["a fox", "unchanged", "Heun", *["unchanged"] * 3]),
@@ -190,4 +185,4 @@ def pasted(text: str, checked: bool, standing: Settings) -> list[Any]:
 ])
 @pytest.mark.parametrize("checked", [True, False])
 def test_pasting_on_the_standalone_hosts_page(text: str, expected: list[Any], checked: bool) -> None:
-    assert pasted(text, checked, Settings(tf32="on")) == expected
+    assert pasted(text, checked, Settings(low_bit="int8")) == expected

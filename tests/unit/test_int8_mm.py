@@ -8,12 +8,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.low_bit import INT8
-from lib_onediff.model.operators import QuantizedTokens
-from lib_onediff.model.weights import QuantizedWeight
-from lib_onediff.ops.quantized import int8_mm
-from lib_onediff.ops.quantized.scaled_mm import rounded_rows
-from lib_onediff.ops.triton.launch_config import LaunchConfig
+from lib_onediff.core.affine import QuantizedWeight
+from lib_onediff.core.operators import QuantizedTokens
+from lib_onediff.devices.cuda.kernels.launch_config import LaunchConfig
+from lib_onediff.devices.cuda.low_bit import int8_mm
+from lib_onediff.devices.cuda.low_bit.scaled_mm import rounded_rows
+from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tiles that a CPU does in a moment; the two ways differ in how they load, store and go on.

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.job import QUEUED, RUNNING, Call, Job, Shape, check_tokens, rows_with_jobs
 from lib_onediff.prewarm.queue import Estimates, JobQueue, known_times
 from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, rows_of
-from lib_onediff.shapes.sizes import Size
 from lib_onediff.store.history import HistoryRow
 
 SHAPES = (Shape(2, 77), Shape(1, 77))

@@ -15,9 +15,9 @@ from graph_builders import PretendedGraphs
 from ladder_builders import Weather, entry_of, error, now, reason, small_xl
 from torch import Tensor, nn
 
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5
 

@@ -20,10 +20,10 @@ from ladder_builders import Weather, entry_of, error, now, reason, seem_to_have_
 from torch import nn
 
 import lib_onediff
-from lib_onediff.engines.native import Native
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.table import State
+from lib_onediff.devices.cuda.native import Native
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 CLOSE = 1e-5
 SECONDS = 30
@@ -55,7 +55,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     seem_to_have_a_gpu(monkeypatch, Weather())
     monkeypatch.setattr(native, "prepare", lambda network, waits, measures=False: prepare(network, waits))
     monkeypatch.setitem(
-        sys.modules, "lib_onediff.ops.compile_kernels", SimpleNamespace(compile_kernels=compiler.compile_kernels)
+        sys.modules, "lib_onediff.devices.cuda.compile_kernels",
+        SimpleNamespace(compile_kernels=compiler.compile_kernels),
     )
     return compiler
 
@@ -116,7 +117,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
 
 def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(runtime.devices.named(NATIVE)._made, NATIVE, raising=False)
-    monkeypatch.setitem(sys.modules, "lib_onediff.ops.quantized.operators", None)
+    monkeypatch.setitem(sys.modules, "lib_onediff.devices.cuda.low_bit.operators", None)
     compiler.may_end.set()
     unet = small_xl()
     with runtime.wait_for_compile():

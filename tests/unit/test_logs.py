@@ -9,7 +9,7 @@ import torch
 from builders import a_call, served, shared_unet
 
 import lib_onediff
-from lib_onediff.logs import DEBUG_VARIABLE, debug_wanted, show_on_console
+from lib_onediff.core.logs import DEBUG_VARIABLE, debug_wanted, show_on_console
 from lib_onediff.runtime.call_stats import CallStats
 
 

@@ -14,9 +14,13 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
 
 import lib_onediff
-from lib_onediff.engines.sensitivity import BOTH, FIRST_HALF, MIDDLE, Findings
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.low_bit import (
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.low_bit.sensitivity import BOTH, FIRST_HALF, MIDDLE, Findings
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.low_bit_route import LowBitRoute
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import (
     CROSS_OUT,
     CROSS_QUERY,
     FEED_FORWARD_IN,
@@ -25,10 +29,6 @@ from lib_onediff.model.low_bit import (
     SELF_OUT,
     SELF_QKV,
 )
-from lib_onediff.ops.tuning_cache import TuningCache
-from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.low_bit_route import LowBitRoute
-from lib_onediff.runtime.runtime import runtime
 
 CLASSES = (SELF_QKV, SELF_OUT, CROSS_QUERY, CROSS_OUT, FEED_FORWARD_IN, FEED_FORWARD_OUT)
 @pytest.fixture

@@ -17,14 +17,14 @@ from backend_names import NATIVE
 from exact_operators import relative_error
 from low_bit_builders import norm_scale, rounded_rows, use_low_bit
 
-from lib_onediff.model.layout import LayerNorm
-from lib_onediff.model.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN, Kind, empty_like
-from lib_onediff.model.operators import QuantizedTokens, Stream
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops.quantized import kernels, scaled_mm
-from lib_onediff.ops.quantized.operators import LowBitOperators, updated
-from lib_onediff.ops.triton.launch_config import LAYER_NORM
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.leaves import LayerNorm
+from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
+from lib_onediff.devices.cuda.low_bit import kernels, scaled_mm
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators, updated
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN, Kind, empty_like
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Half a step of float8's, relative to a value.

@@ -35,15 +35,15 @@ from low_bit_builders import (
 )
 
 import lib_onediff
-from lib_onediff.engines.managed_unet import ManagedUNet
-from lib_onediff.model import low_bit, offload
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.fused_storage import shares_storage
-from lib_onediff.model.low_bit import KINDS_OF
-from lib_onediff.model.offload import OffloadedWeights
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.table import State
 from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
+from lib_onediff.weights import low_bit, offload
+from lib_onediff.weights.fused_storage import shares_storage
+from lib_onediff.weights.low_bit import KINDS_OF
+from lib_onediff.weights.offload import OffloadedWeights
 
 ALONE = {"low_bit": "int8", "low_bit_only": True}
 CPU = torch.device("cpu")

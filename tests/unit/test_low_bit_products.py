@@ -11,16 +11,16 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import torch.nn.functional as functional
 
-from lib_onediff.model.layout import Convolution, GroupNorm
-from lib_onediff.model.low_bit import FP8, as_rows, gated_scale, normed_scale
-from lib_onediff.model.operators import QuantizedTokens
-from lib_onediff.model.weights import Affine, QuantizedWeight
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.quantized import convolution, gated_product, scaled_mm
-from lib_onediff.ops.quantized.operators import LowBitOperators
-from lib_onediff.ops.triton.launch_config import Launches
-from lib_onediff.ops.triton.operators import VirtualConcatenation
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.affine import Affine, QuantizedWeight
+from lib_onediff.core.leaves import Convolution, GroupNorm
+from lib_onediff.core.operators import QuantizedTokens
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
+from lib_onediff.devices.cuda.kernels.operators import VirtualConcatenation
+from lib_onediff.devices.cuda.low_bit import convolution, gated_product, scaled_mm
+from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale, normed_scale
 
 if gated_product.TensorDescriptor is None:
     pytest.skip("this Triton has no tensor descriptors", allow_module_level=True)
@@ -156,7 +156,7 @@ def test_nothing_that_a_norm_can_give_is_too_large(members: int) -> None:
     given = torch.zeros(1, 2, members)
     given[:, :, 5] = 100.0
     normed = functional.group_norm(given, 2, affine.weight, affine.bias, 1e-12)
-    from lib_onediff.model.low_bit import deviations
+    from lib_onediff.weights.low_bit import deviations
 
     largest = float((normed / normed_scale(affine) / deviations(members)).max())
     assert FP8.largest / 5 < largest <= FP8.largest

@@ -9,13 +9,13 @@ from builders import relative_error
 from grid import grid
 from torch import Tensor
 
+from lib_onediff.core.affine import Affine, LowRank
+from lib_onediff.core.leaves import Convolution
+from lib_onediff.core.operators import Operators, Stream
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.forge.weight_functions import low_rank_update
-from lib_onediff.model.applied_functions import AppliedFunctions, AppliedWeights
-from lib_onediff.model.layout import Convolution
-from lib_onediff.model.operators import Operators, Stream
-from lib_onediff.model.weight_functions import LowRankUpdate, WeightFunctions
-from lib_onediff.model.weights import Affine, LowRank
-from lib_onediff.ops import torch_ops
+from lib_onediff.weights.applied_functions import AppliedFunctions, AppliedWeights
+from lib_onediff.weights.weight_functions import LowRankUpdate, WeightFunctions
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,7 +32,7 @@ def ops(request: pytest.FixtureRequest) -> Operators:
     if request.param == "torch":
         return torch_ops
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
     return TritonOperators()
 

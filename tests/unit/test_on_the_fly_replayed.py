@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 FUSED = "mid_block.attentions.0.transformer_blocks.0.attn1.to_k"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib_onediff.engines.oneflow import gate as oneflow_gate
-from lib_onediff.engines.oneflow.gate import (
+from lib_onediff.devices.oneflow import gate as oneflow_gate
+from lib_onediff.devices.oneflow.gate import (
     COMPUTING,
     DONE,
     IMPORTING,

@@ -14,10 +14,10 @@ from builders import SMALL, a_call, diffusers_unet, served
 from torch import Tensor
 
 import lib_onediff
+from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.engines.oneflow import route as oneflow
+from lib_onediff.devices.oneflow import route as oneflow
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import ShapeKey
 
 SECONDS = 60
 
@@ -45,7 +45,7 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     watched = Watched()
     operators = SimpleNamespace(graph_of=lambda forward, weights: object(), run_graph=watched.run)
-    monkeypatch.setitem(sys.modules, "lib_onediff.engines.oneflow.operators", operators)
+    monkeypatch.setitem(sys.modules, "lib_onediff.devices.oneflow.operators", operators)
     yield watched
     watched.may_end.set()
 

@@ -11,9 +11,9 @@ from grid import grid
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.hosts.forge.call import unet_call
+from lib_onediff.core.call import UNetCall
+from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.patches import ATTENTIONS, LISTS, MODIFIERS, NORM, PATCHES, REPLACED
-from lib_onediff.model.call import UNetCall
 
 READ = frozenset({PATCHES, REPLACED, MODIFIERS, NORM, *LISTS, *ATTENTIONS})
 CLOSE = 1e-5
@@ -94,7 +94,7 @@ CASES: dict[str, Options] = {
 
 def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = READ) -> UNetCall | str:
     """The call with the functions in it, as Forge's adapter makes it."""
-    return unet_call(unet, call.latent, call.timestep, call.context, None, None, options, False, read, {})
+    return unet_call(unet, HostCall(call.latent, call.timestep, call.context, None, None, options, {}), False, read)
 
 
 def tiny_ldm_unet() -> Any:
@@ -125,7 +125,7 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
 def test_so_do_our_kernels(case: str) -> None:
     """They hand each other more than tensors: joined skips that were never joined, and what they know of an image."""
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
     unet = tiny_ldm_unet()
     call = a_call(unet, 4, 8, 1, 5)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from lib_onediff.ops import precision
-from lib_onediff.ops.precision import (
+from lib_onediff.core import precision
+from lib_onediff.core.precision import (
     BF16_REDUCTION,
     FP16_REDUCTION,
     SWITCHES,
@@ -25,9 +25,8 @@ from lib_onediff.ops.precision import (
     flags_for,
     oneflow_variables,
     switch_of,
-    upcasts_attention,
 )
-from lib_onediff.options.effects import Machine
+from lib_onediff.runtime.effects import Machine
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")
@@ -165,20 +164,17 @@ def test_threads_take_turns() -> None:
 # --- what a key holds -------------------------------------------------------------------------------------------------
 
 
-def test_auto_is_what_the_host_has_set() -> None:
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
     flags = lambda **values: dict(flags_for(switched(**values), torch.float32, GPU))  # noqa: E731
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value
-        assert flags()[TF32_MATMUL] is value and flags(tf32="auto")[TF32_MATMUL] is value
-    assert flags(tf32="on") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
-    assert flags(tf32="off") == {TF32_MATMUL: False, TF32_CONVOLUTION: False}
+        assert flags()[TF32_MATMUL] is value
+    assert flags(matmul_accumulation="half") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
     for dtype, name in ((torch.float16, FP16_REDUCTION), (torch.bfloat16, BF16_REDUCTION)):
-        for value, expected in (("on", True), ("off", False)):
-            chosen = switched(reduced_precision_reduction=value)
-            assert dict(flags_for(chosen, dtype, GPU))[name] is expected
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------------
+        assert dict(flags_for(HALF, dtype, GPU))[name] is True
 
 
 def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,11 +185,3 @@ def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (os.environ[matmul], os.environ[convolution]) == ("1", "0")
         _ = 1 / 0
     assert os.environ[matmul] == "found" and convolution not in os.environ
-
-
-@pytest.mark.parametrize(("choice", "host", "overflowed", "expected"), [
-    ("auto", False, False, False), ("auto", True, False, True), ("auto", False, True, True),
-    ("on", False, False, True), ("off", True, True, False),
-])
-def test_attention(choice: str, host: bool, overflowed: bool, expected: bool) -> None:
-    assert upcasts_attention(switched(attention_upcast=choice), host, overflowed) is expected

@@ -8,10 +8,8 @@ import pytest
 import torch
 from grid import grid
 
-from lib_onediff.ops import precision
-from lib_onediff.ops.precision import (
-    BF16_REDUCTION,
-    FP16_REDUCTION,
+from lib_onediff.core import precision
+from lib_onediff.core.precision import (
     HALF_SUMS,
     SWITCHES,
     TF32_CONVOLUTION,
@@ -20,35 +18,30 @@ from lib_onediff.ops.precision import (
     applied,
     flags_for,
 )
-from lib_onediff.options.effects import Machine, described, remark, why_no_effect
+from lib_onediff.runtime.effects import Machine, described, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
 H200 = Machine("2.13.0", "NVIDIA H200", (9, 0), False, frozenset(SWITCHES))
-OF_NVIDIA = ("matmul_accumulation", "reduced_precision_reduction", "tf32")
-CHOSEN = {
-    "matmul_accumulation": "half", "reduced_precision_reduction": "off", "tf32": "on", "attention_upcast": "on",
-    "vae_precision": "bf16",
-}
 NO_GPU, ALONE = {"capability": None, "gpu": ""}, {"capability": None, "gpu": "", "cpu_alone": True}
+HALF, SINGLE = torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(("option", "value", "changes", "dtype", "part"), [
-    *((option, value, {}, None, None) for option, value in CHOSEN.items()),
-    ("convolution_accumulation", "half", {}, None, "TORCH_CUDNN_V8_API_DISABLED"),
-    *((option, CHOSEN[option], NO_GPU, None, "can use none here") for option in OF_NVIDIA),
-    *((option, CHOSEN[option], {"amd": True}, None, "AMD") for option in OF_NVIDIA),
-    ("matmul_accumulation", "half", {"capability": (6, 1)}, None, "this NVIDIA H200 has 6.1."),
-    ("tf32", "on", {"capability": (7, 5)}, None, "this NVIDIA H200 has 7.5."),
+    ("matmul_accumulation", "half", {}, HALF, None), ("matmul_accumulation", "half", {}, SINGLE, None),
+    ("vae_precision", "bf16", {}, None, None),
+    ("convolution_accumulation", "half", {}, None, "Only OneFlow"),
+    *(("matmul_accumulation", "half", NO_GPU, dtype, "can use none here") for dtype in (HALF, SINGLE, None)),
+    *(("matmul_accumulation", "half", {"amd": True}, dtype, "AMD") for dtype in (HALF, SINGLE, None)),
+    ("matmul_accumulation", "half", {"capability": (6, 1)}, HALF, "this NVIDIA H200 has 6.1."),
+    ("matmul_accumulation", "half", {"capability": (7, 5)}, SINGLE, "this NVIDIA H200 has 7.5."),
     ("vae_precision", "bf16", {"capability": (7, 5)}, None, "this NVIDIA H200 has 7.5."),
     # A GPU that is not NVIDIA's, or none.
     ("vae_precision", "fp16", NO_GPU, None, None), ("vae_precision", "fp16", ALONE, None, "slower"),
     ("vae_precision", "bf16", ALONE, None, None),
-    ("matmul_accumulation", "half", {}, torch.bfloat16, "bfloat16"), ("tf32", "on", {}, torch.float16, "float16"),
-    ("attention_upcast", "on", {}, torch.float32, "float32"),
-    ("reduced_precision_reduction", "off", {}, torch.float32, "float32"),
+    ("matmul_accumulation", "half", {}, torch.bfloat16, "bfloat16"),
     ("matmul_accumulation", "half", {"oneflow": True, "capability": (8, 6)}, None, None),
     ("convolution_accumulation", "half", {"oneflow": True, "capability": (8, 6)}, None, "CUTLASS"),
-    ("backend", "native", {}, None, None), ("tf32", "auto", NO_GPU, None, None),
+    ("backend", "native", {}, None, None), ("matmul_accumulation", "full", NO_GPU, None, None),
 ], ids=str)
 def test_what_changes_nothing_on_a_machine_is_said(
     option: str, value: str, changes: dict[str, Any], dtype: torch.dtype | None, part: str | None,
@@ -112,14 +105,12 @@ def test_switches_that_torch_lacks(
     assert has.isdisjoint(missing)
     machine = replace(H200, torch="1.2.3", switches=has)
     for option, dtype, name in (
-        ("matmul_accumulation", torch.float16, HALF_SUMS),
-        ("reduced_precision_reduction", torch.float16, FP16_REDUCTION),
-        ("reduced_precision_reduction", torch.bfloat16, BF16_REDUCTION), ("tf32", torch.float32, TF32_MATMUL),
+        ("matmul_accumulation", torch.float16, HALF_SUMS), ("matmul_accumulation", torch.float32, TF32_MATMUL),
     ):
-        reason = why_no_effect(option, CHOSEN[option], machine, dtype)
+        reason = why_no_effect(option, "half", machine, dtype)
         assert (reason is None) == (name in has)
         assert reason is None or reason.endswith("here it is 1.2.3.")
-    everything = Precision("half", "half", "off", "on", "on")
+    everything = Precision("half", "half")
     for dtype in precision.OF_DTYPE:
         flags = flags_for(everything, dtype, GPU, upcast_attention=True)
         assert {name for name, _ in flags} <= has

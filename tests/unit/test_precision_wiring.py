@@ -12,12 +12,12 @@ from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.core.table import State
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,11 @@ def as_on_a_gpu(settings: Any, dtype: torch.dtype, device: torch.device, upcast_
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """The switches of a GPU, on a CPU. The list tells how one of them stood at each of our calls."""
+    switch = SWITCHES[FP16_REDUCTION]
+    before = switch.state()
+    switch.write(False)
     stood: list[bool] = []
     geglu = torch_ops.geglu
 
@@ -46,7 +49,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     for module in ("card_route", "block_route", "vae.fallback"):
         monkeypatch.setattr(f"lib_onediff.runtime.{module}.flags_for", as_on_a_gpu)
     monkeypatch.setattr(torch_ops, "geglu", watched)
-    return stood
+    yield stood
+    switch.restore(before)
 
 
 def choose(**values: Any) -> None:
@@ -58,8 +62,8 @@ def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> Non
     lib_onediff.hosts.diffusers.unet.attach(unet)
     call = a_call(unet)
     found = SWITCHES[FP16_REDUCTION].read()
-    for choice, inside in (("off", False), ("on", True), ("auto", found)):
-        choose(reduced_precision_reduction=choice)
+    for choice, inside in (("half", True), ("full", found)):
+        choose(matmul_accumulation=choice)
         gpu.clear()
         assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
         assert set(gpu) == {inside} and SWITCHES[FP16_REDUCTION].read() is found
@@ -69,11 +73,11 @@ def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> Non
 
 
 def test_a_fault_leaves_no_switch_behind(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(), reduced_precision_reduction="off")
+    unet = lib_onediff.compile_unet(diffusers_unet(), matmul_accumulation="half")
     before = SWITCHES[FP16_REDUCTION].state()
 
     def broken(*given: Any) -> Tensor:
-        assert SWITCHES[FP16_REDUCTION].read() is False
+        assert SWITCHES[FP16_REDUCTION].read() is True
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(torch_ops, "silu", broken)
@@ -93,8 +97,8 @@ def test_a_decode_has_them_too(gpu: list[bool], monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch_ops, "resize", watched)
     decoder = diffusers_vae().decoder
-    for choice in ("on", "off"):
-        our_picture(decoder, a_latent(decoder), settings=Settings(reduced_precision_reduction=choice))
+    for choice in ("full", "half"):
+        our_picture(decoder, a_latent(decoder), settings=Settings(matmul_accumulation=choice))
         assert last() == ("ours", "")
     assert set(stood) == {True, False} and len(runtime.table.entries()) == 2
 
@@ -131,15 +135,6 @@ def test_attention_that_overflows_is_computed_again_in_float32_and_remembered(
         served(unet, a_call(unet, *size))
     assert set(overflowing) == {True} and lib_onediff.status()["route"] == "plain"
     assert len(caplog.messages) == 1
-
-
-@pytest.mark.parametrize(("choice", "asked"), [("on", {True}), ("off", {False})])
-def test_attention_of_choice(overflowing: list[bool], choice: str, asked: set[bool]) -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(), attention_upcast=choice)
-    call = a_call(unet)
-    assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
-    assert set(overflowing) == asked
-    assert lib_onediff.status()["route"] == ("plain" if choice == "on" else "host")
 
 
 def test_a_model_whose_own_forward_overflows_is_served_by_ours(caplog: pytest.LogCaptureFixture) -> None:

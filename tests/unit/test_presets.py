@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
+from lib_onediff.options.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_size, parse_sizes
 from lib_onediff.prewarm.presets import FAMILIES, families_for, most_used
-from lib_onediff.shapes.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_size, parse_sizes
 from lib_onediff.store.history import HistoryRow
 
 BUCKETS = "1024x1024 1152x896 896x1152 1216x832 832x1216 1344x768 768x1344 1536x640 640x1536"

@@ -14,13 +14,13 @@ from graph_builders import PretendedCard, PretendedGraphs
 from ladder_builders import Weather, attached, error, now, reason
 from torch import Tensor, nn
 
-from lib_onediff.engines.graphs import memory_pressure as pressure
-from lib_onediff.engines.graphs.allocations import PIECE, most_in_use
-from lib_onediff.engines.graphs.cache import CARD_IS_FULL
-from lib_onediff.engines.graphs.device_memory import LEAST, MOST, Card
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.cuda.graphs.allocations import PIECE, most_in_use
+from lib_onediff.devices.cuda.graphs.device_memory import LEAST, MOST, Card
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
+from lib_onediff.runtime.graphs import memory_pressure as pressure
+from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5

@@ -88,9 +88,8 @@ def test_the_last_options_count() -> None:
             {"backend": None},
             "OneDiff option backend is one of auto, native, cudagraph, oneflow, eager, not None.",
         ),
-        ({"tf32": True}, "OneDiff option tf32 is one of auto, on, off, not True."),
-        ({"verify": "yes"}, "OneDiff option verify takes True or False, not 'yes'."),
-        ({"verify": 1}, "OneDiff option verify takes True or False, not 1."),
+        ({"low_bit": True}, "OneDiff option low_bit is one of off, auto, int8, fp8, not True."),
+        ({"low_bit_only": 1}, "OneDiff option low_bit_only takes True or False, not 1."),
         ({"memory_budget": 0.5}, "OneDiff option memory_budget takes a whole number, not 0.5."),
         ({"speed": 11}, "OneDiff has no option 'speed'. Choose from "),
     ],
@@ -144,9 +143,9 @@ def test_settings_as_a_mapping_get_a_sentence(whole_pipe: bool) -> None:
     attributes = dict(unet.__dict__)
     with pytest.raises(TypeError) as error:
         if whole_pipe:
-            lib_onediff.compile_pipe(SimpleNamespace(unet=unet), settings={"tf32": "on"})
+            lib_onediff.compile_pipe(SimpleNamespace(unet=unet), settings={"low_bit": "int8"})
         else:
-            lib_onediff.compile_unet(unet, settings={"tf32": "on"})
+            lib_onediff.compile_unet(unet, settings={"low_bit": "int8"})
     assert str(error.value) == (
         'settings is a lib_onediff.Settings, not a dict; options are given by name, such as backend="native".'
     )

@@ -22,12 +22,11 @@ from builders import CONTEXT_WIDTH, a_call, our_output, relative_error, without_
 from torch import Tensor
 from vae_builders import LDM, a_latent, host_picture, last, our_picture, with_small_groups
 
-from lib_onediff.hosts.forge.checks import replaced_vae_helper
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.families.registry import read_decoder, read_layout
 from lib_onediff.hosts.forge.traits import FORGE as FORGE_TRAITS
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder, read_layout
+from lib_onediff.hosts.hooks import VaeHooks
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 FORGE, SGM = os.environ.get("ONEDIFF_FORGE"), os.environ.get("ONEDIFF_SGM")
@@ -178,9 +177,7 @@ def test_forge_with_another_attention_is_left_to_it(monkeypatch: pytest.MonkeyPa
     decoder = forge_half("Decoder")
     module = forge_module("backend.nn.vae")
     own = module.Decoder.__dict__["forward"]
-    patches = DecoderPatches(
-        [module.Decoder], HostTraits(), lambda decoder: replaced_vae_helper(FORGE_TRAITS, decoder)
-    )
+    patches = VaeHooks([module.Decoder], HostTraits(), FORGE_TRAITS.check_vae)
     patches.serve()
     try:
         latent = a_latent(decoder)

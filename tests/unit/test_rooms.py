@@ -11,9 +11,8 @@ import pytest
 LIBRARY = Path(__file__).parents[2] / "lib_onediff"
 # A room is a folder of lib_onediff, or a file that lies loose in it. Each may import those before it.
 ROOMS = (
-    "version", "logs", "weak_dictionary", "guard", "weights", "quality", "ops", "options", "core", "model", "shapes",
-    "store", "steps", "engines", "runtime", "prewarm", "hosts", "public", "api", "ui", "demo", "serving",
-    "bench", "__init__",
+    "version", "options", "core", "families", "weights", "devices", "store", "steps", "runtime", "prewarm", "hosts",
+    "public", "api", "quality", "ui", "demo", "serving", "bench", "__init__",
 )
 
 def room_of(file: str) -> str:

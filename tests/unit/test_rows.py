@@ -8,12 +8,12 @@ from typing import Any
 import builders
 import torch
 
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import Entry, State, Verdict
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.model.call import Control, UNetCall
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import Entry, State, Verdict
 
 MEBIBYTE = 2**20
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from builders import SD1, SDXL, a_call, diffusers_output, diffusers_unet, relative_error
 
-from lib_onediff.model.additions import ImagePrompt, PerturbedAttention
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.patch_points import PatchPoints
-from lib_onediff.model.rows import (
+from lib_onediff.core.additions import ImagePrompt, PerturbedAttention
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.rows import (
     PATCHED,
     PERTURBED,
     for_all_rows,

@@ -1,11 +1,12 @@
 """A run's settings: the settings tab's, then a preset, then changes, then what a mapping from the API says."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lib_onediff.options.presets import AS_IN_SETTINGS, BALANCED, EXACT
+from lib_onediff.options.presets import AS_IN_SETTINGS, BALANCED, EXACT, with_preset
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
@@ -17,7 +18,9 @@ from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings
     ({"enabled": True}, Settings(enabled=False, backend="eager"), Settings(enabled=False, backend="eager")),
     ({"enabled": False}, Settings(), Settings(enabled=False)),
     ({"backend": "eager"}, Settings(memory_budget=500), Settings(backend="eager", memory_budget=500)),
-    ({}, Settings(verify=False), Settings(verify=False)),
+    ({}, Settings(low_bit="int8"), Settings(low_bit="int8")),
+    ({"verify": False, "tf32": "on", "forecast_interval": 3}, Settings(),
+     Settings(deepcache_interval=3, deepcache_depth=0)),
 ])
 def test_clients_that_know_one_argument(argument: Any, standing: Settings, expected: Settings) -> None:
     """Their WebUI fills in the others, or it does not."""
@@ -26,23 +29,23 @@ def test_clients_that_know_one_argument(argument: Any, standing: Settings, expec
 
 
 def test_without_arguments() -> None:
-    assert settings_of_run([], Settings(tf32="on")) == Settings(tf32="on")
+    assert settings_of_run([], Settings(low_bit="int8")) == Settings(low_bit="int8")
 
 
 @pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"},
-                                      {"cache_folder": "/tmp"}, {"prewarm": "512x512"}, {"memory_budget": 1},
-                                      {"deepcache_interval": 0}, {"deepcache_start": float("nan")}])
+                                      {"prewarm": "512x512"}, {"memory_budget": 1}, {"prewarm_most_used": 2},
+                                      {"deepcache_interval": 0}, {"guidance_end": float("nan")}])
 def test_wrong_first_arguments(argument: Any) -> None:
     with pytest.raises(ValueError, match="OneDiff"):
         settings_of_run([argument], Settings())
 
 
 @pytest.mark.parametrize(("preset", "changes", "says"), [
-    ("Warp", "", "no preset 'Warp'. Choose from Exact, Balanced, Fast, Draft"),
+    ("Fastest", "", "no preset 'Fastest'. Did you mean 'Fast'"),
     ("balanced", "", "Did you mean 'Balanced'"),
     (["Balanced"], "", "second script argument"), (3, "", "second script argument"),
-    (None, 3, "third script argument"), ("", {"tf32": "on"}, "third script argument"),
-    (BALANCED, "speed 9", "no option 'speed'"), (BALANCED, "tf32 maybe", "it takes auto, on, off"),
+    (None, 3, "third script argument"), ("", {"low_bit": "int8"}, "third script argument"),
+    (BALANCED, "speed 9", "no option 'speed'"), (BALANCED, "low_bit maybe", "it takes off, auto, int8, fp8"),
     (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "no option"),
 ])
 def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
@@ -51,17 +54,15 @@ def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
 
 
 def test_the_order_in_which_they_count() -> None:
-    standing = Settings(deepcache_interval=9, tf32="on", vae_precision="bf16", backend="eager")
-    assert settings_of_run([True, BALANCED, ""], standing) == Settings(
-        deepcache_interval=3, deepcache_depth=3, backend="eager",
+    standing = Settings(deepcache_interval=9, low_bit="fp8", vae_precision="bf16", backend="eager")
+    balanced = with_preset(Settings(backend="eager"), BALANCED)
+    assert settings_of_run([True, BALANCED, ""], standing) == balanced
+    changes = "deepcache_interval 5; low_bit int8; verify off"
+    assert settings_of_run([True, BALANCED, changes], standing) == replace(
+        balanced, deepcache_interval=5, low_bit="int8"
     )
-    assert settings_of_run([True, BALANCED, "deepcache_depth 2; verify off"], standing) == Settings(
-        deepcache_interval=3, deepcache_depth=2, backend="eager", verify=False,
-    )
-    mapping = [{"deepcache_interval": 4}, BALANCED, "deepcache_interval 3; tf32 off"]
-    assert settings_of_run(mapping, standing) == Settings(
-        deepcache_interval=4, deepcache_depth=3, backend="eager", tf32="off",
-    )
+    mapping = [{"deepcache_interval": 4}, BALANCED, "deepcache_interval 5"]
+    assert settings_of_run(mapping, standing) == replace(balanced, deepcache_interval=4)
     for nothing in (AS_IN_SETTINGS, "", None):
         assert settings_of_run([True, nothing, nothing and ""], standing) == standing
 
@@ -71,9 +72,7 @@ def test_the_order_in_which_they_count() -> None:
     [{"enabled": True}, BALANCED, "off"],
 ], ids=str)
 def test_off_at_one_place_is_off(arguments: list[Any]) -> None:
-    assert settings_of_run(arguments, Settings()) == Settings(
-        enabled=False, deepcache_interval=3, deepcache_depth=3,
-    )
+    assert settings_of_run(arguments, Settings()) == replace(with_preset(Settings(), BALANCED), enabled=False)
 
 
 def test_nothing_switches_on_what_the_settings_tab_has_off() -> None:
@@ -81,9 +80,9 @@ def test_nothing_switches_on_what_the_settings_tab_has_off() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    ([], False), (AS_AT_FIRST, False), ([True, None, None], False), ([False, BALANCED, "tf32 on"], False),
-    ([{"enabled": False, "tf32": "on"}], False), ([{"enabled": True}], True), ([{"tf32": "on"}], True),
-    ([True, BALANCED], True), ([True, "", "tf32 on"], True), (["yes"], True), ([{"enabled": "no"}], True),
+    ([], False), (AS_AT_FIRST, False), ([True, None, None], False), ([False, BALANCED, "low_bit fp8"], False),
+    ([{"enabled": False, "low_bit": "fp8"}], False), ([{"enabled": True}], True), ([{"low_bit": "fp8"}], True),
+    ([True, BALANCED], True), ([True, "", "low_bit fp8"], True), (["yes"], True), ([{"enabled": "no"}], True),
 ], ids=str)
 def test_what_a_run_asks_for_while_onediff_is_off_in_the_settings(arguments: Any, told: bool) -> None:
     expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else ""

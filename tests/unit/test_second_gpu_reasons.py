@@ -17,15 +17,15 @@ from two_cpus import (
     near,
 )
 
+from lib_onediff.core.additions import PerturbedAttention
+from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.model.additions import PerturbedAttention
-from lib_onediff.model.patch_points import PatchPoints
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.rows import PromptRows, half_of, take_rows
-from lib_onediff.options.effects import Machine, why_no_effect
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.runtime import card_pair, two_gpus
 from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
+from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.ui.status import gpus_sentence
+from lib_onediff.weights.scan import HostTraits
 
 
 def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:

@@ -15,11 +15,11 @@ from graph_builders import PretendedGraphs
 from torch import nn
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.core.call import UNetCall
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.card_route import CardRoute
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.scan import HostTraits
 
 HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
 

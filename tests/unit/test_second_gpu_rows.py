@@ -19,11 +19,11 @@ from two_cpus import (
     near,
 )
 
-from lib_onediff.model.additions import ImagePrompt
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.model.forward import transformer_blocks
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.shapes.table import Entry
+from lib_onediff.core.additions import ImagePrompt
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.table import Entry
+from lib_onediff.families.unet.forward import transformer_blocks
+from lib_onediff.weights.scan import HostTraits
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])

@@ -22,9 +22,9 @@ from two_cpus import (
     near,
 )
 
-from lib_onediff.model.mirror import empty_copy
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
+from lib_onediff.weights.mirror import empty_copy
+from lib_onediff.weights.scan import HostTraits
 
 
 def change_by_loading(unet: nn.Module) -> None:

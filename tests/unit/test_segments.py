@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, our_output, relative_error, shared_ldm_unet
+from computed import compute
 from ladder_builders import entry_of, now, reason
 from tape import TapeRecording
 from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
 from torch import Tensor, nn
 
-from lib_onediff.engines.graphs.inputs import own_inputs
-from lib_onediff.engines.graphs.segments import Segments, record
-from lib_onediff.model.bound import BoundUNet
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.cuts import compute
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.cuda.graphs.inputs import own_inputs
+from lib_onediff.devices.cuda.graphs.segments import Segments, record
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.weights.bound import BoundUNet
 
 SEED = 7
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 from backend_names import NATIVE
 from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
+from computed import compute
 from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff import Settings
-from lib_onediff.model.binding import Binding
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.cuts import compute
-from lib_onediff.model.patch_points import MIDDLE, PatchPoints
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.patch_points import MIDDLE, PatchPoints
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.binding import Binding
+from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"

@@ -14,10 +14,11 @@ pytest.importorskip("gradio")
 import gradio
 
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.options.option import check_value, warn_of_replaced
+from lib_onediff.options.option import check_value
+from lib_onediff.options.presets import preset_options
 from lib_onediff.options.settings import GROUPS, Settings, host_key
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui import settings_form, settings_tab
+from lib_onediff.ui import settings_tab
 
 
 def the_options() -> tuple[Options, list[Settings]]:
@@ -30,6 +31,9 @@ def the_options() -> tuple[Options, list[Settings]]:
 def test_kinds_of_components() -> None:
     opts, _ = the_options()
     kinds = {key: info.component for key, info in opts.data_labels.items()}
+    with gradio.Blocks():
+        for key, info in opts.data_labels.items():
+            assert info.component(value=getattr(opts, key), label=info.label, **info.arguments()).value == info.default
     assert kinds["onediff_enabled"] is gradio.Checkbox and kinds["onediff_backend"] is gradio.Radio
     assert kinds["onediff_memory_budget"] is gradio.Number
     assert opts.data_labels["onediff_memory_budget"].component_args == {"precision": 0}
@@ -37,15 +41,8 @@ def test_kinds_of_components() -> None:
     for option in fields(Settings):
         number = type(option.default) in (int, float) and option.name != "memory_budget"
         assert (kinds[host_key(option.name)] is gradio.Slider) == number, "a range that is known is a slider's"
-    end = opts.data_labels["onediff_deepcache_end"].component_args
+    end = opts.data_labels["onediff_guidance_end"].component_args
     assert end == {"minimum": 0.0, "maximum": 1.0, "step": 0.01}
-
-
-def test_every_option_can_be_shown() -> None:
-    opts, _ = the_options()
-    with gradio.Blocks():
-        for key, info in opts.data_labels.items():
-            assert info.component(value=getattr(opts, key), label=info.label, **info.arguments()).value == info.default
 
 
 def test_the_page_has_its_options_in_groups() -> None:
@@ -54,47 +51,56 @@ def test_the_page_has_its_options_in_groups() -> None:
     shown = [groups[key] for key in opts.data_labels if key in groups]
     assert list(dict.fromkeys(shown)) == list(GROUPS) and shown == sorted(shown, key=GROUPS.index)
     keys = list(opts.data_labels)
-    assert groups[keys[keys.index("onediff_folder_in_use") - 1]] == "Cache"
+    assert keys[keys.index("onediff_folder_in_use") - 1] == "onediff_memory_budget"
+    assert len(fields(Settings)) <= 14
 
 
 def test_a_row_depends_on_values_that_the_other_option_takes() -> None:
     known = Settings.__dataclass_fields__
     dependent = {name: option for name, option in known.items() if option.metadata["no_effect_when"]}
-    assert {"deepcache_depth", "deepcache_schedule", "low_bit", "convolution_accumulation"} <= set(dependent)
+    assert {"low_bit", "convolution_accumulation"} <= set(dependent)
     for option in dependent.values():
         for other, values in option.metadata["no_effect_when"].items():
             for value in values:
                 check_value(known[other], value)
 
 
-def told_of(**values: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """What the page is told of typed values: what is wrong, and what does nothing here."""
-    message = json.dumps({"number": 4, "values": {host_key(name): value for name, value in values.items()}})
-    text = html.unescape(settings_form.answer(message))
-    found = json.loads(text[text.index("{"):text.rindex("}") + 1])
-    assert found["number"] == 4
-    return found["wrong"], found["notes"]
-
-
-@pytest.mark.parametrize("name, value, part", [
-    ("prewarm", "512x512, wide", "'wide' is not a size"), ("memory_budget", "-1", "from 0 to 1048576, not -1"),
-    ("memory_budget", "", "takes a number, not ''"), ("prewarm_most_used", "2.5", "takes a whole number, not 2.5"),
-    ("deepcache_interval", "21", "from 1 to 20, not 21"),
-])
-def test_the_page_is_told_what_is_wrong_before_it_is_applied(name: str, value: str, part: str) -> None:
-    wrong, _ = told_of(**{name: value, "enabled": True, "deepcache_end": "0.5", "vae_precision": "auto"})
-    assert list(wrong) == [host_key(name)] and part in wrong[host_key(name)]
+def for_the_browser() -> dict[str, Any]:
+    text = html.unescape(settings_tab.for_the_browser())
+    return json.loads(text[text.index("{"):text.rindex("}") + 1])
 
 
 def test_the_page_is_told_what_does_nothing_on_this_machine() -> None:
-    _, notes = told_of(convolution_accumulation="half", tf32="auto", backend="auto")
-    assert list(notes) == ["onediff_convolution_accumulation"]
-    assert notes["onediff_convolution_accumulation"].startswith("No effect here: PyTorch asks cuDNN")
+    options = for_the_browser()["options"]
+    notes = options["onediff_convolution_accumulation"]["notes"]
+    assert list(notes) == ["half"] and notes["half"].startswith("No effect here: Only OneFlow")
+    assert options["onediff_enabled"]["notes"] == {}
 
 
-@pytest.mark.parametrize("message", [None, "", "[]", "{}", '{"number": 1, "values": 3}'])
-def test_what_is_no_message_gets_no_answer(message: Any) -> None:
-    assert settings_form.answer(message) == ""
+def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
+    known = for_the_browser()
+    assert list(known["speeds"]) == ["Exact", "Balanced", "Fast", "Draft"]
+    for values in known["speeds"].values():
+        assert set(values) == {host_key(name) for name in preset_options()}
+    exact = {key: known["options"][key]["default"] for key in known["speeds"]["Exact"]}
+    assert known["speeds"]["Exact"] == exact
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [
+    ({"fp8": True}, {"low_bit": "fp8"}), ({"fp8": False}, {}), ({"backend": "inductor"}, {}),
+    ({"forecast_interval": 3}, {"deepcache_interval": 3, "deepcache_depth": 0}),
+    ({"deepcache_interval": 2, "deepcache_hires": "own values", "deepcache_schedule": "uneven", "verify": False},
+     {"deepcache_interval": 2}),
+    ({"prewarm": "64x64", "prewarm_most_used": 3, "idle_prewarm": True},
+     {"prewarm": "64x64, most used 3, while idle"}),
+    ({"cache_folder": "/somewhere", "own_presets": "mine: tf32 on"}, {}),
+], ids=str)
+def test_what_an_earlier_version_has_stored_is_understood(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    opts = Options({})
+    opts.data.update({host_key(name): value for name, value in stored.items()})
+    assert settings_tab.stored_settings(opts) == Settings(**wanted)
+    settings_tab.add_options(opts, OptionInfo, lambda: None)
+    assert runtime.settings == Settings(**wanted)
 
 
 def test_the_folder_is_shown_and_nobody_can_set_it(tmp_path: Path) -> None:
@@ -107,22 +113,6 @@ def test_the_folder_is_shown_and_nobody_can_set_it(tmp_path: Path) -> None:
     assert "onediff_folder_in_use" not in opts.data, "or it would be stored"
     with gradio.Blocks():
         assert not info.component(value=opts.onediff_folder_in_use, **info.arguments()).interactive
-
-
-@pytest.mark.parametrize("stored, said", [("/somewhere/else", True), ("", False), (None, False)])
-def test_a_folder_that_an_earlier_version_has_stored_is_ignored_with_a_sentence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: str | None, said: bool
-) -> None:
-    runtime.history.open(tmp_path)
-    opts = Options({})
-    if stored is not None:
-        opts.data["onediff_cache_folder"] = stored
-    assert settings_tab.stored_settings(opts) == Settings()
-    settings_tab.tell_of_stored_folder(opts)
-    settings_tab.add_options(opts, OptionInfo, lambda: None)
-    sentence = "The stored setting onediff_cache_folder is ignored:"
-    assert (sentence in caplog.text and "environment variable ONEDIFF_CACHE" in caplog.text) is said
-    assert opts.onediff_folder_in_use == str(tmp_path) and runtime.settings == Settings()
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_the_start(
@@ -140,62 +130,14 @@ def test_a_folder_that_cannot_be_written_is_told_at_the_start(
     assert record.message.endswith("Set the environment variable ONEDIFF_CACHE to a folder that can be written.")
 
 
-@pytest.mark.parametrize("own, hires", [
-    ({}, "off"), ({"onediff_deepcache_hires_interval": 1}, "off"),
-    ({"onediff_deepcache_hires_interval": 3, "onediff_deepcache_hires_depth": 2}, "as the first pass"),
-])
-def test_what_an_earlier_version_has_stored_of_the_hires_pass_is_replaced(own: dict[str, Any], hires: str) -> None:
-    opts = Options({})
-    opts.data.update({"onediff_deepcache_interval": 3, "onediff_deepcache_hires": "own values", **own})
-    wanted = Settings(deepcache_interval=3, deepcache_hires=hires)
-    assert settings_tab.stored_settings(opts) == wanted
-    settings_tab.add_options(opts, OptionInfo, lambda: None)
-    assert opts.onediff_deepcache_hires == hires and runtime.settings == wanted
-
-
-def test_a_backend_of_an_earlier_version_is_replaced(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(settings_tab.log, "propagate", True)
-    warn_of_replaced.cache_clear()
-    opts = Options({})
-    opts.data.update({"onediff_backend": "inductor"})
-    assert settings_tab.stored_settings(opts) == Settings(backend="inductor") == Settings()
-    settings_tab.add_options(opts, OptionInfo, lambda: None)
-    assert opts.onediff_backend == "auto" and runtime.settings == Settings()
-    (record,) = caplog.records
-    assert record.message == "OneDiff has no backend 'inductor' any more: auto is used."
-
-
-def test_a_schedule_of_an_earlier_version_is_replaced() -> None:
-    opts = Options({})
-    opts.data.update({"onediff_deepcache_schedule": "uneven", "onediff_deepcache_center": 0.2})
-    settings_tab.add_options(opts, OptionInfo, lambda: None)
-    assert opts.onediff_deepcache_schedule == "early" and runtime.settings == Settings()
-
-
-@pytest.mark.parametrize(("switch", "low_bit"), [(True, "fp8"), (False, "off")])
-def test_the_switch_of_an_earlier_version_is_replaced(switch: bool, low_bit: str) -> None:
-    opts = Options({})
-    opts.data.update({"onediff_fp8": switch})
-    assert settings_tab.stored_settings(opts) == Settings(low_bit=low_bit)
-    settings_tab.add_options(opts, OptionInfo, lambda: None)
-    assert opts.onediff_low_bit == low_bit and runtime.settings == Settings(low_bit=low_bit)
-
-
 @pytest.mark.parametrize("key, value, part", [
     ("onediff_prewarm", "512x512, wide", "'wide' is not a size"),
-    ("onediff_prewarm", "65x64", "multiple of 8"),
-    ("onediff_memory_budget", -1, "from 0 to 1048576, not -1"),
-    ("onediff_memory_budget", 1048577, "from 0 to 1048576, not 1048577"),
+    ("onediff_prewarm", "most used 101", "give at most 100"),
     ("onediff_memory_budget", 10**30, "from 0 to 1048576"),
-    ("onediff_prewarm_most_used", -1, "from 0 to 100, not -1"),
-    ("onediff_prewarm_most_used", 101, "from 0 to 100"),
     ("onediff_deepcache_interval", 21, "from 1 to 20, not 21"),
-    ("onediff_deepcache_depth", 12, "from 1 to 11"),
-    ("onediff_deepcache_end", 1.01, "from 0 to 1"),
-    ("onediff_deepcache_schedule", "sometimes", "is one of"),
-    ("onediff_idle_prewarm", 1, "takes True or False"),
+    ("onediff_deepcache_depth", 12, "from 0 to 11"),
+    ("onediff_guidance_end", 1.01, "from 0 to 1"),
+    ("onediff_low_bit_only", 1, "takes True or False"),
     ("onediff_backend", "warp", "is one of"),
 ])
 def test_invalid_values_give_a_sentence_and_the_old_value_stays(
@@ -240,7 +182,7 @@ def test_changes_are_told() -> None:
 def test_options_are_stored_as_applying_the_tab_does(tmp_path: Path) -> None:
     opts, told = the_options()
     file = tmp_path / "config.json"
-    wanted = {"deepcache_interval": 3, "tf32": "auto", "vae_precision": "fp32"}
+    wanted = {"deepcache_interval": 3, "low_bit": "off", "vae_precision": "fp32"}
     assert settings_tab.store(opts, wanted, str(file)) == ["deepcache_interval", "vae_precision"]
     assert runtime.settings == told[-1] == Settings(deepcache_interval=3, vae_precision="fp32")
     again = Options({})
@@ -263,11 +205,11 @@ def test_what_cannot_be_stored_is_said(tmp_path: Path) -> None:
     opts = Frozen({})
     settings_tab.add_options(opts, OptionInfo, lambda: None)
     with pytest.raises(ValueError, match="does not let its settings be changed: changing settings is disabled"):
-        settings_tab.store(opts, {"tf32": "on"}, str(tmp_path / "config.json"))
+        settings_tab.store(opts, {"low_bit": "fp8"}, str(tmp_path / "config.json"))
     object.__setattr__(opts, "refusal", None)
-    with pytest.raises(ValueError, match="did not take TF32"):
-        settings_tab.store(opts, {"tf32": "on"}, str(tmp_path / "config.json"))
+    with pytest.raises(ValueError, match="did not take Low-bit"):
+        settings_tab.store(opts, {"low_bit": "fp8"}, str(tmp_path / "config.json"))
     opts, _ = the_options()
     with pytest.raises(ValueError, match="hold until the WebUI ends; they could not be saved"):
-        settings_tab.store(opts, {"tf32": "on"}, str(tmp_path))
-    assert runtime.settings.tf32 == "on"
+        settings_tab.store(opts, {"low_bit": "fp8"}, str(tmp_path))
+    assert runtime.settings.low_bit == "fp8"

@@ -15,16 +15,18 @@ pytest.importorskip("fastapi")
 import gradio
 
 from lib_onediff.demo import page as page_of_host
+from lib_onediff.demo import rest
 from lib_onediff.demo.modules import shared
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.hosts.unknown import UnknownHost
+from lib_onediff.demo.refusal import Refusal
+from lib_onediff.hosts.contract import WebUI
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import accordion, run_settings, settings_tab, status
 
 # What the controls of the accordion show at first.
-SHOWN = ("auto", "off", 1, 1, 1, 1.0, "as the first pass")
+SHOWN = ("auto", 1, 1, "off", 1.0)
 STATUS = {
     "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
     "reason": "a & b", "step_ms": 12.345, "host_ms": 24.69, "ratio": 2.0, "relative_error": None,
@@ -34,7 +36,8 @@ STATUS = {
 
 def test_status_line_says_everything_and_escapes_it() -> None:
     line = status.status_html(STATUS)
-    for part in ("plain launches", "12.3 ms", "2.00 x", "24.7 ms", "64x72", "&lt;b&gt;SD1&lt;/b&gt;", "a &amp; b"):
+    for part in ("without CUDA graphs", "2.0x faster (12.3 ms vs 24.7 ms)", "64x72", "&lt;b&gt;SD1&lt;/b&gt;",
+                 "a &amp; b"):
         assert part in line
     assert "<b>SD1" not in line
 
@@ -50,7 +53,7 @@ def test_status_line_before_the_first_picture() -> None:
 
 
 def test_model_that_is_not_served_is_reported() -> None:
-    told = status.current_status(UnknownHost("SomeUI 3", "not served yet"))
+    told = status.current_status(WebUI("SomeUI 3", "not served yet"))
     assert told["route"] == "host" and told["reason"] == "not served yet" and not told["served"]
     assert (told["release"], told["hooks"], told["notes"]) == ("SomeUI 3", 0, [])
     line = status.status_html({**told, "notes": ["Sage is not used."], "faults": ["a fault <of> ours"]})
@@ -61,10 +64,10 @@ def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monk
     last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
     last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache rests: few steps", "reused": ""}
     monkeypatch.setattr(runtime, "status", lambda: last)
-    served, refused = (status.current_status(UnknownHost("UI", why)) for why in ("", "its network is a Flux"))
+    served, refused = (status.current_status(WebUI("UI", why)) for why in ("", "its network is a Flux"))
     for shown in (status.summary_html, status.status_html):
-        assert "12.3 ms" in shown(served) and "2.00 x" in shown(served) and "2.0 s" in shown(served)
-        for gone in ("12.3 ms", "2.00 x", "2.0 s", "SD1", "64x72", "few steps", "UNet"):
+        assert "12.3 ms" in shown(served) and "2.0x faster" in shown(served) and "2.0 s" in shown(served)
+        for gone in ("12.3 ms", "2.0x faster", "2.0 s", "SD1", "64x72", "few steps", "UNet"):
             assert gone not in shown(refused)
     assert "its network is a Flux" in status.status_html(refused)
 
@@ -98,8 +101,9 @@ def test_what_is_only_shown_cannot_be_set_by_the_page_or_the_api(
     config = page.get_config_file()
     used = [dependency["inputs"] for dependency in config["dependencies"] if dependency["inputs"]]
     assert used and not any(shown._id in inputs for inputs in used)
-    _, problems = shared.opts.set_and_save({"onediff_folder_in_use": "/etc"}, str(tmp_path / "config.json"))
-    assert "did not accept" in problems[0]
+    assert "onediff_folder_in_use" not in rest.get_options()
+    with pytest.raises(Refusal, match="did not accept"):
+        rest.set_options({"onediff_folder_in_use": "/etc"})
     assert shared.opts.onediff_folder_in_use == str(tmp_path)
 
 
@@ -193,8 +197,8 @@ def test_accordion_has_no_effect_beside_its_components() -> None:
 @pytest.mark.parametrize(("values", "said"), [
     ((True, "As in the settings", ""), "This run: on."), ((False, "As in the settings", ""), "This run: off."),
     ((True, "Balanced", "vae_precision fp16"),
-     "This run: on; vae_precision fp16; deepcache_interval 3; deepcache_depth 3."),
-    ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "would be off for this run"),
+     "This run: on; deepcache_interval 3; deepcache_depth 3; vae_precision fp16."),
+    ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "the image is made without OneDiff"),
 ])
 def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str) -> None:
     with gradio.Blocks() as page:
@@ -214,10 +218,10 @@ def test_the_accordion_says_where_onediff_is_switched_off() -> None:
     for tell in tells:
         said, *_ = tell(True, "As in the settings", "", *SHOWN)
         assert f"{html.escape(OFF_IN_SETTINGS)}." in said
-    told = status.current_status(UnknownHost("SomeUI 3", ""))
+    told = status.current_status(WebUI("SomeUI 3", ""))
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())
-    assert status.current_status(UnknownHost("SomeUI 3", "not served yet"))["reason"] == "not served yet"
+    assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
 
 
 def test_prewarming_while_onediff_is_switched_off_is_refused_with_the_reason() -> None:
@@ -228,13 +232,8 @@ def test_prewarming_while_onediff_is_switched_off_is_refused_with_the_reason() -
         for name in ("width", "height", "batch_size"):
             gradio.Number(elem_id=f"txt2img_{name}")
         accordion.connect(gradio.Textbox(elem_id="generation_info_txt2img"), "txt2img", both_statuses, warmup)
-    ask, begin = (
-        next(function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == name)
-        for name in ("ask", "begin")
-    )
-    assert f"{html.escape(OFF_IN_SETTINGS)}, so nothing can be made ready." in ask(512, 512, 1)
-    # What follows the jobs leaves the sentence alone.
-    assert begin(512, 512, 1)[:4] == ("Pre-warm this size", gradio.update(), "title", "status")
+    begin = next(function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "begin")
+    assert f"{html.escape(OFF_IN_SETTINGS)}, so nothing can be made ready." in begin(512, 512, 1)[1]
 
 
 class NoWebUI:
@@ -254,21 +253,21 @@ def test_status_line_is_renewed_by_the_hosts_description_of_a_generation() -> No
     assert [dependency["targets"] for dependency in dependencies[-2:]] == [[(box._id, "change")]] * 2
 
 
-def test_script_serves_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiny_model import tiny_sd15_pipeline
-
+def test_script_serves_diffusers_models_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models
+    from lib_onediff.demo.tiny_model import tiny_sd15_pipeline
     from lib_onediff.hosts.diffusers.instance_forward import attached
 
     root = settings_tab.__file__.rsplit("/lib_onediff/", 1)[0]
     script_callbacks.clear_callbacks()
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
-    pipeline = tiny_sd15_pipeline()
-    unet = pipeline.unet
+    unet = tiny_sd15_pipeline().unet
     with modules_importable():
         script = scripts.load_module(f"{root}/scripts/onediff.py")
         try:
-            sd_models.use_model(SimpleNamespace(unet=unet, pipeline=pipeline))
+            sd_models.use_model(SimpleNamespace(model="something else"))
+            assert "this checkpoint's network is a" in script.current_status()["reason"]
+            sd_models.use_model(SimpleNamespace(unet=unet))
             assert attached(unet) is not None
             assert script.current_status() == {
                 "host": "standalone", "release": "OneDiff's own WebUI", "hooks": 1, "notes": [], "served": True,

@@ -11,13 +11,13 @@ import torch
 from builders import a_call, diffusers_output, shared_unet
 from panel_builders import ROW, changed, text_of
 
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.rows import ratio_values, resolution_row
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import judge
-from lib_onediff.shapes.key import ShapeKey
-from lib_onediff.shapes.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.store.history import history_row
 from lib_onediff.ui.cache.table import table_html
 from lib_onediff.ui.cache.totals import chart_html
@@ -125,14 +125,14 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
 def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
     shape = dataclasses.replace(ROW.shapes[0], ratio_range=(1.8, 2.2))
     known, unknown = changed(ROW, shapes=(shape,), ratio_range=(1.8, 2.2)), changed(ROW, ratio=None)
-    assert text_of(table_html([known])).count("2.00 x 1.80 to 2.20") == 2
-    assert "12.3 ms, 2.00 x (1.80 to 2.20)" in text_of(chart_html([known]))
+    assert text_of(table_html([known])).count("2.00x 1.80 to 2.20") == 2
+    assert "12.3 ms, 2.0x faster" in text_of(chart_html([known]))
     assert chart_html([unknown]) == ""
     status = {"route": "plain", "step_ms": 12.345, "host_ms": 24.69, "resolution": "", "model": "", "backend": ""}
     speed = lambda **known: dict(described({**status, **known}))["Speed"]  # noqa: E731
-    assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.00 x (1.80 to 2.20) the WebUI's own (24.7 ms)"
-    assert speed(ratio=None) == "not compared: too few steps were timed yet"
-    assert speed(ratio=None, host_ms=None) == "not compared: the WebUI's own was not timed for these steps"
+    assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.0x faster (12.3 ms vs 24.7 ms)"
+    assert speed(ratio=None) == "too few steps timed yet"
+    assert speed(ratio=None, host_ms=None) == "the WebUI was not timed for these steps"
     assert speed(ratio=None, route="host") == "\N{EN DASH}"
 
 

@@ -10,8 +10,8 @@ from builders import SMALL, diffusers_unet, relative_error
 from test_public_api_pipelines import pipeline
 from torch import Tensor, nn
 
-from lib_onediff import compile_pipe, compile_unet, status
 from lib_onediff.hosts.diffusers.instance_forward import InstanceForward
+from lib_onediff.public import compile_pipe, compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 
 

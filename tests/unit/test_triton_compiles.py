@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="needs Triton")
 pytest.importorskip("diffusers")
 
 
-from lib_onediff.model.low_bit import INT8
-from lib_onediff.ops.quantized.support import too_old
-from lib_onediff.ops.requirements import triton_here
-from lib_onediff.ops.triton.launch_config import INT8_PRODUCT, INT8_PRODUCT_HOPPER
+from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, INT8_PRODUCT_HOPPER
+from lib_onediff.devices.cuda.low_bit.support import too_old
+from lib_onediff.devices.cuda.requirements import triton_here
+from lib_onediff.weights.low_bit import INT8
 
 REPOSITORY = Path(__file__).parents[2]
 # More rows than one axis of a launch holds, one picture, sides that are odd when halved, a small one; then the rest of

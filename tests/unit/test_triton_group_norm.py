@@ -13,14 +13,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.ops.triton import partial_statistics as triton_strips
-from lib_onediff.ops.triton.group_norm import (
+from lib_onediff.devices.cuda.kernels import partial_statistics as triton_strips
+from lib_onediff.devices.cuda.kernels.group_norm import (
     JOINED_STRIPS,
     group_norm,
     large_group_norm,
     small_image_group_norm,
 )
-from lib_onediff.ops.triton.launch_config import APPLICATION, STATISTICS
+from lib_onediff.devices.cuda.kernels.launch_config import APPLICATION, STATISTICS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Norm = Callable[..., Tensor]

@@ -14,11 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.operators import Stream
-from lib_onediff.ops.triton.images import add, resize
-from lib_onediff.ops.triton.launch_config import ADDITION, GEGLU, LAYER_NORM, MEASURED_ADDITION, LaunchConfig
-from lib_onediff.ops.triton.partial_statistics import add_and_measure
-from lib_onediff.ops.triton.tokens import geglu, layer_norm, materialize
+from lib_onediff.core.operators import Stream
+from lib_onediff.devices.cuda.kernels.images import add, resize
+from lib_onediff.devices.cuda.kernels.launch_config import ADDITION, GEGLU, LAYER_NORM, MEASURED_ADDITION, LaunchConfig
+from lib_onediff.devices.cuda.kernels.partial_statistics import add_and_measure
+from lib_onediff.devices.cuda.kernels.tokens import geglu, layer_norm, materialize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.

@@ -14,14 +14,14 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from grid import ends
 
-from lib_onediff.model.layout import Convolution, GroupNorm, LayerNorm
-from lib_onediff.model.operators import Stream
-from lib_onediff.model.weights import Affine
-from lib_onediff.ops import torch_ops
-from lib_onediff.ops.attention_tuning import random_inputs
-from lib_onediff.ops.triton.attention import attention, heads_lie_beside
-from lib_onediff.ops.triton.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
-from lib_onediff.ops.triton.operators import TritonOperators, VirtualConcatenation
+from lib_onediff.core.affine import Affine
+from lib_onediff.core.leaves import Convolution, GroupNorm, LayerNorm
+from lib_onediff.core.operators import Stream
+from lib_onediff.devices.cuda.kernels.attention import attention, heads_lie_beside
+from lib_onediff.devices.cuda.kernels.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
+from lib_onediff.devices.cuda.kernels.operators import TritonOperators, VirtualConcatenation
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.devices.torch.attention_tuning import random_inputs
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

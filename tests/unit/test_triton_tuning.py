@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.layout import GroupNorm, LayerNorm
-from lib_onediff.ops.triton.launch_config import (
+from lib_onediff.core.leaves import GroupNorm, LayerNorm
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import (
     ADDITION,
     GEGLU,
     LAYER_NORM,
@@ -19,8 +20,7 @@ from lib_onediff.ops.triton.launch_config import (
     Launches,
     row_class,
 )
-from lib_onediff.ops.triton.tuning import Trial, best_cut, trials, tune_kernels
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.tuning import Trial, best_cut, trials, tune_kernels
 
 CPU = torch.device("cpu")
 LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]

@@ -22,8 +22,8 @@ from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.model.call import UNetCall
-from lib_onediff.ops.triton.operators import TritonOperators
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

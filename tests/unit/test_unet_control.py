@@ -23,8 +23,8 @@ from builders import (
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.model.call import Control, UNetCall
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.devices.torch import operators as torch_ops
 
 CLOSE = 1e-5
 
@@ -184,7 +184,7 @@ def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     _, middle = scene.controlnet()
     expected = scene.output(mid_block_additional_residual=middle)
     assert torch.equal(expected, scene.output())
-    lib_onediff.compile_unet(scene.unet, verify=False)
+    lib_onediff.compile_unet(scene.unet)
     assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
 
 

@@ -121,8 +121,8 @@ def test_sinusoids_are_the_hosts_to_the_bit(channels: int) -> None:
     """What is rounded otherwise here is a thousand times as much in the output of some models."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
-    from lib_onediff.model.layout import Linear, TimeEmbedding
-    from lib_onediff.ops import torch_ops
+    from lib_onediff.core.leaves import Linear, TimeEmbedding
+    from lib_onediff.devices.torch import operators as torch_ops
 
     layer = Linear("", channels, channels)
     time = TimeEmbedding(channels, True, 0.0, 1.0, None, layer, layer)

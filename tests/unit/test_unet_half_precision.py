@@ -26,7 +26,7 @@ from builders import (
 from grid import first, grid
 from torch import Tensor, nn
 
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # One picture's rounding errors happen to add up or not: this many give a ratio that is known to 0.03.

@@ -13,8 +13,8 @@ from builders import (
     ldm_structure,
 )
 
-from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import read_layout
 
 
 def test_an_architecture_is_that_of_every_checkpoint_and_of_no_other_layout() -> None:
@@ -72,6 +72,6 @@ LDM_REFUSALS = [
 ], ids=str)
 def test_other_architectures_are_refused_in_one_line(structure: Any, config: dict[str, Any], reason: str) -> None:
     unet = structure(config)
-    with pytest.raises(UnsupportedUNet, match=reason) as refusal:
+    with pytest.raises(Refusal, match=reason) as refusal:
         read_layout(unet)
     assert "\n" not in str(refusal.value)

@@ -10,7 +10,7 @@ from builders import SD1, a_call, diffusers_unet, randomise
 from torch import nn
 
 import lib_onediff
-from lib_onediff.model.read import read_layout
+from lib_onediff.families.registry import read_layout
 from lib_onediff.runtime.runtime import runtime
 
 random = torch.randn

@@ -11,9 +11,9 @@ from builders import a_call, served
 from count_calls import count_calls
 from torch import nn
 
-from lib_onediff.ops.tuning_cache import TuningCache
+from lib_onediff.core.table import State
+from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.table import State
 from lib_onediff.store.history import History
 
 # Twice as many as it takes; for work that grows with the square of the rows it would be a thousand.

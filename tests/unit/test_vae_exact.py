@@ -12,14 +12,14 @@ from grid import WHOLE, grid
 from torch import nn
 from vae_builders import LAYOUTS, LDM_LAYOUTS, SD, a_latent, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 
-from lib_onediff.model.layout import Convolution
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.leaves import Convolution
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.registry import read_decoder
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 PARTS = ["decoder", "encoder"]
@@ -61,7 +61,7 @@ def test_ours_is_the_hosts(half: tuple[str, str], size: int) -> None:
 def test_so_do_our_kernels(part: str, dtype: torch.dtype) -> None:
     """What is watched is what a norm that follows has measured on the way: the very same tensor."""
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.ops.triton.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = half_of("SD", part).to(device, dtype)

@@ -14,8 +14,8 @@ from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, l
 
 import lib_onediff
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
-from lib_onediff.hosts.ldm_decoder import DecoderPatches
-from lib_onediff.model.patches import HostTraits
+from lib_onediff.hosts.hooks import VaeHooks
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -100,8 +100,8 @@ def decoder(fresh_route: Any) -> Any:
 
 
 @pytest.fixture
-def patches(decoder: Any) -> Iterator[DecoderPatches]:
-    made = DecoderPatches([ldm_module().Decoder], HostTraits())
+def patches(decoder: Any) -> Iterator[VaeHooks]:
+    made = VaeHooks([ldm_module().Decoder], HostTraits())
     made.serve()
     yield made
     made.stop()
@@ -119,7 +119,7 @@ def test_a_class_patch_serves_every_decoder_and_leaves_nothing(decoder: Any) -> 
     encoder = ldm_decoder(kind="Encoder")
     picture = a_latent(encoder, 16, 24)
     encoded = host_picture(encoder, picture)
-    patches = DecoderPatches([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
+    patches = VaeHooks([ldm_module().Decoder, ldm_module().Encoder], HostTraits())
     for _ in range(2):
         patches.serve()
     assert relative_error(called(decoder, latent), expected) < 1e-5
@@ -136,7 +136,7 @@ def test_a_class_patch_serves_every_decoder_and_leaves_nothing(decoder: Any) -> 
     assert state(decoder) == before and set(decoder.__dict__) == attributes
 
 
-def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: DecoderPatches) -> None:
+def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: VaeHooks) -> None:
     """It sets forward on the instance, keeps what it found there, and calls that where a picture is small."""
     original, latent = decoder.forward, a_latent(decoder, 4, 8)
 

@@ -28,12 +28,12 @@ from vae_precision_builders import (
     untouched,
 )
 
-from lib_onediff.model.vae.forward import Decoding
+from lib_onediff.core.table import State
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import fallback, precision
 from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, look_at
 from lib_onediff.runtime.vae.precision import KnownVaes, verdict_name
-from lib_onediff.shapes.table import State
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from vae_builders import a_latent, diffusers_vae, last, ldm_decoder, ldm_module, our_picture
 
-from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.patches import HostTraits
-from lib_onediff.model.read import read_decoder
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import read_decoder
+from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -147,7 +147,7 @@ def test_switches_of_ldm_are_seen_at_once(switch: str, reason: str) -> None:
 def test_other_autoencoders(kind: str, config: dict[str, Any]) -> None:
     import diffusers
 
-    with pytest.raises(UnsupportedUNet) as refusal:
+    with pytest.raises(Refusal) as refusal:
         read_decoder(getattr(diffusers, kind)(**config).decoder)
     assert "\n" not in str(refusal.value)
 
@@ -160,7 +160,7 @@ def test_other_autoencoders(kind: str, config: dict[str, Any]) -> None:
 def test_other_encoders(change: Callable[[Any], None]) -> None:
     encoder = ldm_decoder(kind="Encoder")
     change(encoder)
-    with pytest.raises(UnsupportedUNet) as refusal:
+    with pytest.raises(Refusal) as refusal:
         read_decoder(encoder)
     assert "\n" not in str(refusal.value)
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
 from vae_precision_builders import Host, decode
 
-from lib_onediff.engines.device import NotYet
-from lib_onediff.engines.native import COMPILING
-from lib_onediff.ops import torch_ops
+from lib_onediff.core.device import NotYet
+from lib_onediff.core.table import State
+from lib_onediff.devices.cuda.native import COMPILING
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
-from lib_onediff.shapes.table import State
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 

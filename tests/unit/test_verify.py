@@ -12,10 +12,10 @@ from backend_names import EAGER, NATIVE, ONEFLOW
 from builders import SMALL, a_call, diffusers_unet
 from torch import Tensor
 
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.key import EXACT, Lossy, ShapeKey
+from lib_onediff.core.table import Entry
+from lib_onediff.families.registry import read_layout
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
-from lib_onediff.shapes.key import EXACT, Lossy, ShapeKey
-from lib_onediff.shapes.table import Entry
 from lib_onediff.store.history import History
 
 
@@ -86,7 +86,7 @@ def test_what_is_computed_twice_leaves_the_host_its_random_numbers() -> None:
         assert next_numbers() == rewound
 
 
-def test_a_function_is_compared_even_unasked_and_a_miss_leaves_the_host_its_random_numbers() -> None:
+def test_a_function_is_compared_and_a_miss_leaves_the_host_its_random_numbers() -> None:
     own = OWN
     own.seed(1)
 
@@ -94,7 +94,7 @@ def test_a_function_is_compared_even_unasked_and_a_miss_leaves_the_host_its_rand
         return torch.randn(8) + OWN.random()
 
     torch.manual_seed(5)
-    refusal = prove(patched_entry(), torch.zeros(8), False, History(), host, None, False, (host,))
+    refusal = prove(patched_entry(), torch.zeros(8), History(), host, None, False, (host,))
     assert refusal is not None and "it differs from the model's own forward" in refusal
     after_a_miss = torch.rand(3), own.random()
     torch.manual_seed(5)

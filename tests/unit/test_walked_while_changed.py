@@ -14,12 +14,12 @@ import torch
 from test_history import KEY
 from torch import nn
 
-from lib_onediff.model.low_bit import INT8, LowBitWeights
-from lib_onediff.model.weights import QuantizedWeight
-from lib_onediff.shapes.table import ShapeTable
+from lib_onediff.core.affine import QuantizedWeight
+from lib_onediff.core.table import ShapeTable
+from lib_onediff.core.weak_dictionary import WeakDictionary
 from lib_onediff.steps.features import Place, Record
 from lib_onediff.store.history import History
-from lib_onediff.weak_dictionary import WeakDictionary
+from lib_onediff.weights.low_bit import INT8, LowBitWeights
 
 SECONDS = 0.5
 

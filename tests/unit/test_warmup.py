@@ -11,13 +11,13 @@ import builders
 import pytest
 
 from lib_onediff.demo.modules.call_queue import FIFOLock
+from lib_onediff.hosts.contract import network_name
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.hosts.webui import network_name
 from lib_onediff.options.settings import Settings
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm import queue as job_queue
 from lib_onediff.prewarm.worker import CannotWarm, Job, WarmUp
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
 
 SECONDS = 60
 SMALL = Size(64, 64)

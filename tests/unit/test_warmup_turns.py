@@ -13,9 +13,9 @@ import builders
 from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_idle, webui
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
 
 __all__ = ["queue", "webui"]  # Fixtures.
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +121,7 @@ import sys, time
 sys.path.insert(0, "tests/unit")
 import builders, test_warmup
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.shapes.sizes import Size
+from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 webui = test_warmup.SmallWebUI(builders.diffusers_unet())
 queue = WarmUp(webui, runtime)

@@ -10,9 +10,9 @@ from builders import CONTEXT_WIDTH, SD1, SDXL, a_call, diffusers_unet, ldm_unet,
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.model.binding import Binding
-from lib_onediff.model.layout import UnsupportedUNet
-from lib_onediff.model.read import read_layout
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import read_layout
+from lib_onediff.weights.binding import Binding
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "SD1": lambda: diffusers_unet(**SD1), "SDXL": lambda: diffusers_unet(**SDXL), "ldm": ldm_unet,
@@ -137,7 +137,7 @@ def test_what_we_cannot_run_is_refused_in_one_line_and_left_alone(kind: str, rea
     spoil(unet, kind)
     binding = Binding(unet, read_layout(unet))
     addresses = addresses_of(binding)
-    with pytest.raises(UnsupportedUNet, match=reason) as refusal:
+    with pytest.raises(Refusal, match=reason) as refusal:
         binding.bind()
     assert "\n" not in str(refusal.value)
     assert addresses_of(binding) == addresses
@@ -150,14 +150,14 @@ def test_what_the_host_casts_to_one_type_may_be_stored_in_several() -> None:
             layer.to(torch.float8_e4m3fn)
     before = {name: value.float() for name, value in values(unet).items()}
     binding = Binding(unet, read_layout(unet))
-    with pytest.raises(UnsupportedUNet, match="is stored as float8_e4m3fn, which we do not run"):
+    with pytest.raises(Refusal, match="is stored as float8_e4m3fn, which we do not run"):
         binding.bind()
     binding.cast_to = torch.float16
     binding.bind()
     assert binding.dtype == torch.float16 and binding.stored_dtype == torch.float8_e4m3fn
     assert same(before, {name: value.float() for name, value in values(unet).items()})
     unet.get_submodule(binding.fusions[0].members[0].path).half()
-    with pytest.raises(UnsupportedUNet, match=f"the layers of {binding.fusions[0].name} are stored in several types"):
+    with pytest.raises(Refusal, match=f"the layers of {binding.fusions[0].name} are stored in several types"):
         binding.bind()
 
 

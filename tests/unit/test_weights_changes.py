@@ -23,7 +23,7 @@ from grid import grid
 from torch import nn
 
 import lib_onediff
-from lib_onediff.model.call import UNetCall
+from lib_onediff.core.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"

@@ -15,7 +15,7 @@ from lib_onediff.options import xyz
 from lib_onediff.options.presets import BALANCED, FAST, PRESETS
 from lib_onediff.options.settings import Settings
 
-OWN = Settings(vae_precision="bf16")
+OWN = Settings(memory_budget=500)
 
 
 @dataclass
@@ -55,7 +55,7 @@ def plot_of(standing: Settings = OWN) -> Any:
 
 def axis_of(name: str, standing: Settings = OWN) -> AxisOption:
     """The axis of an option, or of presets."""
-    label = "Preset" if name == xyz.PRESET else Settings.__dataclass_fields__[name].metadata["label"]
+    label = "Speed" if name == xyz.PRESET else Settings.__dataclass_fields__[name].metadata["label"]
     (found,) = [axis for axis in plot_of(standing).axis_options if axis.label == f"[OneDiff] {label}"]
     return found
 
@@ -88,8 +88,8 @@ def settings_with(standing: Settings = OWN, **written: str) -> Settings:
 def test_every_option_of_a_run_has_an_axis() -> None:
     labels = [axis.label for axis in plot_of().axis_options]
     options = [option.metadata["label"] for option in fields(Settings) if option.metadata["per_run"]]
-    assert len(options) >= 15
-    assert labels == ["Seed", "[OneDiff] Preset", *(f"[OneDiff] {label}" for label in options)]
+    assert len(options) >= 10
+    assert labels == ["Seed", "[OneDiff] Speed", *(f"[OneDiff] {label}" for label in options)]
     assert len(set(labels)) == len(labels)
 
 
@@ -127,14 +127,17 @@ def test_choices_are_offered_and_can_all_be_drawn() -> None:
             assert getattr(settings_with(**{option.name: word}), option.name) == meant
 
 
-def test_presets_are_offered() -> None:
-    assert axis_of(xyz.PRESET).choices() == ["Off", *PRESETS]
+def test_presets_are_offered_also_by_their_former_names() -> None:
+    axis = axis_of(xyz.PRESET)
+    assert axis.choices() == ["Off", *PRESETS]
+    assert settings_with(preset="Speed first") == settings_with(preset=FAST)
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), [
-    ("deepcache_interval", 3, "DeepCache interval: 3"), ("deepcache_start", 0.1 + 0.2, "DeepCache start: 0.3"),
+    ("deepcache_interval", 3, "DeepCache interval: 3"),
+    ("guidance_end", 0.1 + 0.2, "Skip the negative prompt after: 0.3"),
     ("vae_precision", "fp16", "VAE precision: fp16"), ("enabled", "off", "Use OneDiff: off"),
-    (xyz.PRESET, "Balanced", "Preset: Balanced"), (xyz.PRESET, "Off", "OneDiff off"),
+    (xyz.PRESET, "Balanced", "Speed: Balanced"), (xyz.PRESET, "Off", "OneDiff off"),
 ])
 def test_legends(name: str, value: Any, expected: str) -> None:
     axis = axis_of(name)
@@ -149,7 +152,7 @@ def test_a_value_holds_for_its_cell_alone() -> None:
     before, overrides = dict(vars(p)), dict(p.override_settings)
     first = cell(p, deepcache_interval="3", preset="Off")
     second = cell(p, deepcache_interval="5")
-    assert xyz.settings_of_cell(cell(second, tf32="on"), OWN) == replace(OWN, deepcache_interval=5, tf32="on")
+    assert xyz.settings_of_cell(cell(second, low_bit="fp8"), OWN) == replace(OWN, deepcache_interval=5, low_bit="fp8")
     assert vars(p) == before and p.override_settings == overrides
     assert xyz.settings_of_cell(first, OWN) == replace(OWN, enabled=False, deepcache_interval=3)
     assert xyz.settings_of_cell(second, OWN) == replace(OWN, deepcache_interval=5)
@@ -157,11 +160,13 @@ def test_a_value_holds_for_its_cell_alone() -> None:
 
 
 def test_axes_win_over_what_the_run_was_given() -> None:
-    of_the_run = replace(OWN, enabled=False, deepcache_interval=7, tf32="off")
+    of_the_run = replace(OWN, enabled=False, deepcache_interval=7, low_bit="fp8")
     assert settings_with(of_the_run, enabled="on", deepcache_interval="2") == replace(
         of_the_run, enabled=True, deepcache_interval=2
     )
-    assert settings_with(of_the_run, preset=FAST) == replace(of_the_run, enabled=True, **PRESETS[FAST].all_values)
+    assert settings_with(of_the_run, preset=BALANCED) == replace(
+        of_the_run, enabled=True, **PRESETS[BALANCED].all_values
+    )
     assert settings_with(replace(OWN, enabled=True), preset="Off").enabled is False
 
 
@@ -192,14 +197,14 @@ def test_values_that_change_nothing_are_told() -> None:
 
 @pytest.mark.parametrize(("name", "text", "told"), [
     ("backend", "eager, warp", "not 'warp'"), ("backend", "", "not ''"),
-    ("verify", "on, maybe", "is on or off, not 'maybe'"),
+    ("low_bit_only", "on, maybe", "is on or off, not 'maybe'"),
     ("deepcache_interval", "1, three", "not 'three'"), ("deepcache_interval", "1.5", "not '1.5'"),
     ("deepcache_interval", "1, 0", "from 1"), ("deepcache_interval", "99", "99"),
     ("deepcache_interval", " , ", "no values"), ("deepcache_interval", "1-", "not '1-'"),
     ("deepcache_interval", "1-9 (+0)", "not '1-9 (+0)'"),
     ("deepcache_interval", "1-9 (2)", "takes numbers such as 1, 2, 3 or 1-9 (+2)"),
-    ("deepcache_start", "half", "not 'half'"), ("deepcache_start", "1.5", "1.5"), ("deepcache_start", "nan", "nan"),
-    ("deepcache_start", "0-1 (+0.0)", "not '0-1 (+0.0)'"), (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
+    ("guidance_end", "half", "not 'half'"), ("guidance_end", "1.5", "1.5"), ("guidance_end", "nan", "nan"),
+    ("guidance_end", "0-1 (+0.0)", "not '0-1 (+0.0)'"), (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
 ])
 def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: str) -> None:
     axis = axis_of(name)
@@ -212,18 +217,18 @@ def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: st
 
 @pytest.mark.parametrize(("name", "text", "parts"), [
     ("deepcache_interval", "1, 3,,", ["1", "3"]), ("deepcache_interval", "1-9 (+2), 1-9 [3]", ["1-9 (+2)", "1-9 [3]"]),
-    ("deepcache_interval", "9 - 1 (-2)", ["9 - 1 (-2)"]), ("deepcache_start", "0, .5, 1", ["0", ".5", "1"]),
-    ("deepcache_start", "0-1 (+0.25), 0.1-0.9 [3]", ["0-1 (+0.25)", "0.1-0.9 [3]"]),
+    ("deepcache_interval", "9 - 1 (-2)", ["9 - 1 (-2)"]), ("guidance_end", "0, .5, 1", ["0", ".5", "1"]),
+    ("guidance_end", "0-1 (+0.25), 0.1-0.9 [3]", ["0-1 (+0.25)", "0.1-0.9 [3]"]),
 ])
 def test_numbers_and_ranges_are_handed_on(name: str, text: str, parts: list[str]) -> None:
     assert axis_of(name).prepare(text) == parts
 
 
 def test_what_counting_adds_up_to_is_rounded() -> None:
-    axis, p = axis_of("deepcache_start"), Generation()
+    axis, p = axis_of("guidance_end"), Generation()
     axis.confirm(p, [0.1 + 0.2, 1.0000000000000002])
     axis.apply(p, 0.1 + 0.2, [])
-    assert xyz.settings_of_cell(p, OWN).deepcache_start == 0.3
+    assert xyz.settings_of_cell(p, OWN).guidance_end == 0.3
 
 
 def test_while_onediff_is_switched_off_nothing_is_drawn() -> None:

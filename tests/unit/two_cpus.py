@@ -13,12 +13,12 @@ from builders import SMALL, diffusers_output, diffusers_unet
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor, nn
 
+from lib_onediff.core.call import UNetCall
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.model.call import UNetCall
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.cards import Cards
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.weights.scan import HostTraits
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 ROOMY = 2**40

@@ -13,10 +13,10 @@ import torch
 from builders import randomise, without_initial_values
 from torch import Tensor, nn
 
-from lib_onediff.model.patches import HostTraits
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
+from lib_onediff.weights.scan import HostTraits
 
 # With the 32 groups of the real models, so few channels would leave one to a group, whose norm swallows every bias.
 GROUPS = 4

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, host_picture
 
-from lib_onediff.model.vae.forward import Decoding
-from lib_onediff.ops import torch_ops
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import fallback
-from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
+from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.weights.scan import HostTraits
 
 LIMIT = torch.finfo(torch.float16).max
 STEP = 1 / 255

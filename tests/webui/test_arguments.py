@@ -72,11 +72,12 @@ def test_backend_of_one_run(webui: WebUI, sd15: Models) -> None:
 
 @pytest.mark.parametrize("arguments, expected", [
     ((True, "Balanced"), "on; deepcache_interval 3; deepcache_depth 3"),
-    ((True, "Balanced", "deepcache_depth 1; vae_precision fp32"), "on; vae_precision fp32; deepcache_interval 3"),
-    ((True, "As in the settings", "verify off"), "on; verify off"),
-    (({"deepcache_interval": 4}, "Balanced", "deepcache_interval 3"), "on; deepcache_interval 4; deepcache_depth 3"),
+    ((True, "Balanced", "deepcache_depth 1; vae_precision fp32"), "on; deepcache_interval 3; vae_precision fp32"),
+    ((True, "As in the settings", "backend eager"), "on; backend eager"),
+    (({"deepcache_interval": 4}, "Balanced", "deepcache_interval 5"), "on; deepcache_interval 4; deepcache_depth 3"),
     ((False, "Balanced"), "off; deepcache_interval 3; deepcache_depth 3"),
-    ((True, "Quality first", "off"), "off"),  # what an earlier version calls Exact,
+    # What earlier versions call Exact, and options that they had.
+    ((True, "Quality first", "off; tf32 on; verify off"), "off"),
 ], ids=str)
 def test_preset_and_changes_of_one_run(webui: WebUI, sd15: Models, arguments: tuple[Any, ...], expected: str) -> None:
     with webui.options(onediff_deepcache_depth=2) if arguments[1] != "As in the settings" else nullcontext():
@@ -86,7 +87,7 @@ def test_preset_and_changes_of_one_run(webui: WebUI, sd15: Models, arguments: tu
 
 @pytest.mark.parametrize("arguments, part", [
     ((True, "Fastest"), "no preset 'Fastest'"), ((True, 3), "second script argument"),
-    ((True, "Balanced", "speed 9"), "no option 'speed'"), ((True, "Balanced", ["tf32 on"]), "third script argument"),
+    ((True, "Balanced", "speed 9"), "no option 'speed'"), ((True, "Balanced", ["off"]), "third script argument"),
 ], ids=str)
 def test_wrong_preset_or_changes_are_told_and_cost_no_picture(
     webui: WebUI, sd15: Models, arguments: tuple[Any, ...], part: str
@@ -101,7 +102,7 @@ def test_wrong_preset_or_changes_are_told_and_cost_no_picture(
 def test_infotext_of_a_request_sets_the_run(webui: WebUI, sd15: Models) -> None:
     if webui.is_standalone:
         pytest.skip("the standalone host's API takes no infotext")
-    for options in ({"deepcache_interval": 2}, {"deepcache_interval": 3, "tf32": "on", "verify": False}):
+    for options in ({"deepcache_interval": 2}, {"deepcache_interval": 3, "low_bit_only": True}):
         infotext = webui.txt2img(**with_argument(options)).info["infotexts"][0]
         said = infotext.partition("OneDiff: ")[2].partition(",")[0].strip()
         with webui.options(onediff_deepcache_depth=2):

@@ -13,7 +13,7 @@ from webui_models import Models
 
 TWELVE = {"steps": 12, "sampler_name": "Euler", "negative_prompt": "snow"}
 # Of 12 steps at interval 3, these are computed: 0, 1, 2, 4, 8 and the last.
-FORECAST, INTERVAL = 6, {"forecast_interval": 3}
+FORECAST, INTERVAL = 6, {"deepcache_interval": 3, "deepcache_depth": 0}
 HALF = {"guidance_end": 0.5}
 
 
@@ -67,7 +67,7 @@ def far(webui: WebUI, first: Counted) -> float:
 def exact(webui: WebUI, sd15: Models, first: Counted) -> Iterator[Counted]:
     """A generation with neither, and bit for bit the same again after the test."""
     yield first
-    again = made(webui, {"guidance_end": 1.0, "forecast_interval": 1})
+    again = made(webui, {"guidance_end": 1.0, "deepcache_interval": 1})
     assert largest_difference(again.pictures, first.pictures) == 0 and again.reasons == first.reasons
     assert (again.forecasts, again.without_negative) == (0, 0)
 

@@ -11,7 +11,7 @@ import pytest
 from webui_client import WebUI
 from webui_models import Models
 from webui_page import accordion, make_picture, prewarm_button, prewarm_result, show_tab
-from webui_panel import BATCH, CANCEL, CHART, JOBS, LENGTH, MODEL, ORDER, RESULT, SIZES, TABLE, TOTALS, Panel, served
+from webui_panel import BATCH, CANCEL, JOBS, LENGTH, MODEL, ORDER, RESULT, TABLE, TOTALS, Panel, served
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_prewarm(panel: Panel, webui: WebUI) -> None:
     assert served(webui) >= before + 2
     assert webui.calls()["host"] == host_before
     assert set(panel.rows()) == {"96x64", "64x96"}
-    panel.page.wait(lambda: panel.page.text(JOBS).count("done in") == 2, "two jobs done", 60)
+    panel.page.wait(lambda: panel.page.text(JOBS).count("done in") >= 2, "two jobs done", 60)
     webui.txt2img(width=96, height=64)
     assert webui.calls()["host"] == host_before
 
@@ -59,32 +59,15 @@ def test_progress_is_seen_while_it_goes_on(panel: Panel) -> None:
 
     def over() -> bool:
         seen.update(line.split(" ", 1)[1] for line in panel.jobs())
-        states.update(word for row in panel.rows().values() for word in ("queued", "warming", "proved", "ready")
+        states.update(word for row in panel.rows().values() for word in ("queued", "warming", "checked", "ready")
                       if word in row)
-        return "warmed up" in panel.page.text(RESULT)
+        return len([row for row in panel.rows().values() if "checked" in row or "ready" in row]) == 2
 
     panel.prewarm("192x192, 256x192")
-    panel.told("in the queue", RESULT)
     panel.page.wait(over, "the end of the queue", 300)
     assert any("%" in line for line in seen) and any(line.startswith("queued") for line in seen), seen
-    assert {"queued", "warming"} <= states and states & {"proved", "ready"}
-    assert len(panel.jobs()) == 2 and all("done in" in line for line in panel.jobs())
-    assert "empty" in panel.page.text(TOTALS)
-
-
-def test_order_and_cancel(panel: Panel, webui: WebUI) -> None:
-    with while_an_image_is_made(webui):
-        panel.prewarm("384x384, 72x64, 80x64, 88x64")
-        panel.page.wait(lambda: len(panel.jobs()) == 4, "four jobs", 30)
-        panel.press("Later", "72x64")
-        panel.press("Cancel", "88x64")
-        panel.page.wait(lambda: [line.split(" ")[0] for line in panel.jobs()] == ["88x64", "384x384", "80x64", "72x64"]
-                        or "done in" in panel.page.text(JOBS), "the new order", 30)
-        assert "cancelled" in panel.page.text(JOBS)
-        panel.click(CANCEL)
-    panel.page.wait(lambda: {"cancelled", "cancelled.", "warmed"} & set(panel.page.text(RESULT).split()), "word", 60)
-    assert "88x64" not in panel.rows()
-    panel.page.wait(lambda: not panel.enabled(CANCEL), "nothing to cancel", 60)
+    assert {"queued", "warming"} <= states and states & {"checked", "ready"}
+    panel.page.wait(lambda: "empty" in panel.page.text(TOTALS), "an empty queue", 20)
 
 
 def test_presets_of_the_loaded_model(panel: Panel, webui: WebUI) -> None:
@@ -94,17 +77,20 @@ def test_presets_of_the_loaded_model(panel: Panel, webui: WebUI) -> None:
                 if panel.page.driver.find_element("id", f"onediff_presets_{family}").is_displayed()]
 
     assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown() == ["SD1"]
-    panel.click("onediff_families")
+    panel.click_at("#onediff_families input")
     panel.page.wait(lambda: shown() == ["SD1", "SD2", "SDXL"], "the other models' sizes", 20)
-    panel.click("onediff_families")
+    panel.click_at("#onediff_families input")
     panel.page.wait(lambda: shown() == ["SD1"], "the loaded model's sizes alone", 20)
     with while_an_image_is_made(webui):
         panel.click("onediff_preset_SD1_4")
-        panel.told("4 sizes in the queue.", RESULT)
+        # The first one has its turn already, and waits for the image.
+        queued = lambda: [line.split(" ")[0] for line in panel.jobs("queued")]  # noqa: E731
+        panel.page.wait(lambda: queued() == ["512x768", "768x512", "768x768"], "three jobs", 30)
+        panel.press("Later", "512x768")
+        panel.press("Cancel", "768x768")
+        panel.page.wait(lambda: queued() == ["768x512", "512x768"], "the new order", 30)
         panel.click(CANCEL)
         panel.told("cancelled", RESULT)
-    panel.page.wait(lambda: len(panel.jobs()) == 4, "four jobs", 30)
-    assert sorted(line.split(" ")[0] for line in panel.jobs()) == ["512x512", "512x768", "768x512", "768x768"]
     panel.page.wait(lambda: "queued" not in panel.page.text(JOBS), "an empty queue", 120)
 
 
@@ -112,9 +98,7 @@ def test_batch_and_prompt_length_are_chosen(panel: Panel, webui: WebUI) -> None:
     panel.choose(LENGTH, "154")
     panel.page.type(f"#{BATCH} input", 2)
     panel.prewarm("64x64")
-    panel.wait_until_told("1 size")
-    (job,) = panel.jobs()
-    assert job.startswith("64x64 x2, 154 tokens")
+    panel.page.wait(lambda: any(job.startswith("64x64 x2, 154 tokens done in") for job in panel.jobs()), "a job", 240)
     panel.click_at(f"#{TABLE} details summary")
     assert ["4", "154"] in [row.split()[:2] for row in panel.texts(f"#{TABLE} details tbody tr")]
 
@@ -123,14 +107,6 @@ def test_picture_makes_a_row_without_a_click(panel: Panel, webui: WebUI) -> None
     webui.txt2img(width=72, height=88)
     panel.page.wait(lambda: "ms" in panel.rows().get("72x88", ""), "a row with its time", 30)
     assert set(panel.rows()) == {"72x88"}
-
-
-def test_what_was_timed_often_enough_is_in_the_chart(panel: Panel, webui: WebUI) -> None:
-    """Pre-warming times the WebUI's own steps often enough, and an image ours."""
-    panel.prewarm("64x96")
-    panel.wait_until_ready("64x96")
-    webui.txt2img(width=64, height=96, steps=8)
-    panel.page.wait(lambda: "WebUI" in panel.page.text(CHART) and "64x96" in panel.page.text(CHART), "the chart", 30)
 
 
 def test_the_tab_shows_the_present_state_when_it_is_opened(panel: Panel, webui: WebUI) -> None:
@@ -143,7 +119,6 @@ def test_the_tab_shows_the_present_state_when_it_is_opened(panel: Panel, webui: 
 def test_sorting_and_filtering(panel: Panel, webui: WebUI, models: Models) -> None:
     panel.prewarm("96x64, 64x64, 80x64")
     panel.wait_until_ready("96x64", "64x64", "80x64")
-    panel.wait_until_told("3 sizes")
     panel.choose(ORDER, "Resolution")
     panel.page.wait(lambda: list(panel.rows()) == ["64x64", "80x64", "96x64"], "another order", 20)
     webui.txt2img(width=80, height=64)
@@ -166,13 +141,6 @@ def test_wrong_size_gets_a_sentence(panel: Panel, webui: WebUI) -> None:
         assert panel.rows() == {}
         assert webui.calls() == before
         assert not panel.page.driver.find_elements("css selector", f"#{RESULT} p b")
-
-
-def test_the_return_key_orders(panel: Panel) -> None:
-    field = panel.page.find(f"#{SIZES} textarea, #{SIZES} input")
-    field.send_keys("64x72\n")
-    panel.told("1 size in the queue", RESULT)
-    panel.wait_until_ready("64x72")
 
 
 def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None:

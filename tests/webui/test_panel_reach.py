@@ -6,7 +6,7 @@ from selenium.webdriver.common.keys import Keys
 from test_panel import panel  # noqa: F401
 from webui_client import WebUI
 from webui_page import TAB, show_settings
-from webui_panel import PURGE, QUESTION, RESULT, SIZES, TABLE, Panel
+from webui_panel import PURGE, QUESTION, SIZES, TABLE, Panel
 
 MOST_TABS = 80
 
@@ -38,8 +38,7 @@ def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:  # noqa: F811
     page = panel.page
     page.run("arguments[0].focus()", page.find(f"#{SIZES} textarea, #{SIZES} input"))
     press(page, "64x64, 72x64", Keys.ENTER)
-    panel.told("2 sizes in the queue", RESULT)
-    panel.wait_until_told("2 sizes")
+    panel.wait_until_ready("64x64", "72x64")
     model = webui.status()["model"]
     tab_to(page, f"72x64 {model}")
     press(page, Keys.SPACE)
@@ -51,14 +50,14 @@ def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:  # noqa: F811
     ActionChains(page.driver).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
     assert focused(page) == "onediff_purge_confirm"
     press(page, Keys.ENTER)
-    panel.told("1 resolution forgotten")
+    panel.told("1 resolution purged")
     panel.wait_for_rows("64x64")
     page.wait(lambda: focused(page) == "onediff-table", "the focus near the button, which is disabled again", 10)
 
 
 def test_details_and_selection_survive_a_new_table(panel: Panel, webui: WebUI) -> None:  # noqa: F811
     panel.prewarm("64x64")
-    panel.wait_until_told("1 size")
+    panel.wait_until_ready("64x64")
     panel.select("64x64")
     panel.click_at(f"#{TABLE} details summary")
     webui.txt2img(width=72, height=64)
@@ -79,11 +78,11 @@ def test_nothing_of_ours_sticks_out(panel: Panel, webui: WebUI) -> None:  # noqa
         panel.click(PURGE)
         panel.told("Purge 1 resolution?", QUESTION)
         panel.prewarm("64x64")
-        panel.told("in the queue", RESULT)
+        panel.page.wait(panel.jobs, "a job", 20)
         assert browser.sticking_out_at_any_width(TAB) == []
         browser.forget_size()
         panel.click("onediff_purge_keep")
-        panel.wait_until_told("1 size")
+        panel.wait_until_ready("64x64")
         section = show_settings(browser)
         assert browser.sticking_out_at_any_width(section) == []
     finally:

@@ -41,7 +41,7 @@ class Presets(Panel):
 def presets(opened: Any, webui: WebUI) -> Iterator[Presets]:
     """The page, with every option of a preset at its default, now and afterwards."""
     standing = {
-        "onediff_tf32": "auto", "onediff_deepcache_interval": 1, "onediff_deepcache_depth": 1,
+        "onediff_deepcache_interval": 1, "onediff_deepcache_depth": 1,
         "onediff_low_bit": "off", "onediff_vae_precision": "auto", "onediff_matmul_accumulation": "full",
     }
     webui.set_options(**standing)
@@ -74,7 +74,7 @@ def test_use_these_settings(presets: Presets, webui: WebUI) -> None:
     assert presets.in_force() == ["Balanced"] and run_says(webui) == BALANCED
     assert shown_in_settings(page, "deepcache_interval") == "3"
     presets.use("Fast")
-    assert (shown_in_settings(page, "vae_precision"), shown_in_settings(page, "tf32")) == ("fp16", "on")
+    assert (shown_in_settings(page, "vae_precision"), shown_in_settings(page, "low_bit")) == ("fp16", "int8")
     show_settings(page)
     page.find("#settings_submit").click()
     page.wait_for_text("settings_result", "settings changed", 20) if not webui.is_standalone else page.wait_for_text(

@@ -186,7 +186,7 @@ def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
         for width, steps in ((64, 3), (72, 20), (80, 10)):
             webui.txt2img(width=width, height=64, steps=steps)
         Prewarm(webui).finish(Prewarm(webui).ask("128x128"))
-        webui.set_options(onediff_prewarm_most_used=2)
+        webui.set_options(onediff_prewarm="most used 2")
     finally:
         host.stop()
     host = host_with(tmp_path)

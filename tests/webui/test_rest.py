@@ -11,11 +11,11 @@ def test_options_can_be_read_and_set(webui: WebUI) -> None:
     options = webui.get("/sdapi/v1/options")
     if webui.is_standalone:
         assert options["onediff_enabled"] is True
-    answer = webui.post("/sdapi/v1/options", {"onediff_verify": False})
+    answer = webui.post("/sdapi/v1/options", {"onediff_low_bit_only": True})
     assert answer.status_code == 200
     if webui.is_standalone:
-        assert webui.get("/sdapi/v1/options") == {**options, "onediff_verify": False}
-    assert webui.post("/sdapi/v1/options", {"onediff_verify": True}).status_code == 200
+        assert webui.get("/sdapi/v1/options") == {**options, "onediff_low_bit_only": True}
+    assert webui.post("/sdapi/v1/options", {"onediff_low_bit_only": False}).status_code == 200
 
 
 def test_lists(webui: WebUI) -> None:

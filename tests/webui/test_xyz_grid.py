@@ -15,12 +15,12 @@ from webui_models import Models
 PLOT = "x/y/z plot"
 NOTHING = ("Nothing", "")
 INTERVAL, BACKEND, VAE = "[OneDiff] DeepCache interval", "[OneDiff] Backend", "[OneDiff] VAE precision"
-USE, PRESET = "[OneDiff] Use OneDiff", "[OneDiff] Preset"
+USE, PRESET = "[OneDiff] Use OneDiff", "[OneDiff] Speed"
 # Every option whose effect can be seen on any machine, two values each, and what they mean as script arguments.
 SEEN_ANYWHERE = {
     VAE: {"auto": {}, "bf16": {"vae_precision": "bf16"}},
     BACKEND: {"auto": {}, "eager": {"backend": "eager"}},
-    "[OneDiff] Accumulation in matrix products": {"full": {}, "half": {"matmul_accumulation": "half"}},
+    "[OneDiff] Precision accumulation": {"full": {}, "half": {"matmul_accumulation": "half"}},
     "[OneDiff] Accumulation in convolutions": {"full": {}, "half": {"convolution_accumulation": "half"}},
     USE: {"on": {}, "off": {"enabled": False}},
 }
@@ -81,7 +81,7 @@ def test_the_axes_are_offered_once(webui: WebUI, tab: str) -> None:
     counted = Counter(axes_of(webui, tab))
     ours = [label for label in counted if label.startswith("[OneDiff] ")]
     assert {
-        PRESET, INTERVAL, "[OneDiff] DeepCache depth", "[OneDiff] DeepCache start", *SEEN_ANYWHERE,
+        PRESET, INTERVAL, "[OneDiff] DeepCache depth", "[OneDiff] Skip the negative prompt after", *SEEN_ANYWHERE,
     } <= set(ours)
     assert all(counted[label] == 1 for label in ours) and "Seed" in counted
 
@@ -132,16 +132,16 @@ def test_a_plot_is_its_pictures_one_by_one(webui: WebUI, label: str) -> None:
 
 def test_ranges_of_numbers(webui: WebUI) -> None:
     grid = webui.make(plotted(
-        webui, ("[OneDiff] DeepCache start", "0-0.6 (+0.3)"), ("[OneDiff] DeepCache depth", "1-5 [2]"),
+        webui, ("[OneDiff] Skip the negative prompt after", "0.4-1 (+0.3)"), ("[OneDiff] DeepCache depth", "1-5 [2]"),
         **one_run(deepcache_interval=3),
     ))
     on = "on; deepcache_interval 3"
     assert [onediff_in(grid, 1 + cell) for cell in range(6)] == [
-        on, f"{on}; deepcache_start 0.3", f"{on}; deepcache_start 0.6",
-        f"{on}; deepcache_depth 5", f"{on}; deepcache_depth 5; deepcache_start 0.3",
-        f"{on}; deepcache_depth 5; deepcache_start 0.6",
+        f"{on}; guidance_end 0.4", f"{on}; guidance_end 0.7", on,
+        f"{on}; deepcache_depth 5; guidance_end 0.4", f"{on}; deepcache_depth 5; guidance_end 0.7",
+        f"{on}; deepcache_depth 5",
     ]
-    options = {"deepcache_interval": 3, "deepcache_start": 0.3, "deepcache_depth": 5}
+    options = {"deepcache_interval": 3, "guidance_end": 0.7, "deepcache_depth": 5}
     assert_cell(grid, 4, alone(webui, options))
 
 
@@ -169,7 +169,7 @@ def test_axes_win_over_the_checkbox(webui: WebUI) -> None:
 @pytest.mark.parametrize(("axis", "told"), [
     ((INTERVAL, "1, 0"), "to 20, not 0"), ((INTERVAL, "1, three"), "not 'three'"),
     ((INTERVAL, " "), "no values"), ((BACKEND, "eager, warp"), "not 'warp'"), ((USE, "maybe"), "on or off"),
-    (("[OneDiff] DeepCache start", "0.2, 1.5"), "1.5"), ((PRESET, "Balanced, Best"), "no preset 'Best'"),
+    (("[OneDiff] Skip the negative prompt after", "0.2, 1.5"), "1.5"), ((PRESET, "Balanced, Best"), "no preset 'Best'"),
 ], ids=str)
 def test_a_wrong_value_is_told_before_anything_is_drawn(webui: WebUI, axis: Axis, told: str) -> None:
     before = webui.calls()

@@ -47,9 +47,7 @@ class Panel:
         """
         show_inner_page(self.page, "Cache")
         self.page.wait(lambda: self.page.text(TOTALS), "what is so now", 20)
-        # It still has to say what came of an earlier test's jobs.
-        busy = "return document.querySelector('#onediff_cache [data-onediff-busy=true]')"
-        self.page.wait(lambda: not self.page.run(busy), "the end of the queue", 60)
+        self.page.wait(lambda: not self.jobs("queued") and not self.jobs("running"), "the end of the queue", 60)
         self.select()
         self.page.run(f"for (const at of document.querySelectorAll('#{TABLE} details[open]')) at.open = false")
         if self.page.find(f"#{KEEP}").is_displayed():
@@ -106,7 +104,7 @@ class Panel:
     def wait_until_ready(self, *resolutions: str) -> None:
         def ready() -> bool:
             rows = self.rows()
-            return all({"proved", "ready"} & set(rows.get(resolution, "").split()) for resolution in resolutions)
+            return all({"checked", "ready"} & set(rows.get(resolution, "").split()) for resolution in resolutions)
 
         self.page.wait(ready, f"{' and '.join(resolutions)} in the table, ready", SECONDS_TO_WARM)
 
@@ -161,13 +159,9 @@ class Panel:
         self.page.type(f"#{SIZES} textarea, #{SIZES} input", sizes)
         self.click(PREWARM)
 
-    def wait_until_told(self, sizes: str) -> None:
-        """The queue is done with what was asked of it, and says so; sizes: "2 sizes"."""
-        self.told(f"{sizes} warmed up", RESULT, SECONDS_TO_WARM)
-
-    def jobs(self) -> list[str]:
-        """The lines of the queue."""
-        return self.texts(f"#{JOBS} .onediff-job")
+    def jobs(self, state: str = "") -> list[str]:
+        """The lines of the queue. state: of these alone, such as "queued"."""
+        return self.texts(f"#{JOBS} .onediff-job{state and '-'}{state}")
 
     def press(self, name: str, size: str) -> None:
         """Click a button of a job: Earlier, Later or Cancel."""

@@ -10,57 +10,68 @@ from typing import Any
 
 import torch
 
+from ...core.key import LATENT_PIXEL
+from ...core.refusal import Refusal
+from ...families.unet.layout import UNetLayout
+from ...hosts.contract import PROMPT_NOISE, TIMESTEP, WebUI, random_state_kept
 from ...hosts.diffusers import schedule as diffusers_schedule
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
 from ...hosts.diffusers.instance_forward import attached
-from ...hosts.webui import PROMPT_NOISE, WebUI, network_name, random_state_kept
-from ...model.layout import UNetLayout, UnsupportedUNet
 from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
-from ...shapes.key import LATENT_PIXEL
 
-MIDDLE_OF_THE_SCHEDULE = 500
 # Sizes, crop and target; the refiner takes a score in place of the target's two.
 NUMBERS_OF_A_LABEL = {False: 6, True: 5}
 
 
-class Standalone(WebUI):
-    """The adapter; see hosts.webui.WebUI."""
+def release() -> str:
+    return "OneDiff's own WebUI"
 
-    name, release = "standalone", "OneDiff's own WebUI"
+
+class Standalone(WebUI):
+    """The adapter; see hosts.contract.WebUI."""
+
+    name, unet_class = "standalone", "UNet2DConditionModel"
 
     def __init__(self) -> None:
+        super().__init__(release())
         self._serving = False
 
     def serve(self) -> None:
         self._serving = True
-        self.model_loaded(loaded_model())
+        self.model_loaded(self.checkpoint())
+
+    def network(self, checkpoint: Any) -> Any:
+        return getattr(checkpoint, "unet", None)
 
     def stop(self) -> None:
         self._serving = False
-        model = loaded_model()
-        if model is not None:
-            runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(model.unet))
-            for half in diffusers_decoder.halves_of(model.pipeline):
-                runtime.guard.attempt("giving the VAE back", partial(diffusers_decoder.detach, half))
+        unet = self.unet_of(self.checkpoint())
+        if unet is not None:
+            runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(unet))
+        for half in diffusers_decoder.halves_of(getattr(self.checkpoint(), "pipeline", None)):
+            runtime.guard.attempt("giving the VAE back", partial(diffusers_decoder.detach, half))
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
-        model = loaded_model()
-        return int(model is not None and attached(model.unet) is not None)
+        unet = self.unet_of(self.checkpoint())
+        return int(unet is not None and attached(unet) is not None)
 
     def model_loaded(self, sd_model: Any) -> None:
-        if self._serving and sd_model is not None:
-            diffusers_host.attach(sd_model.unet)
-            for half in diffusers_decoder.halves_of(sd_model.pipeline):
+        unet = self.unet_of(sd_model)
+        if unet is not None and self._serving:
+            diffusers_host.attach(unet)
+        if self._serving:
+            for half in diffusers_decoder.halves_of(getattr(sd_model, "pipeline", None)):
                 diffusers_decoder.attach(half)
 
     def before_sampling(self, p: Any) -> None:
-        model, generation = loaded_model(), weakref.ref(p)
-        self.model_loaded(model)
-        runtime.begin_sampling(model.unet, diffusers_schedule.sampling_to_come(p))
-        diffusers_host.note_pipeline(model.unet, lambda: getattr(generation(), "pipeline", None))
+        self.model_loaded(self.checkpoint())
+        unet, generation = self.unet_of(self.checkpoint()), weakref.ref(p)
+        if unet is not None:
+            runtime.begin_sampling(unet, diffusers_schedule.sampling_to_come(p))
+            diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
         runtime.vae.begin_run()
 
     def after_run(self, p: Any) -> None:
@@ -69,33 +80,25 @@ class Standalone(WebUI):
         runtime.end_sampling()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        model = loaded_model()
-        if model is None:
-            raise CannotWarm("no model is loaded yet")
-        self.model_loaded(model)
-        unet = model.unet
+        unet = self.unet_of(self.checkpoint())
+        if unet is None:
+            raise CannotWarm(self.why_not_served() or "no model is loaded yet")
+        self.model_loaded(self.checkpoint())
         try:
             layout = runtime.layout_of(unet)
-        except UnsupportedUNet as reason:
+        except Refusal as reason:
             raise CannotWarm(str(reason)) from reason
         with random_state_kept(), torch.no_grad():
             unet(**random_inputs(unet, layout, width, height, batch, tokens))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        model = loaded_model()
+
+        model = self.checkpoint()
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
             latent = torch.randn((1, vae.config.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL))
             model.decode(latent.to(vae.device, vae.dtype))
-
-    def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        # A pipeline puts both halves of the guidance into one call, and makes no other half without it.
-        return (2 * images, tokens), (images, tokens)
-
-    def model_name(self, sd_model: Any = None) -> str | None:
-        model = sd_model or loaded_model()
-        return None if model is None else network_name(model.unet)
 
 
 def random_inputs(
@@ -110,13 +113,9 @@ def random_inputs(
         label = {"text_embeds": PROMPT_NOISE * noise(batch, text), "time_ids": noise(batch, numbers)}
     return {
         "sample": noise(batch, layout.in_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
-        "timestep": torch.tensor(MIDDLE_OF_THE_SCHEDULE, device=unet.device),
+        "timestep": torch.tensor(int(TIMESTEP), device=unet.device),
         "encoder_hidden_states": PROMPT_NOISE * noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
     }
 
 
-def loaded_model() -> Any:
-    from modules import sd_models
-
-    # shared.sd_model would load one.
-    return sd_models.model_data.sd_model
+adapter = Standalone

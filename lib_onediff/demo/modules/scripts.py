@@ -1,7 +1,7 @@
 """Scripts: their base class, loading them, and running them at each moment of a generation.
 
-What a script raises is logged and goes no further. The host loads OneDiff's own scripts alone, and has the hooks that
-these use.
+What a script raises is logged and goes no further. The host loads OneDiff's own scripts alone, so it has the hooks that
+these use; hosts.contract says which hooks others have.
 """
 from __future__ import annotations
 

@@ -1,36 +1,32 @@
-"""Our forward in AUTOMATIC1111's WebUI: one class-level patch of ldm's and of sgm's UNetModel.forward, and Decoder's.
-
-A class-level patch lies below whatever another extension sets on the instance (ControlNet), and above the WebUI's own
-patches. It serves every UNet: the loaded checkpoint's, the refiner's, the hires pass's.
-"""
+"""Our forward in AUTOMATIC1111's WebUI, in place of ldm's and sgm's: above the WebUI's own patches, and below whatever
+an extension sets on an instance (ControlNet)."""
 from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...model.call import UNetCall
-from ...model.patches import HostTraits, own_method
-from ...model.rows import PromptRows
-from ...prewarm.job import TOKENS, CannotWarm
+from ...core.call import UNetCall
+from ...core.key import LATENT_PIXEL
+from ...core.refusal import Refusal
+from ...core.rows import APART, OTHER_ROWS, PromptRows, half_of
+from ...prewarm.job import TOKENS
 from ...runtime.runtime import runtime
-from ...shapes.key import LATENT_PIXEL
-from .. import sampler_schedule
-from ..class_patch import ClassPatch
-from ..contract import Need, why_unknown
-from ..ldm_decoder import DecoderPatches
-from ..webui import PROMPT_NOISE, WebUI, network_name, random_state_kept
-from .casts import CASTS, why_cast_by_hand
-from .concatenation import replaced_concatenation
-from .controlnet_loop import HostLoop
-from .guidance import DenoiserStep
-from .inert import does_nothing_now, foreign_forward
-from .lora import apply_wanted_networks, wanted_networks, why_functional
-from .patches import ForeignModules, is_brought
+from ...weights.scan import HostTraits, own_method
+from ...weights.watch import no_object
+from ..changed_modules import ChangedModules, foreign_forward
+from ..contract import TIMESTEP, WebUI, random_inputs, random_state_kept
+from ..hooks import UNetHooks, VaeHooks, answer_or_reason, serve_call
+from ..needs import Need, check_needs
+from ..sampler_schedule import sampling_of
+from .layers import CASTS, apply_wanted_networks, check_layers, wanted_networks
+from .patches import does_nothing_now, is_brought, patches_of, replaced_concatenation
+from .stages import StageHooks
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
@@ -43,7 +39,6 @@ TRUSTED = (
 )
 # Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
 TRUSTED_IN_VAE = (*TRUSTED, "ldm.modules.diffusionmodules.model")
-MIDDLE_OF_THE_SCHEDULE = 500.0
 NEEDS = (
     # The WebUI's own patch, modules.sd_unet's, stands there: it hands on what follows the context as it comes.
     *(Need(module, "UNetModel.forward", ("x", "timesteps", "context")) for module in UNET_MODULES),
@@ -54,8 +49,10 @@ NEEDS = (
     Need("modules.shared", "loaded_hypernetworks"), Need("modules.sd_models", "model_data"),
     Need("modules.call_queue", "queue_lock"), Need("modules.devices", "autocast"),
 )
-# What a loaded checkpoint must have; SD3 and others have it too, and are told apart by their network.
-MODEL_PATHS = ("model", "first_stage_model", "apply_model")
+# Why the prompt's rows of a call are not known.
+NO_STEP = "the WebUI's denoiser does not make this call"
+SEVERAL_PROMPTS = "AND joins several prompts"
+OTHER_PROMPTS = "an extension calls with other prompts than the WebUI's denoiser"
 
 
 def release() -> str:
@@ -65,129 +62,159 @@ def release() -> str:
     return f"A1111 {tag}".strip()
 
 
-class A1111(WebUI):
-    """The adapter; see webui.WebUI."""
+def adapter() -> WebUI:
+    """Raises Refusal for a release that lacks something."""
+    check_needs(release(), NEEDS)
+    return A1111()
 
-    name = "a1111"
+
+class A1111(WebUI):
+    """The adapter; see contract.WebUI."""
+
+    name, unet_class = "a1111", "UNetModel"
+    # SD3 and others have these too, and are told apart by their network.
+    checkpoint_paths = ("model", "first_stage_model", "apply_model")
 
     def __init__(self) -> None:
-        self._unet_modules = [importlib.import_module(name) for name in UNET_MODULES]
-        self.release = release()
-        self._patches = [
-            ClassPatch(
-                module.UNetModel, "forward", self._forward, runtime.guard, "the UNet's forward",
-                lambda unet, reason: runtime.note_host(reason, unet),
-            )
-            for module in self._unet_modules
-        ]
-        self._foreign = ForeignModules(replaced_concatenation)
-        self._loop = HostLoop(
-            [module.TimestepEmbedSequential for module in self._unet_modules], self._foreign, self._why_host,
-            upcasts_attention,
+        super().__init__(release())
+        modules = [importlib.import_module(name) for name in UNET_MODULES]
+        self._unets = UNetHooks(
+            [module.UNetModel for module in modules], self._forward,
+            lambda: "another extension runs the UNet past OneDiff's hook",
         )
-        self._host_traits = HostTraits(
-            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought,
-            casts=CASTS,
+        self._changed = ChangedModules(does_nothing_now)
+        self._stages = StageHooks(
+            [module.TimestepEmbedSequential for module in modules], self._changed,
+            lambda unet: answer_or_reason(lambda: self._check_state(unet)), upcasts_attention,
+        )
+        self.host_traits = HostTraits(
+            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
-        self._vae = DecoderPatches(parts, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
-        self._step = DenoiserStep()
-        self._calls_before: int | None = None
-        self._unmet: str | None = None
+        self._vae = VaeHooks(parts, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
+        # The host's CFGDenoiserParams, which live as long as the step; other callbacks may change them.
+        self._step: Callable[[], Any] = no_object
 
     def serve(self) -> None:
-        for patch in self._patches:
-            patch.apply()
-        self._loop.serve()
+        self._unets.serve()
+        self._stages.serve()
         self._vae.serve()
 
     def stop(self) -> None:
-        for patch in self._patches:
-            patch.undo()
-        self._loop.stop()
+        self._unets.stop()
+        self._stages.stop()
         runtime.guard.attempt("switching the VAE off", self._vae.stop)
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
-        return max(patch.count() for patch in (*self._patches, *self._vae.patches))
+        return max(self._unets.count(), self._vae.count())
 
     def loads_at_start(self) -> bool:
         from modules import shared
 
         return not getattr(shared.cmd_opts, "skip_load_model_at_start", False)
 
-    def model_loaded(self, sd_model: Any) -> None:
-        self._unmet = why_unknown(self.release, sd_model, MODEL_PATHS)
-        unet = unet_of(sd_model)
-        if unet is not None:
-            runtime.adopt(unet, host_traits=self._host_traits)
+    def network(self, checkpoint: Any) -> Any:
+        return getattr(getattr(checkpoint, "model", None), "diffusion_model", None)
 
     def before_sampling(self, p: Any) -> None:
-        self._calls_before = runtime.call_stats.total
         self._vae.begin_run(getattr(getattr(p.sd_model, "first_stage_model", None), "decoder", None))
-        unet = unet_of(p.sd_model)
+        unet = self.adopt(p.sd_model)
+        self._unets.begin_sampling(p, unet)
         if unet is None:
             return
         if "forward" in unet.__dict__ and own_method(unet, "forward") is None:
             # ControlNet puts back what it found: while OneDiff was off, that led past our hook.
             del unet.forward
-        runtime.adopt(unet, host_traits=self._host_traits)
-        self._foreign.forget(unet)
-        runtime.begin_sampling(unet, sampler_schedule.sampling_of(p))
-        self._loop.watch(unet)
+        self._changed.look_again(unet)
+        runtime.begin_sampling(unet, sampling_of(p))
+        self._stages.watch(unet)
 
     def before_step(self, params: Any) -> None:
-        self._step.note(params)
+        self._step = weakref.ref(params)
 
     def after_run(self, p: Any) -> None:
-        from modules import shared
-
-        bypassed = self._calls_before is not None and self._calls_before == runtime.call_stats.total
-        if bypassed and not (shared.state.interrupted or shared.state.skipped):
-            runtime.note_host("another extension runs the UNet past OneDiff's hook")
-        self._calls_before = None
+        self._unets.end_sampling()
         runtime.end_sampling()
-        self._vae.end_run()
+        runtime.vae.end_run()
 
-    def why_not_served(self) -> str | None:
-        from modules import sd_models
+    # --- one call -------------------------------------------------------------------------------------------------
 
-        model = sd_models.model_data.sd_model
-        if self._unmet is not None or model is None or unet_of(model) is not None:
-            return self._unmet
-        return f"{type(model).__name__} has no UNet of the Stable Diffusion 1, 2 or XL kind"
+    def _forward(
+        self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:
+        """Stands in for UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
+        host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
+        owner, y = foreign_forward(unet), args[0] if args else kwargs.get("y")
+        if owner is not None and self._stages.watches(unet):
+            # The owner calls this from its own forward, as ControlNet's reference does: the host's walk through the
+            # stages, each of which is ours, and is counted.
+            return runtime.pressure.run_host(host)
+
+        def read() -> UNetCall:
+            if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
+                raise Refusal("the UNet is called without a timestep or a context")
+            if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
+                names = ", ".join(sorted(kwargs)) or "by position"
+                raise Refusal(f"the UNet is called with more than we know ({names})")
+            self._check_state(unet)
+            if owner is not None:
+                raise Refusal(f"{owner} calls the UNet from a forward of its own")
+            patches = patches_of(self._changed.at_call(unet), replaced_concatenation())
+            return UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
+
+        def prompt_rows() -> PromptRows:
+            rows = rows_of_prompts(self._step(), context)
+            label = None if y is None else y[rows]
+            return PromptRows(rows, lambda: original(unet, x[rows], timesteps[rows], context[rows], y=label))
+
+        return serve_call(unet, read, host, prompt_rows, self.host_traits)
+
+    def _check_state(self, unet: nn.Module) -> None:
+        """Raise Refusal where the calls of this UNet and of its stages are not ours now. Microseconds."""
+        from modules import sd_hijack_unet, sd_unet, shared
+
+        if self.unmet is not None:
+            raise Refusal(self.unmet)
+        if sd_unet.current_unet is not None:
+            raise Refusal("another extension's UNet is active (Settings, SD Unet)")
+        if shared.loaded_hypernetworks:
+            raise Refusal("a hypernetwork changes the attention")
+        if getattr(sys.modules[type(unet).__module__], "th", None) is not sd_hijack_unet.th:
+            raise Refusal("an extension has replaced the UNet's torch functions")
+        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+            raise Refusal("a forward hook is set on all modules")
+        if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
+            raise Refusal("--lowvram moves the UNet's layers one at a time")
+        check_layers()
+
+    # --- calls between images -------------------------------------------------------------------------------------
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        from modules import devices, sd_models
+        from modules import devices
 
-        model = sd_models.model_data.sd_model
-        unet = unet_of(model)
-        if unet is None:
-            raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")
-        runtime.adopt(unet, host_traits=self._host_traits)
-        layout = runtime.layout_of(unet)
-        noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
-        latent = noise(batch, 4, height // LATENT_PIXEL, width // LATENT_PIXEL)
-        timestep = torch.full((batch,), MIDDLE_OF_THE_SCHEDULE, device=devices.device)
-        context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
-        extra = noise(batch, layout.in_channels - 4, height // LATENT_PIXEL, width // LATENT_PIXEL)
         autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
+        noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
+        layout = self.layout_to_warm()
         with random_state_kept(), torch.no_grad(), autocast():
-            if layout.label is None:
-                model.apply_model(latent, timestep, {"c_crossattn": [context], "c_concat": [extra]})
-            else:
-                vector = PROMPT_NOISE * noise(batch, layout.y_width)
-                model.apply_model(latent, timestep, {"crossattn": context, "vector": vector, "c_concat": [extra]})
+            # An inpainting model's latent has the masked image's beside it.
+            latent, context, label = random_inputs(layout, width, height, batch, tokens, noise)
+            prompt = {"c_crossattn": [context]} if label is None else {"crossattn": context, "vector": label}
+            self.checkpoint().apply_model(
+                latent[:, :4], torch.full((batch,), TIMESTEP, device=devices.device),
+                {**prompt, "c_concat": [latent[:, 4:]]},
+            )
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        from modules import devices, sd_models, sd_samplers_common
+        from modules import devices, sd_samplers_common
 
         with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
             shape = 1, 4, height // LATENT_PIXEL, width // LATENT_PIXEL
             latent = torch.randn(shape, dtype=devices.dtype_vae, device=devices.device)
-            sd_samplers_common.decode_first_stage(sd_models.model_data.sd_model, latent)
+            sd_samplers_common.decode_first_stage(self.checkpoint(), latent)
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         from modules import shared
@@ -199,76 +226,39 @@ class A1111(WebUI):
         shorter = ((images, TOKENS),) if tokens != TOKENS and not padded else ()
         return (*both, (images, tokens), *shorter)
 
-    def model_name(self, sd_model: Any = None) -> str | None:
-        from modules import sd_models
-
-        return network_name(unet_of(sd_models.model_data.sd_model if sd_model is None else sd_model))
-
-    def _forward(
-        self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
-        *args: Any, **kwargs: Any,
-    ) -> Tensor:
-        """Stands in for UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
-        host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
-        owner = foreign_forward(unet)
-        if owner is not None and self._loop.watches(unet):
-            # The owner calls this from its own forward, as ControlNet's reference does: the host's walk through the
-            # stages, each of which is ours, and is counted.
-            return runtime.pressure.run_host(host)
-        reason = why_not_this_call(timesteps, context, args, kwargs) or self._why_host(unet)
-        if reason is None and owner is not None:
-            reason = f"{owner} calls the UNet from a forward of its own"
-        if reason is not None:
-            runtime.note_host(reason, unet)
-            return runtime.pressure.run_host(host)
-        y, patches = args[0] if args else kwargs.get("y"), self._foreign.at_call(unet)
-        call = UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
-
-        def prompt_rows() -> PromptRows | str:
-            rows = self._step.prompt_rows(call.context)
-            if isinstance(rows, str):
-                return rows
-            label = None if y is None else y[rows]
-            return PromptRows(rows, lambda: original(unet, x[rows], timesteps[rows], context[rows], y=label))
-
-        return runtime.run(unet, call, host, self._host_traits, prompt_rows)
-
-    def _why_host(self, unet: nn.Module) -> str | None:
-        """Why the calls of this UNet and its stages are not ours now, in one line; None where nothing is known against
-        it. Microseconds."""
-        from modules import sd_hijack_unet, sd_unet, shared
-
-        if self._unmet is not None:
-            return self._unmet
-        if sd_unet.current_unet is not None:
-            return "another extension's UNet is active (Settings, SD Unet)"
-        if shared.loaded_hypernetworks:
-            return "a hypernetwork changes the attention"
-        if getattr(sys.modules[type(unet).__module__], "th", None) is not sd_hijack_unet.th:
-            return "an extension has replaced the UNet's torch functions"
-        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-            return "a forward hook is set on all modules"
-        if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
-            return "--lowvram moves the UNet's layers one at a time"
-        functional = why_functional() if getattr(shared.opts, "lora_functional", False) else None
-        return functional or why_cast_by_hand()
-
-
-def why_not_this_call(timesteps: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
-        return "the UNet is called without a timestep or a context"
-    if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
-        return f"the UNet is called with more than we know ({', '.join(sorted(kwargs)) or 'by position'})"
-    return None
-
-
-def unet_of(sd_model: Any) -> nn.Module | None:
-    """The UNetModel of a loaded checkpoint; None for SD3 and others that have none."""
-    unet = getattr(getattr(sd_model, "model", None), "diffusion_model", None)
-    return unet if type(unet).__name__ == "UNetModel" else None
-
 
 def upcasts_attention() -> bool:
     from modules import shared
 
     return bool(shared.opts.upcast_attn)
+
+
+def rows_of_prompts(step: Any, context: Tensor) -> slice:
+    """The prompts' rows of a call with this context, (batch, tokens, width). Raises Refusal where they are not
+    known. step: the host's CFGDenoiserParams; None outside of a step.
+
+    CFGDenoiser puts the prompts' rows first and the negative prompts' last, one of each for an image unless AND joins
+    several prompts. Skipping the negative prompt (NGMS), calling for each by itself, and edit models with three rows an
+    image come after it has told of its step, so the call itself has to fit.
+    """
+    if step is None:
+        raise Refusal(NO_STEP)
+    # SDXL's are dictionaries with the labels beside them.
+    prompt, negative = (
+        cond["crossattn"] if isinstance(cond, dict) else cond for cond in (step.text_cond, step.text_uncond)
+    )
+    images, batch = negative.shape[0], context.shape[0]
+    if prompt.shape[0] != images:
+        raise Refusal(SEVERAL_PROMPTS if batch != images else APART)
+    if batch != 2 * images:
+        raise Refusal(APART if batch == images else OTHER_ROWS)
+    # Which waits for the GPU, as reading the timestep has.
+    if not begins_with(context[:images], prompt) or not begins_with(context[images:], negative):
+        raise Refusal(OTHER_PROMPTS)
+    return half_of(batch, is_first=True)
+
+
+def begins_with(context: Tensor, prompt: Tensor) -> bool:
+    """Whether these rows are a prompt's, which the host may have made longer, or cut, to the other one's length."""
+    tokens = min(context.shape[1], prompt.shape[1])
+    return torch.equal(context[:, :tokens], prompt[:, :tokens].to(context.device, context.dtype))

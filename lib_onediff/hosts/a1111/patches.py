@@ -7,18 +7,21 @@ host's own module hands it.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.layout import TransformerBlock
-from ...model.patch_points import CROSS_ATTENTION, Block, PatchPoints
-from ..author import author
-from ..changed_modules import SELF_NORM, Changed, ChangedModules, functions_of, is_block_or_attention, kinds_of
-from .concatenation import Concatenation
-from .inert import does_nothing_now, foreign_forward
+from ...core.leaves import TransformerBlock
+from ...core.patch_points import CROSS_ATTENTION, Block, PatchPoints
+from ..changed_modules import SELF_NORM, Changed, author, foreign_forward, functions_of, is_block_or_attention, kinds_of
 
+Concatenation = Callable[..., Tensor]
+# What sd-webui-freeu leaves there as long as the WebUI runs.
+FREEU = "free_u_cat_hijack"
+# What sd-webui-controlnet's reference sets; it shares attention between two passes through the UNet.
+REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_forward")
 # What the class of a stage is called.
 STAGE = "TimestepEmbedSequential"
 
@@ -28,7 +31,7 @@ class ModulePatches(PatchPoints):
     not the host's own."""
 
     def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
-        self.changed, self._concatenation = changed, concatenation
+        self._changed, self._concatenation = changed, concatenation
         self._here: dict[str, Any] = {}
         self.places = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
         self.structure = kinds_of(changed)
@@ -52,7 +55,7 @@ class ModulePatches(PatchPoints):
         return joined.to(hidden_states.dtype).detach()
 
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
-        self._here = self.changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
+        self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
         return bool(self._here)
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
@@ -70,23 +73,44 @@ class ModulePatches(PatchPoints):
         return added
 
 
-class ForeignModules(ChangedModules[ModulePatches]):
-    """concatenation: tells what stands for torch.cat in the forwards of UNets, where that is not the host's own."""
+def patches_of(changed: Changed, concatenation: Concatenation | None = None) -> ModulePatches | None:
+    """As the patches of a call; None where there are none."""
+    return ModulePatches(changed, concatenation) if changed or concatenation is not None else None
 
-    def __init__(self, concatenation: Callable[[], Concatenation | None] = lambda: None) -> None:
-        super().__init__(ModulePatches, does_nothing_now)
-        self._concatenation = concatenation
 
-    def at_call(self, unet: nn.Module) -> ModulePatches | None:
-        """What stands on its modules and between them now, or None."""
-        within, concatenation = self.in_stages(unet), self._concatenation()
-        if concatenation is None:
-            return within
-        return ModulePatches({} if within is None else within.changed, concatenation)
+def replaced_concatenation() -> Concatenation | None:
+    """What stands for torch.cat in the modules of A1111's UNets; None where that is the WebUI's own, or does now just
+    what the WebUI's own does. Microseconds."""
+    from modules import sd_hijack_unet
 
-    def in_stages(self, unet: nn.Module) -> ModulePatches | None:
-        """What stands on its modules alone, or None."""
-        return super().at_call(unet)
+    standing: Concatenation = sd_hijack_unet.th.cat
+    return None if is_the_hosts(standing, vars(sd_hijack_unet)) else standing
+
+
+def is_the_hosts(standing: Any, own_globals: dict[str, Any]) -> bool:
+    """Whether a function is one of the module with these globals, below FreeU's while that is switched off."""
+    if getattr(getattr(standing, "__func__", None), "__globals__", None) is own_globals:
+        return True
+    if not isinstance(standing, functools.partial) or getattr(standing.func, "__name__", "") != FREEU:
+        return False
+    state = getattr(standing.func.__globals__.get("global_state"), "instance", None)
+    below = standing.keywords.get("original_function")
+    return not getattr(state, "enable", True) and is_the_hosts(below, own_globals)
+
+
+def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
+    """Whether what HyperTile or ControlNet left on a module is switched off: neither takes it away after use."""
+    state = module.__dict__
+    tiles = state.get("__webui_hypertile_params")
+    if tiles is not None and "_forward" not in state:
+        below = getattr(state["forward"], "__wrapped__", None)
+        return not tiles.enabled and below == tiles.forward
+    if foreign_forward(unet) is not None:
+        # ControlNet at work: what is empty now may be about to record.
+        return False
+    left = [state[name] for name in ("forward", "_forward") if name in state]
+    banks = (getattr(module, name, None) for name in ("bank", "mean_bank", "var_bank"))
+    return all(getattr(hack, "__name__", "") in REFERENCE_HACKS for hack in left) and not any(banks)
 
 
 def is_brought(unet: nn.Module, module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...guard import HostFunction
+from ...core.guard import HostFunction
 from ...runtime.runtime import runtime
 
 log = logging.getLogger("onediff")

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...model.layout import UnsupportedUNet
-from ...model.tuners import is_lora, layer_within
-from ...model.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState, edit_counts
+from ...core.refusal import Refusal
+from ...core.tuners import is_lora, layer_within
 from ...runtime.runtime import runtime
+from ...weights.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState, edit_counts
 
 # What of a convolution and of a LoRA's first factor has to be the same.
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups")
@@ -52,7 +52,7 @@ class LoraReader:
         self.scale = 1.0
 
     def state(self, layers: Sequence[nn.Module]) -> WeightFunctionState:
-        """Raises UnsupportedUNet where an adapter is at work that is no plain LoRA."""
+        """Raises Refusal where an adapter is at work that is no plain LoRA."""
         state, modules, tensors = WeightFunctionState(facts=[self.scale]), list[nn.Module](), list[Tensor]()
         for place in around(layers):
             layer: Any = layers[place]
@@ -116,16 +116,16 @@ def unmerges(layer: Any) -> bool:
 
 
 def refuse_others(layer: Any) -> None:
-    """Raise UnsupportedUNet where a LoRA layer does something else now than to add plain LoRAs."""
+    """Raise Refusal where a LoRA layer does something else now than to add plain LoRAs."""
     if unmerges(layer):
-        raise UnsupportedUNet("peft takes a merged LoRA that was disabled out of the weights in this call")
+        raise Refusal("peft takes a merged LoRA that was disabled out of the weights in this call")
     within: Any = layer_within(layer)
     for name, down, up, _ in at_work(layer):
         # Releases of peft before lora_variant have the other.
         variant = getattr(layer, "lora_variant", {}).get(name)
         if variant is not None or getattr(layer, "use_dora", {}).get(name):
             kind = "DoRA" if variant is None else type(variant).__name__
-            raise UnsupportedUNet(f"the LoRA {name} is not a plain one ({kind})")
+            raise Refusal(f"the LoRA {name} is not a plain one ({kind})")
         one, other = down.weight, up.weight
         fits = one.shape[1:] == within.weight.shape[1:] and other.flatten(1).shape == (len(within.weight), len(one))
         if isinstance(within, nn.Conv2d):
@@ -133,7 +133,7 @@ def refuse_others(layer: Any) -> None:
             fits = fits and all(getattr(down, name) == getattr(within, name) for name in names)
         # Where a layer has no bias, ours has no place for a LoRA's.
         if not fits or down.bias is not None or (up.bias is not None and within.bias is None):
-            raise UnsupportedUNet(f"the LoRA {name} is built differently from those we know")
+            raise Refusal(f"the LoRA {name} is built differently from those we know")
 
 
 def adding(biases: Sequence[tuple[Tensor, float]]) -> Change | None:
@@ -149,22 +149,22 @@ def adding(biases: Sequence[tuple[Tensor, float]]) -> Change | None:
     return changed
 
 
-def note_scale(unet: Any, scale: Any, whole: bool) -> str | None:
-    """Have all LoRAs of a UNet computed times the scale of this call, or say why the host has to compute it. whole:
-    whether no attention is computed by the host's modules, which do not know the scale."""
+def use_scale(unet: Any, scale: Any, whole: bool) -> None:
+    """Have all LoRAs of a UNet computed times the scale of this call. Raises Refusal where the host has to.
+    whole: whether no attention is computed by the host's modules, which do not know the scale."""
     managed = runtime.managed_unet(unet)
     reader = None if managed is None else managed.bound.host_traits.functions
     if not isinstance(reader, LoraReader):
-        return None
+        return
     if not isinstance(scale, Real) or not math.isfinite(scale):
-        return "the pipeline's LoRA scale is no number"
+        raise Refusal("the pipeline's LoRA scale is no number")
     if scale != 1:
         # Some releases of diffusers begin to scale after these.
         early = [unet.conv_in, *unet.time_embedding.children()]
         if unet.config.addition_embed_type is not None:
             early += unet.add_embedding.children()
         if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
-            return "the pipeline scales LoRAs, of which some are computed by diffusers"
+            raise Refusal("the pipeline scales LoRAs, of which some are computed by diffusers")
     if scale == 0:
         from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
 
@@ -172,4 +172,3 @@ def note_scale(unet: Any, scale: Any, whole: bool) -> str | None:
         if USE_PEFT_BACKEND:
             unscale_lora_layers(unet, 0.0)
     reader.scale = float(scale)
-    return None

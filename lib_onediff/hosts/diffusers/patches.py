@@ -1,20 +1,33 @@
-"""What a diffusers UNet runs that our forward does not compute itself, as the points of our forward: attention
-processors."""
+"""What users put on a diffusers UNet: IP-Adapters, FreeU and perturbed attention, which our forward computes itself,
+and other attention processors, which are points of our forward."""
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ...model.layout import TransformerBlock
-from ...model.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
-from ...model.read_diffusers import is_plain
+from ...core.additions import FreeU, ImagePrompt, PerturbedAttention
+from ...core.leaves import TransformerBlock
+from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
+from ...core.refusal import Refusal
+from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, is_plain
+from ..additions import Additions, freeu_of
 
-# The last part of an attention's path in the layout.
-OUT = ".to_out.0"
+log = logging.getLogger("onediff")
+
+IP_ADAPTERS = {"IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0"}
+# In how many parts the batch comes; the last one is perturbed.
+PERTURBED = {"PAGIdentitySelfAttnProcessor2_0": 2, "PAGCFGIdentitySelfAttnProcessor2_0": 3}
+MASKS = "ip_adapter_masks"
+# The last part of an attention's path in the layout, and of its queries'.
+OUT, QUERY = ".to_out.0", ".to_q"
+# Layers of keys and of values, and the scale of each image, by the path of their attention.
+Projections = dict[str, tuple[nn.Linear, nn.Linear, list[float]]]
 
 
 class UNetPatches(PatchPoints):
@@ -67,3 +80,128 @@ class UNetPatches(PatchPoints):
             given = context if self._image_tokens is None else (context, self._image_tokens)
         added: Tensor = module(normed, encoder_hidden_states=given, **self._arguments)
         return added
+
+
+def read_additions(
+    unet: Any, processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, arguments: dict[str, Any]
+) -> Additions:
+    """processors: by the path of their attention. image_tokens: of each IP-Adapter, (batch, images, tokens, width).
+    arguments: the pipeline's cross_attention_kwargs."""
+    adapters, perturbed = of_classes(processors, IP_ADAPTERS), of_classes(processors, PERTURBED)
+    prompts, guidance, computed = tuple[ImagePrompt, ...](), None, list[Any]()
+    try:
+        if adapters:
+            found = adapters_of(adapters, latent, image_tokens, arguments.get(MASKS))
+            prompts = tuple(one for adapter in found for one in image_prompts(adapter, latent, len(unet.down_blocks)))
+            computed += adapters.values() if prompts else ()
+    except Refusal as reason:
+        log.debug("diffusers' IP-Adapter processors run as they are: %s", reason)
+    if perturbed and (guidance := perturbed_attention(perturbed, latent.shape[0])):
+        computed += perturbed.values()
+    factors = tuple(freeu_factors(index, block) for index, block in enumerate(unet.up_blocks) for _ in block.resnets)
+    freeu: FreeU | None = freeu_of(factors, False, latent.device) if any(factors) else None
+    return Additions(prompts, freeu, guidance, stand_for=frozenset(map(type, computed)))
+
+
+def of_classes(processors: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Those of diffusers' classes of these names."""
+    kinds = set(map(type, processors.values()))
+    wanted = {kind for kind in kinds if kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"}
+    return {path: one for path, one in processors.items() if type(one) in wanted} if wanted else {}
+
+
+class Adapter(NamedTuple):
+    """One IP-Adapter. tokens: (batch, images, tokens, width). mask: (1, images, height, width)."""
+
+    tokens: Tensor
+    projections: Projections
+    mask: Tensor | None
+
+
+def adapters_of(
+    processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, given_masks: Any
+) -> list[Adapter]:
+    """The adapters of these processors. Raises Refusal where diffusers has to run them, or to refuse their
+    inputs."""
+    if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
+        raise Refusal("they are not where an image prompt is")
+    masks: list[Any] = [None] * len(image_tokens) if given_masks is None else list(
+        given_masks.unsqueeze(1) if isinstance(given_masks, Tensor) else given_masks
+    )
+    counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
+    if {*counts, len(masks)} != {len(image_tokens)}:
+        raise Refusal("adapters, images, scales and masks are not equally many")
+    found: list[Adapter] = []
+    for index, (tokens, mask) in enumerate(zip(image_tokens, masks, strict=True)):
+        if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
+            raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
+        images = tokens.shape[1]
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == images):
+            raise Refusal("a mask is no (1, images, height, width)")
+        projections: Projections = {}
+        for path, one in processors.items():
+            keys, values, scale = one.to_k_ip[index], one.to_v_ip[index], one.scale[index]
+            # diffusers takes a list of scales with masks alone.
+            scales = scale if isinstance(scale, list) and mask is not None else [scale] * images
+            if len(scales) != images or not all(isinstance(each, (int, float)) for each in scales):
+                raise Refusal(f"a scale is {scale!r} for {images} images")
+            if type(keys) is not nn.Linear or type(values) is not nn.Linear:
+                raise Refusal(f"{path} has another layer than a linear one")
+            projections[path] = keys, values, scales
+        found.append(Adapter(tokens, projections, mask))
+    return found
+
+
+def image_prompts(adapter: Adapter, latent: Tensor, levels: int) -> list[ImagePrompt]:
+    """What an adapter adds: for all of its images together, and with a mask for each of them. levels: how many sizes
+    the hidden states have."""
+    tokens, projections, mask = adapter
+    if mask is None:
+        return [image_prompt(tokens.flatten(1, 2), projections, 0, {})]
+    return [
+        image_prompt(tokens[:, image], projections, image, downsampled(mask[:, image], latent, levels))
+        for image in range(tokens.shape[1])
+    ]
+
+
+def image_prompt(tokens: Tensor, projections: Projections, image: int, masks: dict[int, Tensor]) -> ImagePrompt:
+    """Of tokens (batch, tokens, width), in every attention where the image's scale is not 0."""
+    parts: dict[str, tuple[int, int]] = {}
+    projected = [tokens[..., :0]]
+    width = 0
+    for path, (keys, values, scales) in projections.items():
+        if scales[image] != 0:
+            projected += keys(tokens), values(tokens) * scales[image]
+            parts[path + QUERY] = width, keys.out_features + values.out_features
+            width += keys.out_features + values.out_features
+    return ImagePrompt(torch.cat(projected, dim=-1), parts, masks)
+
+
+def downsampled(mask: Tensor, latent: Tensor, levels: int) -> dict[int, Tensor]:
+    """A mask, (1 or batch, height, width), for every size of the hidden states: (batch, tokens, 1) by their number."""
+    from diffusers.image_processor import IPAdapterMaskProcessor
+
+    height, width = latent.shape[-2:]
+    found: dict[int, Tensor] = {}
+    for _ in range(levels):
+        cut = IPAdapterMaskProcessor.downsample(mask, latent.shape[0], height * width, 1)
+        found[height * width] = cut.to(latent.device, latent.dtype)
+        height, width = (height + 1) // 2, (width + 1) // 2
+    return found
+
+
+def freeu_factors(index: int, block: Any) -> tuple[float, float] | None:
+    """What FreeU does in the up block of this index: the factors of the backbone and of the skip."""
+    if index > 1 or not has_freeu(block):
+        return None
+    s1, s2, b1, b2 = (float(getattr(block, name)) for name in FREEU_FACTORS)
+    return (b2, s2) if index else (b1, s1)
+
+
+def perturbed_attention(processors: dict[str, Any], rows: int) -> PerturbedAttention | None:
+    """None where diffusers has to run these processors. rows: of the batch."""
+    parts = {PERTURBED[type(processor).__name__] for processor in processors.values()}
+    if len(parts) != 1 or rows % min(parts) or not all(path.endswith(SELF_ATTENTION) for path in processors):
+        return None
+    queries = frozenset(path + QUERY for path in processors)
+    return PerturbedAttention(queries, rows - rows // min(parts))

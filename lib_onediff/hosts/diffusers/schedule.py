@@ -1,9 +1,11 @@
-"""At which timesteps the steps of a diffusers pipeline begin: its scheduler says so."""
+"""When the samplings of a diffusers pipeline begin and end, and at which timesteps their steps begin: its progress bar
+and its scheduler say so."""
 from __future__ import annotations
 
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ class LoopAnnouncer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipe = self._pipe()
         bar = type(pipe).progress_bar(pipe, *args, **kwargs)
-        announced = lambda: AnnouncedLoop(bar, self._begin, self._end)  # noqa: E731
+        announced = partial(AnnouncedLoop, bar, self._begin, self._end)
         return runtime.guard.attempt("following a pipeline's steps", announced, bar)
 
     def _begin(self) -> None:
@@ -50,22 +52,24 @@ class AnnouncedLoop:
     """A progress bar, as the context of a loop or as what it iterates over."""
 
     def __init__(self, bar: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._bar, self._begin, self._end = bar, begin, end
+        self._bar = bar
+        self._begin = partial(runtime.guard.attempt, "noting that a sampling begins", begin)
+        self._end = partial(runtime.guard.attempt, "noting that a sampling ends", end)
 
     def __enter__(self) -> Any:
-        runtime.guard.attempt("noting that a sampling begins", self._begin)
+        self._begin()
         return self._bar.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        runtime.guard.attempt("noting that a sampling ends", self._end)
+        self._end()
         return self._bar.__exit__(*error)
 
     def __iter__(self) -> Iterator[Any]:
-        runtime.guard.attempt("noting that a sampling begins", self._begin)
+        self._begin()
         try:
             yield from self._bar
         finally:
-            runtime.guard.attempt("noting that a sampling ends", self._end)
+            self._end()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bar, name)
@@ -101,7 +105,8 @@ def guidance_scale_of(pipe: Any) -> float | None:
 
 def sampling_of(scheduler: Any, guidance_scale: float | None = None) -> Sampling:
     """The sampling that a diffusers scheduler's timesteps are for."""
-    clock, no_line = Clock(scheduler.timesteps, getattr(scheduler, "order", 1)), why_no_line(scheduler)
+    clock = Clock(scheduler.timesteps, getattr(scheduler, "order", 1))
+    no_line = why_no_line(scheduler)
     return Sampling(
         times=clock.times, read=clock.read, why_no_forecast=lambda: no_line, guidance_scale=guidance_scale
     )
@@ -109,18 +114,16 @@ def sampling_of(scheduler: Any, guidance_scale: float | None = None) -> Sampling
 
 def sampling_to_come(p: Any) -> Sampling:
     """The sampling of the standalone host's generation p, which gets its scheduler only when the pipeline runs."""
-    generation = weakref.ref(p)
+    generation, scale = weakref.ref(p), getattr(p, "cfg_scale", None)
+
+    def scheduler() -> Any:
+        return getattr(generation(), "sampler", None)
 
     def times() -> list[float] | None:
-        scheduler = getattr(generation(), "sampler", None)
-        return None if scheduler is None else Clock(scheduler.timesteps, scheduler.order).times()
+        return None if scheduler() is None else Clock(scheduler().timesteps, scheduler().order).times()
 
-    def why_no_forecast() -> str:
-        return why_no_line(getattr(generation(), "sampler", None))
-
-    scale = getattr(p, "cfg_scale", None)
     return Sampling(
-        bool(p.is_hr_pass), times, why_no_forecast=why_no_forecast,
+        times, why_no_forecast=lambda: why_no_line(scheduler()),
         guidance_scale=None if scale is None else float(scale),
     )
 
@@ -134,8 +137,7 @@ class Clock:
     """Timesteps whose values are asked for once. order: how many of them one step has."""
 
     def __init__(self, timesteps: Tensor, order: int) -> None:
-        self._timesteps = timesteps
-        self._order = max(1, int(order))
+        self._timesteps, self._order = timesteps, max(1, int(order))
         self._values: list[float] | None = None
 
     def times(self) -> list[float]:

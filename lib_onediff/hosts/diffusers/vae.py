@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...guard import HostFunction
-from ...model.patches import replaced_by
-from ...model.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
+from ...core.guard import HostFunction
+from ...core.refusal import Refusal
+from ...families.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
+from ...weights.scan import replaced_by
+from ..hooks import answer_or_reason
 from .instance_forward import InstanceForward, put_on, take_off, unwrapped
 
 
@@ -26,7 +28,7 @@ class DecoderForward(InstanceForward):
         # What does not fit is the host's to refuse.
         given = {**dict(zip(self.__signature__.parameters, args)), **kwargs}  # noqa: B905
         latent = given.pop("sample", None)
-        reason = why_host(module, latent, given)
+        reason = answer_or_reason(lambda: check_call(module, latent, given))
         decode = lambda: host(module, *args, **kwargs)  # noqa: E731
         if reason is not None:
             return runtime.vae.decode_by_host(module, latent, decode, reason)
@@ -36,27 +38,23 @@ class DecoderForward(InstanceForward):
         runtime.vae.note_host(reason)
 
 
-def why_host(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> str | None:
-    """Why a call of diffusers' Decoder.forward is not ours, in one line; None where nothing is known against it."""
+def check_call(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> None:
+    """Raise Refusal where a call of diffusers' Decoder.forward is not ours."""
     source = replaced_by(type(decoder))
     if source is not None:
-        return f"{type(decoder).__name__}.forward was replaced by {source}"
+        raise Refusal(f"{type(decoder).__name__}.forward was replaced by {source}")
     if not isinstance(latent, Tensor):
-        return "the VAE's decoder is called without a latent"
+        raise Refusal("the VAE's decoder is called without a latent")
     passed = sorted(name for name, value in others.items() if value is not None)
-    return f"the VAE passes {', '.join(passed)}" if passed else None
-
-
-def decoder_of(owner: Any) -> nn.Module | None:
-    """The decoder of a pipeline's AutoencoderKL; None for pipelines without one, and for every other kind of VAE."""
-    decoder = unwrapped(getattr(getattr(owner, "vae", None), "decoder", None))
-    return decoder if isinstance(decoder, nn.Module) and is_diffusers_decoder(decoder) else None
+    if passed:
+        raise Refusal(f"the VAE passes {', '.join(passed)}")
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
     """The decoder and the encoder of a pipeline's AutoencoderKL; nothing of any other kind of VAE."""
-    decoder, encoder = decoder_of(owner), unwrapped(getattr(getattr(owner, "vae", None), "encoder", None))
-    if decoder is None:
+    vae = getattr(owner, "vae", None)
+    decoder, encoder = (unwrapped(getattr(vae, name, None)) for name in ("decoder", "encoder"))
+    if not isinstance(decoder, nn.Module) or not is_diffusers_decoder(decoder):
         return []
     return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers_encoder(encoder) else [decoder]
 

@@ -6,18 +6,23 @@ that our forward calls (patches.py). The first use of a shape is compared with t
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...model.additions import FreeU, ImagePrompt, PerturbedAttention, Shrink
+from ...core.additions import FreeU, PerturbedAttention, Shrink
+from ...core.refusal import Refusal
+from ..additions import NO_ADDITIONS, Additions, freeu_of
 from .image_prompts import ATTENTION as CROSS_ATTENTION
 from .image_prompts import queries_at, read_image_prompts, source_digest
 from .patches import PATCHES, REPLACED
+
+log = logging.getLogger("onediff")
 
 SELF_ATTENTION, JOIN = "attn1", "output_block_patch"
 AFTER_STAGE, AFTER_SKIP = "input_block_patch", "input_block_patch_after_skip"
@@ -42,93 +47,73 @@ MODES = frozenset({"bicubic", "bilinear", "area", "nearest-exact"})
 FREEU_SWITCH = "FreeUForForge"
 
 
-class Additions(NamedTuple):
-    """See UNetCall. stand_for: the lists and attentions for whose functions our forward computes these."""
-
-    image_prompts: tuple[ImagePrompt, ...] = ()
-    freeu: FreeU | None = None
-    perturbed: PerturbedAttention | None = None
-    shrink: Shrink | None = None
-    stand_for: frozenset[str] = frozenset()
-
-
-class AdditionsReader:
-    """Reads the additions of one UNet at each call."""
-
-    def __init__(self) -> None:
-        self._freeu: FreeU | None = None
-        self._freeu_of: tuple[Any, ...] = ()
-        self._perturbed: dict[frozenset[Any], PerturbedAttention] = {}
-
-    def read(self, unet: nn.Module, options: Mapping[str, Any], latent: Tensor) -> Additions:
-        """options: the call's transformer_options. latent: of the call, (batch, channels, height, width)."""
-        found = Additions()
-        if not options.get(PATCHES) and not options.get(REPLACED):
-            return found
-        prompts = read_image_prompts(unet, options, latent)
-        if prompts is not None:
+def read_additions(unet: nn.Module, options: Mapping[str, Any], latent: Tensor) -> Additions:
+    """options: the call's transformer_options. latent: of the call, (batch, channels, height, width)."""
+    replaced = options.get(REPLACED) or {}
+    if not options.get(PATCHES) and not replaced:
+        return NO_ADDITIONS
+    found = NO_ADDITIONS
+    if replaced.get(CROSS_ATTENTION):
+        try:
+            prompts = read_image_prompts(unet, replaced[CROSS_ATTENTION], options, latent)
             found = found._replace(image_prompts=prompts, stand_for=frozenset({CROSS_ATTENTION}))
-        alone = (options.get(REPLACED) or {}).get(SELF_ATTENTION) or {}
-        if alone and all(kind_of(function) == PERTURBED for function in alone.values()):
-            found = found._replace(
-                perturbed=self._perturbed_attention(unet, frozenset(alone)),
-                stand_for=found.stand_for | {SELF_ATTENTION},
+        except Refusal as reason:
+            log.debug("what stands for cross attentions is called as it is: %s", reason)
+    alone = replaced.get(SELF_ATTENTION) or {}
+    if alone and all(kind_of(function) == PERTURBED for function in alone.values()):
+        queries = frozenset(path for place in alone for path in queries_at(unet, place, SELF_ATTENTION))
+        found = found._replace(
+            perturbed=perturbed_attention(queries), stand_for=found.stand_for | {SELF_ATTENTION}
+        )
+    elif alone:
+        # Self-attention guidance reads what the functions of the hires fix take down.
+        return found
+    return with_stages(found, unet, options, latent.device)
+
+
+@lru_cache(maxsize=16)
+def perturbed_attention(queries: frozenset[str]) -> PerturbedAttention:
+    """The same object for every call: it computes a digest of its queries once."""
+    return PerturbedAttention(queries, first_row=0)
+
+
+def with_stages(found: Additions, unet: nn.Module, options: Mapping[str, Any], device: torch.device) -> Additions:
+    """found, with what stands at stages where all of it is known: FreeU, the hires fix, or both in this order."""
+    lists = options.get(PATCHES) or {}
+    joins = list(lists.get(JOIN) or ())
+    inputs = [(name, function) for name in (AFTER_STAGE, AFTER_SKIP) for function in lists.get(name) or ()]
+    kinds = [kind_of(function) for function in joins]
+    freeus = [kind for kind in kinds[:1] if kind in (FREEU, FREEU_2)]
+    if kinds not in (freeus, [*freeus, LARGER]):
+        return found
+    stand_for = {JOIN}
+    shrink: Shrink | None = None
+    if LARGER in kinds:
+        if len(inputs) != 1 or kind_of(inputs[0][1]) != SMALLER or options.get("sigmas") is None:
+            return found
+        name, smaller = inputs[0]
+        there, here = closure_of(smaller), closure_of(joins[-1])
+        if not {there["downscale_method"], here["upscale_method"]} <= MODES:
+            return found
+        stand_for |= {name}
+        # Like the host's own function, this waits for the GPU: the size of the hidden states depends on it.
+        if there["sigma_end"] <= float(options["sigmas"][0]) <= there["sigma_start"]:
+            shrink = Shrink(
+                int(there["block_number"]), float(there["downscale_factor"]), name == AFTER_SKIP,
+                there["downscale_method"], here["upscale_method"],
             )
-        elif alone:
-            # Self-attention guidance reads what the functions of the hires fix take down.
-            return found
-        return self._with_stages(found, unet, options, latent.device)
+    freeu = read_freeu(unet, joins[0], kinds[0] == FREEU_2, device) if freeus else None
+    return found._replace(freeu=freeu, shrink=shrink, stand_for=found.stand_for | stand_for)
 
-    def _perturbed_attention(self, unet: nn.Module, places: frozenset[Any]) -> PerturbedAttention:
-        if places not in self._perturbed:
-            queries = {path for place in places for path in queries_at(unet, place, SELF_ATTENTION)}
-            self._perturbed = {places: PerturbedAttention(frozenset(queries), first_row=0)}
-        return self._perturbed[places]
 
-    def _with_stages(
-        self, found: Additions, unet: nn.Module, options: Mapping[str, Any], device: torch.device
-    ) -> Additions:
-        """found, with what stands at stages where all of it is known: FreeU, the hires fix, or both in this order."""
-        lists = options.get(PATCHES) or {}
-        joins = list(lists.get(JOIN) or ())
-        inputs = [(name, function) for name in (AFTER_STAGE, AFTER_SKIP) for function in lists.get(name) or ()]
-        kinds = [kind_of(function) for function in joins]
-        freeus = [kind for kind in kinds[:1] if kind in (FREEU, FREEU_2)]
-        if kinds not in (freeus, [*freeus, LARGER]):
-            return found
-        stand_for = {JOIN}
-        shrink: Shrink | None = None
-        if LARGER in kinds:
-            if len(inputs) != 1 or kind_of(inputs[0][1]) != SMALLER or options.get("sigmas") is None:
-                return found
-            name, smaller = inputs[0]
-            there, here = held_by(smaller), held_by(joins[-1])
-            if not {there["downscale_method"], here["upscale_method"]} <= MODES:
-                return found
-            stand_for |= {name}
-            # Like the host's own function, this waits for the GPU: the size of the hidden states depends on it.
-            if there["sigma_end"] <= float(options["sigmas"][0]) <= there["sigma_start"]:
-                shrink = Shrink(
-                    int(there["block_number"]), float(there["downscale_factor"]), name == AFTER_SKIP,
-                    there["downscale_method"], here["upscale_method"],
-                )
-        freeu = self._read_freeu(unet, joins[0], kinds[0] == FREEU_2, device) if freeus else None
-        return found._replace(freeu=freeu, shrink=shrink, stand_for=found.stand_for | stand_for)
-
-    def _read_freeu(self, unet: Any, function: Any, follows_mean: bool, device: torch.device) -> FreeU | None:
-        """None at a step where it rests."""
-        switch = function.__globals__.get(FREEU_SWITCH)
-        if switch is not None and not switch.doFreeU:
-            return None
-        by_width = held_by(function)["scale_dict"]
-        now = tuple(by_width.items()), follows_mean, device
-        if self._freeu is None or self._freeu_of != now:
-            blocks = [unet.middle_block[0], *(stage[0] for stage in unet.output_blocks)][:-1]
-            factors = [by_width.get(block.out_layers[-1].out_channels) for block in blocks]
-            stages = frozenset(index for index, pair in enumerate(factors) if pair is not None)
-            values = torch.tensor([pair or (1.0, 1.0) for pair in factors], dtype=torch.float32, device=device)
-            self._freeu, self._freeu_of = FreeU(values, stages, follows_mean), now
-        return self._freeu
+def read_freeu(unet: Any, function: Any, follows_mean: bool, device: torch.device) -> FreeU | None:
+    """None at a step where it rests."""
+    switch = function.__globals__.get(FREEU_SWITCH)
+    if switch is not None and not switch.doFreeU:
+        return None
+    by_width = closure_of(function)["scale_dict"]
+    blocks = [unet.middle_block[0], *(stage[0] for stage in unet.output_blocks)][:-1]
+    return freeu_of(tuple(by_width.get(block.out_layers[-1].out_channels) for block in blocks), follows_mean, device)
 
 
 def kind_of(function: Any) -> str | None:
@@ -155,7 +140,7 @@ def resize_of(function: Any) -> Any:
     return known.get("adaptive_resize")
 
 
-def held_by(function: Callable[..., Any]) -> dict[str, Any]:
+def closure_of(function: Callable[..., Any]) -> dict[str, Any]:
     """What a function has taken along from where it was made, by name."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))

@@ -1,54 +1,106 @@
-"""One call of the host's UNet: put it into a UNetCall, or say what in it only the host's own forward understands."""
+"""One call of the host's UNet: as a UNetCall, and its prompt's rows alone. Refusal says what in it only the
+host's own forward understands."""
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...model.call import Control, UNetCall
-from ...model.patches import origin
-from .additions import Additions
-from .patches import OptionPatches, OwnForwards, points_of
+from ...core.call import Control, UNetCall
+from ...core.origins import origin
+from ...core.refusal import Refusal
+from ...core.rows import APART, OTHER_ROWS, half_of, rows_within
+from ..additions import NO_ADDITIONS, Additions
+from ..changed_modules import Changed
+from .patches import OptionPatches, points_of
 
 # What the UNet itself writes there while it runs, and what is for ControlNets alone.
 HARMLESS_OPTIONS = frozenset({
     "original_shape", "transformer_index", "block", "block_index", "controlnet_conditioning_modifiers",
     "controlnet_model_function_wrapper",
 })
+PARTS = ("input", "middle", "output")
+# What each part of a batch is, in the option cond_or_uncond.
+COND, UNCOND = 0, 1
+NO_MARKS = "the call does not say which rows are the negative prompt's"
+SEVERAL_PROMPTS = "several prompts, areas or other predictions share the call"
+
+
+class HostCall(NamedTuple):
+    """The arguments of the host's forward. others: what it takes besides by name."""
+
+    x: Tensor
+    timesteps: Tensor
+    context: Tensor
+    y: Tensor | None
+    control: Mapping[str, Any] | None
+    options: dict[str, Any]
+    others: Mapping[str, Any]
+
+    def by(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
+        """The output of the host's forward, which empties the lists of control: it may have to run again."""
+        control = None if self.control is None else {
+            part: list(values) if isinstance(values, list) else values for part, values in self.control.items()
+        }
+        return forward(
+            unet, self.x, self.timesteps, context=self.context, y=self.y, control=control,
+            transformer_options=self.options, **self.others,
+        )
+
+    def of_rows(self, rows: slice) -> HostCall:
+        """For the prompt's rows alone, as the host itself calls without guidance."""
+        batch, options = self.x.shape[0], {**self.options, "cond_or_uncond": [COND]}
+        if isinstance(options.get("cond_mark"), Tensor):
+            options["cond_mark"] = options["cond_mark"][rows]
+        if "cond_indices" in options:
+            options |= {"cond_indices": list(range(batch // 2)), "uncond_indices": []}
+        if isinstance(options.get("uuids"), list):
+            options["uuids"] = options["uuids"][1:] if rows.start else options["uuids"][:1]
+        return self._replace(
+            x=self.x[rows], timesteps=self.timesteps[rows], context=self.context[rows],
+            y=None if self.y is None else self.y[rows],
+            control=None if self.control is None else rows_within(dict(self.control), rows, batch), options=options,
+        )
+
+    def prompt_rows(self) -> slice:
+        """The options say which they are, and the noise levels among them have one value for each image."""
+        marks, levels = self.options.get("cond_or_uncond"), self.options.get("sigmas")
+        if not isinstance(marks, (list, tuple)) or not isinstance(levels, Tensor) or levels.dim() != 1:
+            raise Refusal(NO_MARKS)
+        if sorted(marks) != [COND, UNCOND]:
+            raise Refusal(APART if len(marks) == 1 else SEVERAL_PROMPTS)
+        if self.x.shape[0] != 2 * levels.shape[0]:
+            raise Refusal(OTHER_ROWS)
+        return half_of(self.x.shape[0], is_first=marks[0] == COND)
 
 
 def unet_call(
-    unet: nn.Module, x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: Mapping[str, Any] | None,
-    transformer_options: dict[str, Any], upcast_attention: bool, names_read: Collection[str],
-    others: Mapping[str, Any], additions: Additions = Additions(),  # noqa: B008
-    own: OwnForwards | None = None,
-) -> UNetCall | str:
-    """The call as ours, or what in it a UNetCall cannot say, in one line for the user. The arguments are those of the
-    host's forward, others what it takes besides by name.
+    unet: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
+    additions: Additions = NO_ADDITIONS, changed: Changed | None = None,
+) -> UNetCall:
+    """The call as ours.
 
     names_read: every name by which the host's UNet may ask for an option or another argument. additions: what our
-    forward computes in the place of functions. own: the forwards that stand on the UNet's modules.
+    forward computes in the place of functions. changed: the UNet's modules on which a forward of their own stands.
     """
-    points = points_of(transformer_options, names_read)
-    unknown_parts = {name: value for name, value in transformer_options.items() if name not in points}
-    patched = unknown_options(unknown_parts, names_read)
-    if patched:
-        return f"another extension changes the UNet for this call: {', '.join(patched)}"
-    unknown = sorted(name for name, value in others.items() if value is not None and name in names_read)
+    options = given.options
+    points = points_of(options, names_read)
+    foreign = unknown_options({name: value for name, value in options.items() if name not in points}, names_read)
+    if foreign:
+        raise Refusal(f"another extension changes the UNet for this call: {', '.join(foreign)}")
+    unknown = sorted(name for name, value in given.others.items() if value is not None and name in names_read)
     if unknown:
-        return f"the UNet is called with more than we know ({', '.join(unknown)})"
-    residuals = control_of(control)
-    if isinstance(residuals, str):
-        return residuals
+        raise Refusal(f"the UNet is called with more than we know ({', '.join(unknown)})")
     patches: OptionPatches | None = None
-    if own is not None or not all(is_empty(transformer_options.get(name)) for name in points):
-        own = own or OwnForwards()
-        patches = OptionPatches(unet, transformer_options, names_read, additions.stand_for, own)
+    if changed or not all(is_empty(options.get(name)) for name in points):
+        patches = OptionPatches(unet, options, names_read, additions.stand_for, changed or {})
     return UNetCall(
-        latent=x, timestep=timesteps, context=context, y=y, control=residuals, upcast_attention=upcast_attention,
-        patches=patches if patches is not None and patches.structure else None, image_prompts=additions.image_prompts,
-        freeu=additions.freeu, perturbed=additions.perturbed, shrink=additions.shrink,
+        latent=given.x, timestep=given.timesteps, context=given.context, y=given.y, control=control_of(given.control),
+        upcast_attention=upcast_attention, patches=patches if patches is not None and patches.structure else None,
+        image_prompts=additions.image_prompts, freeu=additions.freeu, perturbed=additions.perturbed,
+        shrink=additions.shrink,
     )
 
 
@@ -88,26 +140,42 @@ def describe(name: str, part: Any, value: Any) -> str:
     return f"{label} by {origin(value)}" if callable(value) else label
 
 
-def control_of(control: Mapping[str, Any] | None) -> Control | str | None:
-    """Residuals of ControlNets and T2I adapters in our slots, or which of them is none; the host's lists stay as they
-    are.
+def control_of(control: Mapping[str, Any] | None) -> Control | None:
+    """Residuals of ControlNets and T2I adapters in our slots; the host's lists stay as they are.
 
     Forge's forward takes from the end of each list: the last of input and output belong to the first input and output
     block, and of middle it takes the last alone.
     """
-    if not control:
-        return None
-    slots = {part: tuple(control.get(part) or ()) for part in ("input", "middle", "output")}
-    for part, residuals in slots.items():
-        for residual in residuals:
-            if residual is not None and not isinstance(residual, Tensor):
-                return f"control[{part}] holds a {type(residual).__name__}"
-    found = Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1])
-    return found if any(residual is not None for part in slots.values() for residual in part) else None
+    slots = {part: tuple((control or {}).get(part) or ()) for part in PARTS}
+    residuals = [residual for part in PARTS for residual in slots[part] if residual is not None]
+    other = next((residual for residual in residuals if not isinstance(residual, Tensor)), None)
+    if other is not None:
+        raise Refusal(f"control holds a {type(other).__name__}")
+    return Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1]) if residuals else None
 
 
-def copied_lists(control: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """control for the host's forward, which empties the lists that it is given: it may have to run again."""
-    if control is None:
-        return None
-    return {part: list(values) if isinstance(values, list) else values for part, values in control.items()}
+def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
+    """Every string that the functions of these modules hold as a constant: the keys by which they can read a mapping
+    are among them."""
+    return frozenset(text for module in modules for code in codes_of(module) for text in strings_in(code))
+
+
+def codes_of(module: types.ModuleType) -> Iterator[types.CodeType]:
+    """Of the functions and methods that are written in a module."""
+    for value in list(vars(module).values()):
+        for member in list(vars(value).values()) if isinstance(value, type) else [value]:
+            function = getattr(member, "__func__", member)
+            while hasattr(function, "__wrapped__"):
+                function = function.__wrapped__
+            code = getattr(function, "__code__", None)
+            if code is not None and code.co_filename == getattr(module, "__file__", None):
+                yield code
+
+
+def strings_in(constant: Any) -> Iterator[str]:
+    """The strings in a constant of a function, or among those of its code."""
+    if isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, (tuple, frozenset, types.CodeType)):
+        for inside in constant.co_consts if isinstance(constant, types.CodeType) else constant:
+            yield from strings_in(inside)

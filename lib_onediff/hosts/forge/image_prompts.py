@@ -13,14 +13,14 @@ import math
 import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...model.additions import ImagePrompt
-from .patches import REPLACED
+from ...core.additions import ImagePrompt
+from ...core.refusal import Refusal
 
 ATTENTION = "attn2"
 # lib_ipadapter's CrossAttentionPatch of Forge (June 2025) and Forge Neo 2.26, as Python 3.10 and later ones write it.
@@ -31,31 +31,76 @@ MOST_LEVELS = 4
 ANY_SIGMA = (999999999.9, 0.0)
 
 
-class Part(NamedTuple):
-    """An image prompt, and between which sigmas it is there."""
-
-    prompt: ImagePrompt
-    sigmas: tuple[float, float]
-
-
 def read_image_prompts(
-    unet: nn.Module, options: Mapping[str, Any], latent: Tensor
-) -> tuple[ImagePrompt, ...] | None:
-    """One for each adapter at this step's sigma; None where something else stands for cross attentions, or an adapter
-    is used in a way that only the host knows. options: the call's transformer_options. Computed at every call, as the
-    host does."""
-    functions = (options.get(REPLACED) or {}).get(ATTENTION)
-    if not functions or not all(map(is_known, set(map(type, functions.values())))):
-        return None
-    parts = parts_of(unet, functions, tuple(options.get("cond_or_uncond") or ()), latent)
-    if parts is None or options.get("ad_params") is not None:
-        return None
-    return tuple(at_sigma(part, options.get("sigmas")) for part in parts)
+    unet: nn.Module, functions: Mapping[Any, Any], options: Mapping[str, Any], latent: Tensor
+) -> tuple[ImagePrompt, ...]:
+    """One for each adapter at this step's sigma. Raises Refusal where something else stands for cross
+    attentions, or an adapter is used in a way that only the host knows. functions: what stands for cross attentions, by
+    place. options: the call's transformer_options. Computed at every call, as the host does."""
+    if not all(has_known_source(kind.__call__) for kind in set(map(type, functions.values()))):
+        raise Refusal("they are no IP-Adapters that we know")
+    # Whether each part of the batch is of the prompt (0) or the negative one (1).
+    order, first = tuple(options.get("cond_or_uncond") or ()), next(iter(functions.values()))
+    count, rows = len(first.weights), latent.shape[0]
+    if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
+        raise Refusal("rows or adapters are not equally many everywhere")
+    places = {key: queries_at(unet, key) for key in functions}
+    if options.get("ad_params") is not None or not all(places.values()):
+        raise Refusal("they are not where an image prompt is")
+    of_rows = [part for part in order for _ in range(rows // len(order))]
+    prompts = (image_prompt(functions, places, index, of_rows, latent, len(order)) for index in range(count))
+    return tuple(
+        at_sigma(prompt, (float(first.sigma_start[index]), float(first.sigma_end[index])), options.get("sigmas"))
+        for index, prompt in enumerate(prompts)
+    )
 
 
-def is_known(kind: type) -> bool:
-    """Whether a class's source is one that we know."""
-    return has_known_source(kind.__call__)
+def image_prompt(
+    functions: Mapping[Any, Any], places: Mapping[Any, list[str]], index: int, of_rows: list[int], latent: Tensor,
+    parts: int,
+) -> ImagePrompt:
+    """What one adapter adds. places: the paths of the queries at each place. of_rows: for each row of the batch, which
+    prompt it has: 0 or 1. parts: of the batch."""
+    first = next(iter(functions.values()))
+    cond, uncond, mask, weight = first.conds[index], first.unconds[index], first.masks[index], first.weights[index]
+    same = all(settings_of(one, index) == settings_of(first, index) for one in functions.values())
+    # "original" is the one way in which the host's page uses them.
+    if not same or not first.weight_type[index].startswith("original") or first.unfold_batch[index]:
+        raise Refusal("an adapter has settings that only the host knows")
+    if cond.shape[0] != 1 or uncond.shape != cond.shape:
+        raise Refusal(f"image tokens are {tuple(cond.shape)} and {tuple(uncond.shape)}")
+    tokens = torch.cat([cond, uncond])
+    projected: list[Tensor] = []
+    columns: dict[str, tuple[int, int]] = {}
+    width = 0
+    for key, one in functions.items():
+        layers = one.ipadapters[index].ip_layers.to_kvs
+        keys, values = layers[one.k_key](tokens), layers[one.v_key](tokens) * weight
+        projected += keys, values
+        taken = keys.shape[-1] + values.shape[-1]
+        columns |= dict.fromkeys(places[key], (width, taken))
+        width += taken
+    key_values = torch.cat(projected, dim=-1)[of_rows].to(latent)
+    return ImagePrompt(key_values, columns, {} if mask is None else masks_of(mask, latent, parts))
+
+
+def settings_of(function: Any, index: int) -> tuple[Any, ...]:
+    """What of an adapter must be the same at every place."""
+    tensors = function.conds, function.unconds, function.masks, function.ipadapters
+    numbers = (
+        function.weights, function.weight_type, function.sigma_start, function.sigma_end, function.unfold_batch
+    )
+    return (*(id(of[index]) for of in tensors), *(of[index] for of in numbers))
+
+
+def at_sigma(prompt: ImagePrompt, between: tuple[float, float], sigmas: Tensor | None) -> ImagePrompt:
+    """The image prompt at a step: values of 0 add nothing. Does not wait for the GPU to tell the sigma."""
+    first, last = between
+    if between == ANY_SIGMA:
+        return prompt
+    sigma = torch.tensor(ANY_SIGMA[0]) if sigmas is None else sigmas[0].double()
+    is_there = ((sigma <= first) & (sigma >= last)).to(prompt.key_values)
+    return dataclasses.replace(prompt, key_values=prompt.key_values * is_there)
 
 
 @lru_cache(maxsize=64)
@@ -72,69 +117,6 @@ def source_digest(function: Any) -> str | None:
         return None
 
 
-def at_sigma(part: Part, sigmas: Tensor | None) -> ImagePrompt:
-    """The image prompt at a step: values of 0 add nothing. Does not wait for the GPU to tell the sigma."""
-    first, last = part.sigmas
-    if (first, last) == ANY_SIGMA:
-        return part.prompt
-    sigma = torch.tensor(ANY_SIGMA[0]) if sigmas is None else sigmas[0].double()
-    is_there = ((sigma <= first) & (sigma >= last)).to(part.prompt.key_values)
-    return dataclasses.replace(part.prompt, key_values=part.prompt.key_values * is_there)
-
-
-def parts_of(
-    unet: nn.Module, functions: Mapping[Any, Any], order: tuple[int, ...], latent: Tensor
-) -> list[Part] | None:
-    """The image prompts of every adapter in these functions, which stand at a place of the UNet each; None where only
-    the host knows what they do. order: whether each part of the batch is of the prompt (0) or the negative one (1)."""
-    first = next(iter(functions.values()))
-    count, rows = len(first.weights), latent.shape[0]
-    if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
-        return None
-    places = {key: queries_at(unet, key) for key in functions}
-    if not all(places.values()):
-        return None
-    found: list[Part] = []
-    for index in range(count):
-        settings = settings_of(first, index)
-        cond, uncond, mask, weight = first.conds[index], first.unconds[index], first.masks[index], first.weights[index]
-        if any(settings_of(one, index) != settings for one in functions.values()):
-            return None
-        # "original" is the one way in which the host's page uses them.
-        if not first.weight_type[index].startswith("original") or first.unfold_batch[index]:
-            return None
-        if cond.shape[0] != 1 or uncond.shape != cond.shape:
-            return None
-        tokens = torch.cat([cond, uncond])
-        projected: list[Tensor] = []
-        columns: dict[str, tuple[int, int]] = {}
-        width = 0
-        for key, one in functions.items():
-            layers = one.ipadapters[index].ip_layers.to_kvs
-            keys, values = layers[one.k_key](tokens), layers[one.v_key](tokens) * weight
-            projected += keys, values
-            taken = keys.shape[-1] + values.shape[-1]
-            columns |= dict.fromkeys(places[key], (width, taken))
-            width += taken
-        of_rows = [kind for kind in order for _ in range(rows // len(order))]
-        key_values = torch.cat(projected, dim=-1)[of_rows].to(latent)
-        masks = {} if mask is None else masks_of(mask, latent, len(order))
-        if masks is None:
-            return None
-        sigmas = float(first.sigma_start[index]), float(first.sigma_end[index])
-        found.append(Part(ImagePrompt(key_values, columns, masks), sigmas))
-    return found
-
-
-def settings_of(function: Any, index: int) -> tuple[Any, ...]:
-    """What of an adapter must be the same at every place."""
-    tensors = function.conds, function.unconds, function.masks, function.ipadapters
-    numbers = (
-        function.weights, function.weight_type, function.sigma_start, function.sigma_end, function.unfold_batch
-    )
-    return (*(id(of[index]) for of in tensors), *(of[index] for of in numbers))
-
-
 def queries_at(unet: nn.Module, key: tuple[Any, ...], attention: str = ATTENTION) -> list[str]:
     """The paths of the queries of the attentions at a place: ("input", 4), or ("input", 4, 0) for one block."""
     part, index, *block = key
@@ -147,9 +129,9 @@ def queries_at(unet: nn.Module, key: tuple[Any, ...], attention: str = ATTENTION
     ]
 
 
-def masks_of(mask: Tensor, latent: Tensor, parts: int) -> dict[int, Tensor] | None:
+def masks_of(mask: Tensor, latent: Tensor, parts: int) -> dict[int, Tensor]:
     """A mask, (images, height, width), for every size of the hidden states, (batch, tokens, 1) by their number, as the
-    host resizes it; None where that does not cover them. parts: of the batch."""
+    host resizes it. parts: of the batch."""
     rows, (height, width) = latent.shape[0] // parts, latent.shape[-2:]
     level, found = (height, width), dict[int, Tensor]()
     for _ in range(MOST_LEVELS):
@@ -159,7 +141,7 @@ def masks_of(mask: Tensor, latent: Tensor, parts: int) -> dict[int, Tensor] | No
         small = functional.interpolate(mask[:, None], size=(high, tokens // high), mode="bicubic")[:, 0]
         small = torch.cat([small, small[-1:].repeat(max(0, rows - len(small)), 1, 1)])[:rows]
         if small[0].numel() != tokens:
-            return None
+            raise Refusal("a mask does not cover the image")
         found[tokens] = small.repeat(parts, 1, 1).flatten(1)[..., None].to(latent)
         level = (level[0] + 1) // 2, (level[1] + 1) // 2
     return found

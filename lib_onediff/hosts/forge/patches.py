@@ -12,17 +12,17 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.layout import TransformerBlock
-from ...model.patch_points import CROSS_ATTENTION, INPUT, Block, PatchPoints
-from ...model.patches import origin
+from ...core.leaves import TransformerBlock
+from ...core.origins import origin
+from ...core.patch_points import CROSS_ATTENTION, INPUT, Block, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
-TOLD = "transformer_options"
+OPTIONS = "transformer_options"
 LISTS = frozenset({
     "emb_patch", "input_block_patch", "input_block_patch_after_skip", "output_block_patch", "attn1_patch",
     "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch",
@@ -42,27 +42,17 @@ PRECISION = "attn_precision"
 QUERY = ".attn2.to_q"
 
 
-class OwnForwards(NamedTuple):
-    """The forwards that stand on modules of a UNet's instance at one call. structure: as in PatchPoints."""
-
-    changed: Changed = {}
-    structure: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, changed: Changed) -> OwnForwards:
-        return cls(changed, kinds_of(changed))
-
-
 class OptionPatches(PatchPoints):
     """The functions in one call's transformer_options and on the UNet's modules; see model.patch_points.PatchPoints."""
 
     def __init__(
-        self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], known: Collection[str] = (),
-        own: OwnForwards = OwnForwards(),  # noqa: B008
+        self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], known: Collection[str],
+        changed: Changed,
     ) -> None:
-        """known: the lists and the attentions for whose functions our forward stands."""
+        """known: the lists and the attentions for whose functions our forward stands. changed: the modules on which a
+        forward of their own stands."""
         self._unet = weakref.ref(unet)
-        self._own: Changed = own.changed
+        self._changed_modules = changed
         self._here: dict[str, Any] = {}
         self._options = options
         self._lists: dict[str, list[Callable[..., Any]]] = {
@@ -75,16 +65,16 @@ class OptionPatches(PatchPoints):
         self._modifiers = list(options.get(MODIFIERS) or ())
         self._norm: Any = options.get(NORM)
         self.norm = None if self._norm is None else self._normed
-        self._tells_precision = PRECISION in names_read
+        self._reads_precision = PRECISION in names_read
         self._extra: dict[str, Any] = {}
         self._block: Block = ("", 0, 0)
         self.sees_stages = bool(self._modifiers) or self._norm is not None
         self.places = (
             sorted(self._lists), {name: set(blocks) for name, blocks in self._replaced.items()}, bool(self._modifiers),
-            self._norm is not None, {path: tuple(names) for path, names in own.changed.items()},
+            self._norm is not None, {path: tuple(names) for path, names in changed.items()},
         )
-        said = (f"{name} by {origin(function)}" for name, function in self._named())
-        self.structure = tuple(sorted((*said, *own.structure)))
+        listed = (f"{name} by {origin(function)}" for name, function in self._named())
+        self.structure = tuple(sorted((*listed, *kinds_of(changed))))
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         for name, functions in self._lists.items():
@@ -100,11 +90,11 @@ class OptionPatches(PatchPoints):
     def functions(self) -> list[Any]:
         lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
         listed = (function for functions in lists for function in functions)
-        return [*listed, *filter(None, [self._norm]), *functions_of(self._own)]
+        return [*listed, *filter(None, [self._norm]), *functions_of(self._changed_modules)]
 
     def stands(self, point: str, *arguments: Any) -> bool:
-        if point == "after_stage":
-            return bool(self._modifiers) or arguments[0] == INPUT and POINTS[point] in self._lists
+        if point in ("before_stage", "after_stage") and self._modifiers:
+            return True
         if point == "attend":
             return self._replacement(arguments[0]) is not None
         if point == "whole_block":
@@ -113,8 +103,8 @@ class OptionPatches(PatchPoints):
             return self._module_of(arguments[0]) is not None
         if point == "attention_output":
             return OUTPUT_OF.format(arguments[0]) in self._lists
-        if point == "before_stage":
-            return bool(self._modifiers)
+        if point == "after_stage" and arguments[0] != INPUT:
+            return False
         return point == "norm" or POINTS.get(point) in self._lists
 
     def begin(self, latent: Tensor) -> None:
@@ -123,7 +113,7 @@ class OptionPatches(PatchPoints):
 
     def embedding(self, embedding: Tensor) -> Tensor:
         channels = getattr(self._unet(), "model_channels", None)
-        return self._changed("emb_patch", embedding, channels, self._options)
+        return self._apply_list("emb_patch", embedding, channels, self._options)
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
         self._options["block"] = (part, index)
@@ -133,10 +123,10 @@ class OptionPatches(PatchPoints):
         hidden_states = self._modified(hidden_states, "after")
         if part != INPUT:
             return hidden_states
-        return self._changed("input_block_patch", hidden_states, self._options)
+        return self._apply_list("input_block_patch", hidden_states, self._options)
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
-        return self._changed("input_block_patch_after_skip", hidden_states, self._options)
+        return self._apply_list("input_block_patch_after_skip", hidden_states, self._options)
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
         self._options["block"] = ("output", index)
@@ -158,14 +148,14 @@ class OptionPatches(PatchPoints):
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         self._block = place
         self._options["block_index"] = place[2]
-        self._here = self._own.get(block.self_norm.path.removesuffix(SELF_NORM), {}) if self._own else {}
+        self._here = self._changed_modules.get(block.self_norm.path.removesuffix(SELF_NORM), {})
         stands = any(name in self._lists for name in IN_BLOCKS) or any(map(self._replacement, ATTENTIONS))
         if not stands and not self._here:
             return False
         attention = block.cross_attention
         self._extra = {name: value for name, value in self._options.items() if name not in (PATCHES, REPLACED)}
         self._extra |= {"n_heads": attention.heads, "dim_head": attention.head_width}
-        if self._tells_precision:
+        if self._reads_precision:
             self._extra[PRECISION] = self._module(attention.query.path.removesuffix(QUERY)).attn_precision
         return True
 
@@ -189,8 +179,8 @@ class OptionPatches(PatchPoints):
         if f"{attention}_patch" in self._lists:
             given = context if is_cross else query
             query, key, value = self._attention_inputs(f"{attention}_patch", query, given)
-        told = {TOLD: self._extra} if takes_options(type(module).forward) else {}
-        added = module(query, context=key, value=value, **told).to(normed.dtype)
+        options = {OPTIONS: self._extra} if takes_options(type(module).forward) else {}
+        added = module(query, context=key, value=value, **options).to(normed.dtype)
         return self.attention_output(attention, added)
 
     def _module_of(self, attention: str) -> Any:
@@ -222,17 +212,17 @@ class OptionPatches(PatchPoints):
         return by_block.get(self._block) or by_block.get(self._block[:2])
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
-        return self._changed(OUTPUT_OF.format(attention), tokens, self._extra)
+        return self._apply_list(OUTPUT_OF.format(attention), tokens, self._extra)
 
     def between_attentions(self, tokens: Tensor) -> Tensor:
-        return self._changed("middle_patch", tokens, self._extra)
+        return self._apply_list("middle_patch", tokens, self._extra)
 
     def _modified(self, hidden_states: Tensor, when: str) -> Tensor:
         for modifier in self._modifiers:
             hidden_states = modifier(hidden_states.contiguous(), when, self._options)
         return hidden_states.detach() if self._modifiers else hidden_states
 
-    def _changed(self, name: str, tensor: Tensor, *others: Any) -> Tensor:
+    def _apply_list(self, name: str, tensor: Tensor, *others: Any) -> Tensor:
         """What the functions of a list make of a tensor, as a new tensor object: operators must not take what they
         know of the old one for it."""
         functions = self._lists.get(name, ())
@@ -244,7 +234,7 @@ class OptionPatches(PatchPoints):
 @lru_cache(maxsize=16)
 def takes_options(forward: Any) -> bool:
     """Whether the host's blocks hand transformer_options to attentions whose class has this forward."""
-    return TOLD in inspect.signature(forward).parameters
+    return OPTIONS in inspect.signature(forward).parameters
 
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:

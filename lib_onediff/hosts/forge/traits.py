@@ -1,4 +1,5 @@
-"""What differs between the hosts of the Forge family, and what our adapter needs of each of them."""
+"""What differs between the hosts of the Forge family, what our adapter needs of each of them, and what speaks against
+serving a call there."""
 from __future__ import annotations
 
 import importlib
@@ -7,7 +8,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..contract import Need
+import torch
+from torch import Tensor
+
+from ...core.origins import origin
+from ...core.refusal import Refusal
+from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
+from ..needs import Need
 
 UNET_ARGUMENTS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 # What hosts and their extensions call an attention function, and what people call it.
@@ -17,20 +24,22 @@ ATTENTIONS = {
 }
 # These round queries and keys to 8 bits or fewer.
 APPROXIMATE_ATTENTIONS = {"attention_sage", "attention_sage3"}
+EXACT_ATTENTION = "attention_pytorch"
+UPCASTING_ATTENTIONS = {"attention_basic", "attention_split", "attention_sub_quad"}
 
 
 @dataclass(frozen=True)
 class Traits:
     """One family of hosts.
 
-    release: the name and release of the one that we run in.
+    name: for programs. release: the name and release of the one that we run in.
     unet, unet_class: the module and the class of the UNet.
     vae: the module of the VAE's Decoder and Encoder.
     attention: the module with the UNet's attention functions.
     attention_user, attention_name: the module and the global name by which the UNet calls the chosen one.
     helpers: other global functions that the UNet calls, (module, name), each with the module whose code it must be.
     memory, sampling: the modules of the memory management and of sampling_prepare.
-    selected_engine: loads the checkpoint that the user has chosen.
+    selected_checkpoint: loads the checkpoint that the user has chosen.
     vae_attention: the function by which a decoder computes attention.
     """
 
@@ -45,26 +54,8 @@ class Traits:
     helpers: tuple[tuple[str, str, str], ...]
     memory: str
     sampling: str
-    selected_engine: Callable[[], Any]
+    selected_checkpoint: Callable[[], Any]
     vae_attention: Callable[[Any], Any]
-
-    def module(self, name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    def computation_dtype(self, patcher: Any) -> Any:
-        """The type in which the host calls the UNet of a patcher."""
-        model = patcher.model
-        computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
-        return computed or patcher.model_dtype()
-
-    def attention_function(self) -> Any:
-        """The attention function that the host's UNet uses now."""
-        return getattr(self.module(self.attention_user), self.attention_name)
-
-    def helper_functions(self) -> dict[tuple[str, str, str], Any]:
-        """The functions that the host's UNet calls now, by module, name and the module whose code they should run."""
-        attention = (self.attention_user, self.attention_name, self.attention)
-        return {place: getattr(importlib.import_module(place[0]), place[1]) for place in (*self.helpers, attention)}
 
     def needs(self) -> tuple[Need, ...]:
         """What must be there before we hook anything."""
@@ -79,30 +70,91 @@ class Traits:
             Need("modules.shared", "state"), Need("modules_forge.main_thread", "run_and_wait_result"),
         )
 
+    def module(self, name: str) -> ModuleType:
+        return importlib.import_module(name)
 
-# What a loaded checkpoint must have.
-ENGINE_PATHS = (
-    "forge_objects.unet.model", "forge_objects.unet.model_options", "forge_objects.unet.load_device",
-    "forge_objects_original.unet", "forge_objects_after_applying_lora",
-)
+    def computation_dtype(self, patcher: Any) -> Any:
+        """The type in which the host calls the UNet of a patcher."""
+        model = patcher.model
+        computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
+        return computed or patcher.model_dtype()
+
+    def attention_function(self) -> Any:
+        """The attention function that the host's UNet uses now."""
+        return getattr(self.module(self.attention_user), self.attention_name)
+
+    def unused_attention(self) -> str | None:
+        """What people call the attention that the user has chosen for the host and that we do not use."""
+        return ATTENTIONS.get(self.attention_function().__name__)
+
+    def upcasts_attention(self, dtype: torch.dtype) -> bool:
+        """Whether the host computes the UNet's attention scores in float32 when its inputs are of dtype."""
+        if self.attention_function().__name__ not in UPCASTING_ATTENTIONS:
+            return False
+        attention = self.module(self.attention)
+        precision = getattr(attention, "get_attn_precision", None)
+        if precision is None:
+            # Classic has a flag of the module instead.
+            return getattr(attention, "_ATTN_PRECISION", None) == "fp32"
+        # Forge's takes the wanted precision alone; Neo's and ldm_patched's take the type of the inputs too.
+        takes = precision.__code__.co_argcount
+        return precision(*(None, dtype)[:takes]) == torch.float32
+
+    def with_exact_attention(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The host's forward with PyTorch's attention in place of one that rounds its inputs to 8 bits."""
+        chosen = self.attention_function()
+        exact = getattr(self.module(self.attention), EXACT_ATTENTION, None)
+        if chosen.__name__ not in APPROXIMATE_ATTENTIONS or exact is None:
+            return host
+
+        def exactly() -> Tensor:
+            user = self.module(self.attention_user)
+            setattr(user, self.attention_name, exact)
+            try:
+                return host()
+            finally:
+                setattr(user, self.attention_name, chosen)
+
+        return exactly
+
+    def unet_functions(self) -> dict[tuple[str, str, str], Any]:
+        """The functions that the host's UNet calls now, by module, name and the module whose code they should run."""
+        attention = (self.attention_user, self.attention_name, self.attention)
+        return {place: getattr(self.module(place[0]), place[1]) for place in (*self.helpers, attention)}
+
+    def check_vae(self, decoder: Any) -> None:
+        """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""
+        source = origin(self.vae_attention(decoder))
+        if source not in (self.attention, self.vae):
+            raise Refusal(f"the attention of the WebUI's VAE was replaced by {source}")
 
 
-def told_version() -> tuple[str, str]:
+def check_storage(unet: Any) -> None:
+    """Raise Refusal where the host casts a UNet's weights in a way that we do not know."""
+    stored, computed = getattr(unet, "storage_dtype", None), getattr(unet, "computation_dtype", None)
+    if stored != computed and not (stored in STORED_DTYPES and computed in BOUND_DTYPES):
+        stored, computed = (str(kind).removeprefix("torch.") for kind in (stored, computed))
+        raise Refusal(
+            f"the UNet is stored as {stored} and computed in {computed}: the WebUI casts its weights at every call"
+        )
+
+
+def version_and_release() -> tuple[str, str]:
     """What the host says of itself: its version, and its release where it tells one."""
     try:
-        told = importlib.import_module("modules_forge.forge_version")
+        said = importlib.import_module("modules_forge.forge_version")
     except ImportError:
         return "", ""
-    return str(getattr(told, "version", "")), str(getattr(told, "release", ""))
+    return str(getattr(said, "version", "")), str(getattr(said, "release", ""))
 
 
-def release() -> str:
+def forge_release() -> str:
     """ "Forge 2.0.1v1.10.1" or "Forge Neo 2.26"."""
-    version, number = told_version()
+    version, number = version_and_release()
     return (f"Forge Neo {number}" if version == "neo" else f"Forge {version}").strip()
 
 
-def reloaded_engine() -> Any:
+def reloaded_checkpoint() -> Any:
     from modules import sd_models
 
     return sd_models.forge_model_reload()[0]
@@ -116,7 +168,7 @@ def forge_vae_attention(decoder: Any) -> Any:
 
 
 FORGE = Traits(
-    name="forge", release=release, unet="backend.nn.unet", unet_class="IntegratedUNet2DConditionModel",
+    name="forge", release=forge_release, unet="backend.nn.unet", unet_class="IntegratedUNet2DConditionModel",
     vae="backend.nn.vae",
     attention="backend.attention", attention_user="backend.nn.unet", attention_name="attention_function",
     helpers=(
@@ -125,5 +177,5 @@ FORGE = Traits(
         ("backend.nn.unet", "checkpoint", "backend.nn.unet"),
     ),
     memory="backend.memory_management", sampling="backend.sampling.sampling_function",
-    selected_engine=reloaded_engine, vae_attention=forge_vae_attention,
+    selected_checkpoint=reloaded_checkpoint, vae_attention=forge_vae_attention,
 )

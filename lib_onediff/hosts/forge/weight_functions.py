@@ -7,6 +7,7 @@ or an object with that as its weights.
 """
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -15,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...model.patches import APPLIED_AT_CALL
-from ...model.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState
+from ...weights.scan import APPLIED_AT_CALL
+from ...weights.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState
 
 ONLINE_LORAS, FUNCTIONS = "forge_online_loras", ("weight_function", "bias_function")
 # In half the time of asking their dictionaries.
 WEIGHT_FUNCTION, BIAS_FUNCTION = map(attrgetter, FUNCTIONS)
-# The host's own function: it applies the patches that its patcher has for a key.
 PATCH_FUNCTION = "LowVramPatch"
 PLAIN = frozenset({type(None), bool, int, float, str})
 CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
@@ -43,36 +43,35 @@ class LayerFunctions:
         seen: list[object] = []
         for place in applied_to(layers):
             own = layers[place].__dict__
-            seen.append(place)
-            for patches in (own.get(ONLINE_LORAS) or {}).values():
+            functions = [function for name in FUNCTIONS for function in own.get(name) or ()]
+            seen += (place, *map(id, functions))
+            lists = [function.patches[function.key] for function in functions if has_patches(function)]
+            for patches in (*lists, *(own.get(ONLINE_LORAS) or {}).values()):
                 for patch in patches:
                     seen += (id(patch), patch[0], id(patch[1]))
-            for name in FUNCTIONS:
-                for function in own.get(name) or ():
-                    seen.append(id(function))
-                    if type(function).__name__ == PATCH_FUNCTION:
-                        for patch in function.patches[function.key]:
-                            seen += (id(patch), patch[0], id(patch[1]))
         return seen
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         own: Any = layer.__dict__
         weight: Any = layer.weight
+        on_weight, on_bias = (list[Any](own.get(name) or ()) for name in FUNCTIONS)
         loras = own.get(ONLINE_LORAS) or {}
-        functions = list(own.get("weight_function") or ())
-        on_bias: list[Change] = list(own.get("bias_function") or ())
-        patches = patches_of(functions, loras.get("weight"))
-        updates = None if patches is None else low_rank_updates(patches, weight)
-        if loras.get("weight"):
-            functions.append(merging(loras["weight"]))
-        if loras.get("bias"):
-            on_bias.append(merging(loras["bias"]))
-        lasting = all(type(one).__name__ == PATCH_FUNCTION or one.__module__ == __name__ for one in (
-            *functions, *on_bias
-        ))
+        updates = None
+        if all(map(has_patches, on_weight)):
+            patches = [patch for function in on_weight for patch in function.patches[function.key]]
+            updates = low_rank_updates([*patches, *(loras.get("weight") or ())], weight)
+        lasting = all(map(has_patches, (*on_weight, *on_bias)))
+        for functions, name in ((on_weight, "weight"), (on_bias, "bias")):
+            if loras.get(name):
+                functions.append(merging(loras[name]))
         return WeightFunctions(
-            updates or (), None if updates is not None else in_turn(functions), in_turn(on_bias), lasting
+            updates or (), None if updates is not None else in_turn(on_weight), in_turn(on_bias), lasting
         )
+
+
+def has_patches(function: Any) -> bool:
+    """Whether a function is the host's own, which applies the patches that its patcher has for a key."""
+    return type(function).__name__ == PATCH_FUNCTION
 
 
 def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
@@ -84,16 +83,10 @@ def applied_to(layers: Sequence[nn.Module]) -> list[int]:
     """The places of the layers to which something is applied; most often none: a tenth of a millisecond for SDXL."""
     if not hasattr(layers[0], FUNCTIONS[0]):
         return [place for place, layer in enumerate(layers) if ONLINE_LORAS in layer.__dict__]
-    try:
+    with contextlib.suppress(AttributeError):  # a layer of a class that has none
         if not any(map(WEIGHT_FUNCTION, layers)) and not any(map(BIAS_FUNCTION, layers)):
             return []
-    except AttributeError:  # a layer of a class that has none
-        pass
-    weight, bias = FUNCTIONS
-    return [
-        place for place, layer in enumerate(layers)
-        if (own := layer.__dict__).get(weight) or own.get(bias)
-    ]
+    return [place for place, layer in enumerate(layers) if any(map(layer.__dict__.get, FUNCTIONS))]
 
 
 class Parts(NamedTuple):
@@ -115,7 +108,7 @@ def take_apart(given: Any, parts: Parts) -> None:
             take_apart(part, parts)
     elif isinstance(given, Tensor):
         parts.tensors.append(given)
-    elif kind.__name__ == PATCH_FUNCTION:
+    elif has_patches(given):
         take_apart(given.patches.get(given.key), parts)
     elif isinstance(given, Mapping):
         for name, part in given.items():
@@ -124,13 +117,6 @@ def take_apart(given: Any, parts: Parts) -> None:
     else:
         parts.objects.append(given)
         take_apart(getattr(given, "weights", None), parts)
-
-
-def patches_of(functions: Sequence[Any], loras: Sequence[Any] | None) -> list[Any] | None:
-    """All patches that are applied to a weight; None where not all of it is patches."""
-    if any(type(function).__name__ != PATCH_FUNCTION for function in functions):
-        return None
-    return [patch for function in functions for patch in function.patches[function.key]] + list(loras or ())
 
 
 def low_rank_updates(patches: Sequence[Any], weight: Tensor) -> tuple[LowRankUpdate, ...] | None:

@@ -5,13 +5,13 @@ import weakref
 
 from torch import nn
 
-from ...model.binding import Binding
-from ...model.layout import UnsupportedUNet
-from ...model.patches import LOOKED_AT_BY_OTHERS, HostTraits, scan
-from ...model.read import read_decoder
-from ...model.vae.layout import DecoderLayout
-from ...model.weights import Weights
+from ...core.affine import Weights
+from ...core.refusal import Refusal
+from ...families.registry import read_decoder
+from ...families.vae.layout import DecoderLayout
 from ...options.settings import Settings
+from ...weights.binding import Binding
+from ...weights.scan import LOOKED_AT_BY_OTHERS, HostTraits, scan
 from ...weights.watch import Tree
 
 
@@ -29,7 +29,7 @@ class BoundDecoder:
     @property
     def binding(self) -> Binding:
         if self._binding is None:
-            raise UnsupportedUNet("this decoder has not been bound yet")
+            raise Refusal("this decoder has not been bound yet")
         return self._binding
 
     @property
@@ -49,7 +49,7 @@ class BoundDecoder:
         if self._refusal is None:
             try:
                 self._binding = Binding(decoder, read_decoder(decoder))
-            except UnsupportedUNet as reason:
+            except Refusal as reason:
                 self._refusal = str(reason)
         return self._refusal
 
@@ -62,7 +62,7 @@ class BoundDecoder:
 
         The host's parameters are read where they lie and never re-pointed: turning a weight channels-last takes a
         thousandth of a decode, so torch may do that at each convolution, and the host's own decode finds its weights
-        as it left them. Raises UnsupportedUNet with the reason if they are of several types or on several devices.
+        as it left them. Raises Refusal with the reason if they are of several types or on several devices.
         """
         if self.host_traits.sync_lora is not None:
             self.host_traits.sync_lora(self.binding.layers())

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from ...shapes.table import Entry
+from ...core.table import Entry
 
 log = logging.getLogger("onediff")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ...ops.precision import autocast_dtype
-from ...shapes.table import Entry, State
+from ...core.precision import autocast_dtype
+from ...core.table import Entry, State
 from ..services import TRAINING
 from ..verify import blame, relative_error, rounding_limit, time_host
 from .bound import BoundDecoder

@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.affine import Weights
+from ...core.card import on_card
+from ...core.device import Device
+from ...core.guard import first_line
+from ...core.key import ShapeKey
+from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
-from ...engines.device import Device
-from ...guard import first_line
-from ...model.vae.forward import Decoding
-from ...model.vae.layout import DecoderLayout
-from ...model.weights import Weights
-from ...ops.card import on_card
-from ...ops.precision import applied, flags_for, our_modes
-from ...options.effects import FP16_ON_CPU
+from ...core.table import Entry, State, Stopwatch
+from ...families.vae.forward import Decoding
+from ...families.vae.layout import DecoderLayout
 from ...options.settings import Settings
-from ...shapes.key import ShapeKey
-from ...shapes.table import Entry, State, Stopwatch
+from ..effects import FP16_ON_CPU
 from ..services import Services
 from ..verify import blame, recall
 from .call_stats import HOST, OURS
@@ -242,7 +242,7 @@ class DecodeFallbackChain:
         if entry.state is not State.COLD:
             return ours
         history = self._services.history
-        if not recall(entry, history) and job.settings.verify:
+        if not recall(entry, history):
             # Outside our modes: the host's forward must run exactly as the host would run it.
             checked = check(ours, job.host)
             if checked.host_saw is not None:

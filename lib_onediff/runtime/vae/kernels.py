@@ -8,10 +8,10 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from ...core.device import Candidates, Network
 from ...core.refusal import Refusal
-from ...engines.device import Candidates, Network
-from ...model.read import read_decoder
-from ...model.vae.layout import DecoderLayout
+from ...families.registry import read_decoder
+from ...families.vae.layout import DecoderLayout
 from ...options.settings import Settings
 from ..services import Services
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model.layout import Convolution
-from ...model.operators import Operators
-from ...model.weights import Affine
+from ...core.affine import Affine
+from ...core.leaves import Convolution
+from ...core.operators import Operators
 
 # What comes within this share of a type's largest number is about to overflow, or was cut off there.
 NEAR_THE_LIMIT = 0.9

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ...model.weights import Affine, Weights
-from ...ops.tuning_cache import TuningCache
+from ...core.affine import Affine, Weights
+from ...core.tuning_cache import TuningCache
 from ...weights.contents import digest_of_values
 from .overflow import NOT_FINITE, ONE_COLOUR, SATURATED
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...model.layout import UnsupportedUNet
-from ...model.patches import HostTraits
+from ...core.refusal import Refusal
+from ...core.weak_dictionary import WeakDictionary
 from ...options.settings import Settings
-from ...weak_dictionary import WeakDictionary
+from ...weights.scan import HostTraits
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, Services
 from .bound import BoundDecoder
 from .call_stats import HOST, OURS, DecodeStats
@@ -106,7 +106,7 @@ class DecoderRoute:
         """work(), or what stands in its way."""
         try:
             return work()
-        except UnsupportedUNet as refusal:
+        except Refusal as refusal:
             return Outcome(None, HOST, str(refusal))
         except torch.cuda.OutOfMemoryError:
             outcome = Outcome(None, HOST, OUT_OF_MEMORY)
@@ -137,7 +137,7 @@ class DecoderRoute:
     def _job(
         self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
     ) -> DecodeJob | str:
-        """The decode as we take it, or why the decoder or the latent is none of ours. Raises UnsupportedUNet."""
+        """The decode as we take it, or why the decoder or the latent is none of ours. Raises Refusal."""
         bound = self._decoders.get(decoder)
         if bound is None:
             # Another thread has switched OneDiff off meanwhile.

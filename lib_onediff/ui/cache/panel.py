@@ -1,19 +1,22 @@
-"""The OneDiff tab: which resolutions are ready, and buttons to make them ready or to throw them away.
+"""The Cache page: which resolutions are ready, and buttons to pre-warm or purge them.
 
-javascript/onediff.js asks for what is new while the tab can be seen, by a click on a hidden button: gradio has
-generators and timers, but the former keep connections open (see events.py) and the latter are not in gradio 3.
+javascript/onediff.js asks for what is new while the page can be seen, by a click on a hidden button: gradio 3 has no
+timers. No handler waits for an image that is being made.
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
 
-from ...prewarm.job import TOKEN_CHOICES
-from ...prewarm.presets import FAMILIES
+from ...options.sizes import Size, parse_sizes
+from ...prewarm.job import QUEUED, TOKEN_CHOICES, TOKENS, rows_with_jobs
+from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
 from ...runtime.runtime import Runtime
+from ...store.store import NotKept
 from .. import texts
 from ..events import (
     ACTIONS,
@@ -21,6 +24,7 @@ from ..events import (
     DANGER,
     HIDDEN,
     QUIET,
+    UNCHANGED,
     a_button,
     a_list,
     a_text,
@@ -30,33 +34,184 @@ from ..events import (
     markup,
     nothing_seen,
 )
-from .handlers import PARTS, Panel, for_page
-from .purge import Exclusively
-from .table import ALL_MODELS, ORDERS, USUAL_ORDER, legend_html
+from ..progress import jobs_html, sentence, whole_number
+from . import purge as cache_purge
+from .purge import Chore, Exclusively, Purge
+from .table import ALL_MODELS, ORDERS, USUAL_ORDER, legend_html, models_of, resolution_and_model, selected, table_html
+from .totals import chart_html, totals_html
 
+SOURCE = "panel"
+# How long a request waits for what it has begun; the page hears later of what takes longer.
+SECONDS_FOR_A_CHORE = 1.0
 PLACEHOLDER = "1024x1024, 832x1216 x2"
+# What a page waits for: a purge that the user has not confirmed, or work that is not over.
+Waiting = Purge | Chore | None
+# The sentence below the pre-warm controls, the one below the table, and what the page waits for.
+Answer = tuple[Any, Any, Waiting]
+
+
+class Panel:
+    """The handlers of the page. Each takes what its page waits for as the last argument."""
+
+    def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
+        """exclusively: runs work while the WebUI makes no image."""
+        self.runtime, self.warmup, self.exclusively = runtime, warmup, exclusively
+
+    # --- the pre-warm queue ---------------------------------------------------------------------------------------
+
+    def prewarm(self, text: str, batch: Any, tokens: Any, waiting: Waiting) -> Answer:
+        """Queue the sizes that were typed."""
+        try:
+            sizes = parse_sizes(text or "")
+            if not sizes:
+                raise ValueError(texts.TYPE_A_SIZE)
+            self._queue(sizes, batch, tokens)
+        except ValueError as problem:
+            return sentence(str(problem), wrong=True), "", waiting
+        return "", "", waiting
+
+    def preset(self, preset: SizePreset) -> Callable[..., Answer]:
+        """A handler that queues the sizes of a preset."""
+        return lambda batch, tokens, waiting: self.prewarm(", ".join(map(str, preset.sizes)), batch, tokens, waiting)
+
+    def _queue(self, sizes: list[Size], batch: Any, tokens: Any) -> None:
+        """Queue sizes; batch is for those without a number of images of their own."""
+        images = whole_number(1 if batch is None else batch, "The batch size")
+        wanted = [Size(size.width, size.height, images) if size.batch == 1 else size for size in sizes]
+        self.warmup.add(wanted, SOURCE, tokens=whole_number(tokens or TOKENS, "The number of tokens"))
+
+    def cancel_all(self, waiting: Waiting) -> Answer:
+        return sentence(texts.cancelled(self.warmup.stop())), "", waiting
+
+    def change_jobs(self, message: Any) -> None:
+        """Do what the buttons beside the jobs ask for: JSON such as [["cancel", 5]]."""
+        try:
+            actions = [(str(action), int(job_id)) for action, job_id in json.loads(message)]
+        except (TypeError, ValueError, OverflowError):
+            return
+        for action, job_id in actions:
+            queue = [job.id for job in self.warmup.jobs() if job.state == QUEUED]
+            if action == "cancel":
+                self.warmup.cancel(job_id)
+            elif job_id in queue and action in ("earlier", "later"):
+                self.warmup.move(job_id, queue.index(job_id) + (-1 if action == "earlier" else 1))
+
+    # --- the table ------------------------------------------------------------------------------------------------
+
+    def pin(self, pinned: bool) -> Callable[..., Answer]:
+        """A handler that pins the selected rows, or no longer."""
+
+        def set_pins(keys: Any, waiting: Waiting) -> Answer:
+            rows = [resolution_and_model(key) for key in read_keys(keys)]
+            if not rows:
+                return "", sentence(texts.SELECT_FIRST, wrong=True), waiting
+            try:
+                known = sum(self.runtime.pin(*row, pinned) for row in rows)
+            except NotKept as problem:
+                return "", sentence(str(problem), wrong=True), waiting
+            return "", sentence(texts.pinned(known, pinned)), waiting
+
+        return set_pins
+
+    def ask_selected(self, keys: Any, waiting: Waiting) -> Answer:
+        chosen = read_keys(keys)
+        if not chosen:
+            return "", sentence(texts.SELECT_FIRST, wrong=True), waiting
+        return "", "", cache_purge.purge_of_rows(self.runtime, chosen)
+
+    def ask_model(self, model: str, waiting: Waiting) -> Answer:
+        known = models_of(self.runtime.rows())[1:]
+        chosen = model if model in known else known[0] if len(known) == 1 else None
+        if chosen is None:
+            return "", sentence(texts.CHOOSE_MODEL if known else texts.NOTHING_TO_PURGE, wrong=True), waiting
+        return "", "", cache_purge.purge_of_model(self.runtime, chosen)
+
+    def ask_all(self, waiting: Waiting) -> Answer:
+        if not self.runtime.rows():
+            return "", sentence(texts.NOTHING_TO_PURGE), waiting
+        return "", "", cache_purge.purge_of_all(self.runtime)
+
+    def ask_disk(self, waiting: Waiting) -> Answer:
+        return "", "", cache_purge.purge_of_disk(self.runtime)
+
+    def confirm(self, waiting: Waiting) -> Answer:
+        if not isinstance(waiting, Purge):
+            return "", UNCHANGED, waiting
+        return self._begin(Chore(waiting.doing, self.exclusively, waiting.work))
+
+    def keep(self, waiting: Waiting) -> Answer:
+        return "", sentence(texts.NOTHING_PURGED), None
+
+    def release(self, waiting: Waiting) -> Answer:
+        work = lambda: texts.released(self.runtime.release_memory())  # noqa: E731
+        return self._begin(Chore("Releasing memory", self.exclusively, work))
+
+    @staticmethod
+    def _begin(chore: Chore) -> Answer:
+        outcome = chore.outcome(SECONDS_FOR_A_CHORE)
+        if outcome is None:
+            return "", sentence(texts.waits(chore.name)), chore
+        return "", sentence(outcome, wrong=chore.failed), None
+
+    # --- what the page shows --------------------------------------------------------------------------------------
+
+    def view(self, message: Any, model: str, order: str, every_family: bool, waiting: Waiting) -> tuple[Any, ...]:
+        """The value of every component that shows what is so; gradio draws what has changed. message: see change_jobs.
+        """
+        self.change_jobs(message)
+        outcome = waiting.outcome() if isinstance(waiting, Chore) else None
+        below: Any = UNCHANGED
+        if isinstance(waiting, Chore) and outcome is not None:
+            below, waiting = sentence(outcome, wrong=waiting.failed), None
+        known, jobs = self.runtime.rows(), self.warmup.jobs()
+        rows = rows_with_jobs(known, jobs, self.warmup.model)
+        models = models_of(rows)
+        model = model if model in models else ALL_MODELS
+        shown = selected(rows, model, order)
+        asks = isinstance(waiting, Purge)
+        families = FAMILIES if every_family else families_for(self.warmup.model)
+        return (
+            below, waiting, totals_html(self.runtime.totals(), known, jobs), jobs_html(jobs, controls=True),
+            gr.update(choices=models, value=model), table_html(shown), chart_html(shown),
+            sentence(waiting.question) if isinstance(waiting, Purge) else "", gr.update(visible=asks),
+            *(gr.update(visible=family in families) for family in FAMILIES),
+        )
+
+
+def read_keys(text: Any) -> list[str]:
+    """The rows that a page has selected, as it names them; none for what is no list of names."""
+    try:
+        values = json.loads(text)
+    except (TypeError, ValueError):
+        return []
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
     """The page, inside the gradio context that is open. exclusively: runs work while the WebUI makes no image."""
+    panel = Panel(runtime, warmup, exclusively)
     with gr.Column(elem_id="onediff_cache"):
-        CachePage(Panel(runtime, warmup, exclusively)).build()
-
-
-class CachePage:
-    """Puts the components on the page that is being built, and connects them with the panel."""
-
-    def __init__(self, panel: Panel) -> None:
-        self.panel = panel
-        self.parts: dict[str, Any] = {}
-        self.page = gr.State(None)
-
-    def build(self) -> None:
-        beat, tick, message = markup("cache_beat", HIDDEN), a_button("", "tick", elem_classes=HIDDEN), nothing_seen()
+        waiting, keys, message = gr.State(None), nothing_seen(), nothing_seen()
+        look = a_button("", "look", elem_classes=HIDDEN)
         totals = markup("cache_totals")
         with gr.Row(elem_classes="onediff-halves"):
             with gr.Column(min_width=320, scale=3):
-                told, connect_prewarm = self.build_prewarm()
+                gr.HTML(f"<h3>{texts.PREWARM_SIZES}</h3>")
+                rows, presets = build_presets()
+                every_family = kept_out_of_defaults(gr.Checkbox(
+                    False, label=texts.EVERY_FAMILY, elem_id="onediff_families", container=False,
+                ))
+                with gr.Row(elem_classes=CONTROLS):
+                    sizes = a_text("Sizes", "prewarm_sizes", placeholder=PLACEHOLDER, scale=4, min_width=200)
+                    batch = kept_out_of_defaults(gr.Number(
+                        1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
+                    ))
+                    counts = [str(count) for count in TOKEN_CHOICES]
+                    tokens = a_list("Prompt tokens", counts, counts[0], "tokens")
+                with gr.Row(elem_classes=ACTIONS):
+                    prewarm = a_button("Pre-warm", "prewarm", variant="primary")
+                    cancel = a_button("Cancel all", "prewarm_cancel")
+                told, jobs = markup("cache_result"), markup("cache_jobs")
             with gr.Column(min_width=320, scale=2):
                 chart = markup("cache_chart")
         gr.HTML("<h3>Resolutions</h3>")
@@ -64,92 +219,64 @@ class CachePage:
             model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
             order = a_list("Sorted by", list(ORDERS), USUAL_ORDER, "order")
         table = markup("cache_table")
-        more = a_button("Show more", "more", visible=False, size="sm")
-        connect_actions, below, question, confirm = self.build_actions()
-        gr.HTML(legend_html())
-
-        self.parts.update(
-            totals=totals, models=model, table=table, more=more, question=question, confirm=confirm, chart=chart,
-        )
-        names = (*PARTS, *(family.name for family in FAMILIES))
-        outputs = [beat, told, below, *(self.parts[name] for name in names), self.page]
-        last = [model, order, self.page]
-
-        def on(event: Callable[..., Any], handler: Callable[..., Any], *own: Any, ask: str = "") -> None:
-            """ask: what of window.onediff gives the first input's value."""
-            inputs = [*own, *last]
-            script = f"(...values) => window.onediff.{ask}(values, {len(inputs)})"
-            event(for_page(handler), inputs=inputs, outputs=outputs, queue=False, **QUIET,
-                  **(in_the_browser(script) if ask else {}))
-
-        on(tick.click, self.panel.tick, message, ask="message")
-        on(more.click, self.panel.more)
-        for choice in (model, order):
-            on(choice.input, self.panel.look)
-        connect_prewarm(on)
-        connect_actions(on)
-
-    def build_prewarm(self) -> tuple[Any, Callable[..., None]]:
-        """The controls that make sizes ready; the sentence below them, and what connects them."""
-        presets = []
-        gr.HTML("<h3>Make sizes ready</h3>")
-        for family in FAMILIES:
-            with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{family.model}") as row:
-                gr.HTML(f"<b>{family.name}</b>")
-                for number, preset in enumerate(family.presets):
-                    button = a_button(preset.label, f"preset_{family.model}_{number}", size="sm", min_width=20)
-                    presets.append((button, preset))
-            self.parts[family.name] = row
-        more = self.parts["families"] = a_button(texts.MORE_FAMILIES, "families", visible=False, size="sm")
-        with gr.Row(elem_classes=CONTROLS):
-            sizes = a_text("Own sizes", "prewarm_sizes", placeholder=PLACEHOLDER, scale=4, min_width=200)
-            batch = kept_out_of_defaults(gr.Number(
-                1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
-            ))
-            tokens = a_list("Prompt tokens", [str(count) for count in TOKEN_CHOICES], str(TOKEN_CHOICES[0]), "tokens")
         with gr.Row(elem_classes=ACTIONS):
-            prewarm = a_button("Pre-warm", "prewarm", variant="primary")
-            cancel = a_button("Cancel all", "prewarm_cancel")
-        told = markup("cache_result")
-        forget_when_changed([sizes, batch], told)
-        self.parts["jobs"] = markup("cache_jobs")
-
-        def connect(on: Callable[..., None]) -> None:
-            for event in (prewarm.click, sizes.submit):
-                on(event, self.panel.prewarm, sizes, batch, tokens)
-            for button, preset in presets:
-                on(button.click, self.panel.preset(preset), batch, tokens)
-            on(cancel.click, self.panel.cancel_all)
-            on(more.click, self.panel.other_families)
-
-        return told, connect
-
-    def build_actions(self) -> tuple[Callable[..., None], Any, Any, Any]:
-        """What can be done with rows; what connects it, the sentence below, the question and the row that asks it."""
-        with gr.Row(elem_classes=ACTIONS):
-            # javascript/onediff.js disables those of rows while none is selected.
+            # javascript/onediff.js disables the buttons that have nothing to work on.
             pin, unpin = a_button("Pin selected", "pin"), a_button("Unpin selected", "unpin")
             release = a_button("Release memory", "release")
         with gr.Row(elem_classes=[*ACTIONS, "onediff-dangers"]):
-            purges = [
-                (a_button("Purge selected", "purge", elem_classes=DANGER), self.panel.ask_selected, True),
-                (a_button("Purge model", "purge_model", elem_classes=DANGER), self.panel.ask_model, False),
-                (a_button("Purge all", "purge_all", elem_classes=DANGER), self.panel.ask_all, False),
-                (a_button("Purge disk", "purge_disk", elem_classes=DANGER), self.panel.ask_disk, False),
-            ]
-        with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as row:
+            purge, purge_model, purge_all, purge_disk = (
+                a_button(text, name, elem_classes=DANGER) for text, name in (
+                    ("Purge selected", "purge"), ("Purge model", "purge_model"), ("Purge all", "purge_all"),
+                    ("Purge disk", "purge_disk"),
+                )
+            )
+        with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as asking:
             question = markup("cache_question")
             confirm, keep = a_button("Confirm", "purge_confirm", variant="stop"), a_button("Keep", "purge_keep")
         below = markup("cache_outcome")
-        keys = nothing_seen()
+        gr.HTML(legend_html())
 
-        def connect(on: Callable[..., None]) -> None:
-            on(pin.click, self.panel.pin(True), keys, ask="selected")
-            on(unpin.click, self.panel.pin(False), keys, ask="selected")
-            on(release.click, self.panel.release)
-            for button, handler, of_selected in purges:
-                on(button.click, handler, *([keys] if of_selected else []), ask="selected" if of_selected else "")
-            on(confirm.click, self.panel.confirm)
-            on(keep.click, self.panel.keep)
+    shown = {
+        "inputs": [message, model, order, every_family, waiting], "queue": False, **QUIET,
+        "outputs": [below, waiting, totals, jobs, model, table, chart, question, asking, *rows],
+        **in_the_browser("(...values) => [window.onediff.actions(), ...values.slice(1, 5)]"),
+    }
+    for event in (look.click, model.input, order.input, every_family.input):
+        event(panel.view, **shown)
 
-        return connect, below, question, row
+    def on(event: Callable[..., Any], handler: Callable[..., Answer], *own: Any) -> None:
+        """Have an event do something, and show what is so then."""
+        values = [*own, waiting]
+        script = f"(...values) => [window.onediff.selected(), ...values.slice(1, {len(values)})]"
+        done = event(handler, inputs=values, outputs=[told, below, waiting], queue=False, **QUIET,
+                     **(in_the_browser(script) if keys in own else {}))
+        done.then(panel.view, **shown)
+
+    for asked in (prewarm.click, sizes.submit):
+        on(asked, panel.prewarm, sizes, batch, tokens)
+    for button, preset in presets:
+        on(button.click, panel.preset(preset), batch, tokens)
+    on(cancel.click, panel.cancel_all)
+    on(pin.click, panel.pin(True), keys)
+    on(unpin.click, panel.pin(False), keys)
+    on(release.click, panel.release)
+    on(purge.click, panel.ask_selected, keys)
+    on(purge_model.click, panel.ask_model, model)
+    on(purge_all.click, panel.ask_all)
+    on(purge_disk.click, panel.ask_disk)
+    on(confirm.click, panel.confirm)
+    on(keep.click, panel.keep)
+    forget_when_changed([sizes, batch], told)
+
+
+def build_presets() -> tuple[list[Any], list[tuple[Any, SizePreset]]]:
+    """A row of buttons for each kind of model; the rows, and each button with its sizes."""
+    rows, buttons = [], []
+    for family in FAMILIES:
+        with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{family.model}") as row:
+            gr.HTML(f"<b>{family.name}</b>")
+            for number, preset in enumerate(family.presets):
+                button = a_button(preset.label, f"preset_{family.model}_{number}", size="sm", min_width=20)
+                buttons.append((button, preset))
+        rows.append(row)
+    return rows, buttons

@@ -1,4 +1,4 @@
-"""What the OneDiff tab asks before it throws something away, does between two images, and says afterwards."""
+"""Purging: what the Cache page asks before it, does between two images, and says afterwards."""
 from __future__ import annotations
 
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...guard import first_line, outcome_of
+from ...core.guard import first_line, outcome_of
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ...store.store import NotKept
@@ -21,8 +21,7 @@ Exclusively = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Purge:
-    """question: what the user confirms. doing: for people, while it is not over. work: does it, returns what to tell.
-    """
+    """question: what the user confirms. doing: for people. work: does it, and returns what came of it."""
 
     question: str
     doing: str
@@ -33,36 +32,36 @@ class Chore:
     """Work in a thread of its own until no image is being made: no request of the page waits for it."""
 
     def __init__(self, name: str, exclusively: Exclusively, work: Callable[[], str]) -> None:
-        """name: for people. exclusively: runs work while the WebUI makes no image. work: returns what to tell."""
+        """name: for people. exclusively: runs work while the WebUI makes no image. work: returns what came of it."""
         self.name = name
         self.failed = False
-        self._told = ""
+        self._outcome = ""
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(exclusively, work), name=f"onediff-{name.split(' ')[0].lower()}", daemon=True
         )
         self._thread.start()
 
-    def told(self, seconds: float = 0.0) -> str | None:
-        """What came of it; None while it is not over, for which this waits at most so long."""
-        return self._told if self._over.wait(seconds) else None
+    def outcome(self, seconds: float = 0.0) -> str | None:
+        """What came of it; None while it is not over. Waits for it at most so long."""
+        return self._outcome if self._over.wait(seconds) else None
 
     def _run(self, exclusively: Exclusively, work: Callable[[], str]) -> None:
         try:
             # Forge prints a traceback for what is raised in its main thread.
-            self._told = exclusively(lambda: outcome_of(work)).result()
+            self._outcome = exclusively(lambda: outcome_of(work)).result()
         except NotKept as problem:
-            self.failed, self._told = True, str(problem)
+            self.failed, self._outcome = True, str(problem)
         except Exception as error:
             log.exception("%s failed", self.name)
             self.failed = True
-            self._told = texts.failed(self.name, first_line(error))
+            self._outcome = texts.failed(self.name, first_line(error))
         finally:
             self._over.set()
 
 
-def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
-    """Of rows by key_of."""
+def purge_of_rows(runtime: Runtime, keys: Iterable[str], more: str = "") -> Purge:
+    """Of rows by key_of. more: what stands behind their number in the question."""
     keys = set(keys)
     affected = [row for row in runtime.rows() if key_of(row) in keys]
     by_model: dict[str, set[str]] = {}
@@ -73,15 +72,11 @@ def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
         freed = sum(runtime.purge(resolutions, model) for model, resolutions in by_model.items())
         return freed + purge_decodes(runtime, affected)
 
-    return purge_of(runtime, counted(len(affected), "resolution"), affected, free)
+    return purge_of(runtime, counted(len(affected), "resolution") + more, affected, free)
 
 
 def purge_of_model(runtime: Runtime, model: str) -> Purge:
-    affected = [row for row in runtime.rows() if row.model == model]
-    what = f"{counted(len(affected), 'resolution')} of {model}"
-    return purge_of(
-        runtime, what, affected, lambda: runtime.purge(None, model) + purge_decodes(runtime, affected)
-    )
+    return purge_of_rows(runtime, [key_of(row) for row in runtime.rows() if row.model == model], f" of {model}")
 
 
 def purge_of_all(runtime: Runtime) -> Purge:

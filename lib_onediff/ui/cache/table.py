@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...runtime.rows import ResolutionRow, ShapeRow
-from ..amounts import NOTHING, ago, counted, memory, milliseconds, times
-from ..texts import NO_ROWS, STATES, WORDS
+from ..amounts import NOTHING, ago, counted, memory, milliseconds
+from ..texts import NO_ROWS, STATE_NAMES, STATES, WORDS, more_rows
 
-ROWS_AT_FIRST = 40
-COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Last used")
+MOST_ROWS = 200
+COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Ratio", "Memory", "Uses", "Last used")
 SHAPE_COLUMNS = (
-    "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI's own", "Ratio", "Memory", "Uses", "Error",
+    "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI", "Ratio", "Memory", "Uses", "Error",
 )
-
 
 # The label of the list to choose from -> what to sort by. What is in the queue for the first time has not been used,
 # and is what the user looks for.
@@ -56,23 +55,26 @@ def resolution_and_model(key: str) -> tuple[str, str]:
     return resolution, model
 
 
-def table_html(rows: list[ResolutionRow], limit: int = ROWS_AT_FIRST) -> str:
+def table_html(rows: list[ResolutionRow]) -> str:
     """The first of the rows, each with its shapes below it in an element that opens."""
     if not rows:
         return f'<p class="onediff-reason">{NO_ROWS}</p>'
     head = "".join(heading(column) for column in COLUMNS)
-    body = "".join(map(resolution_html, rows[:limit]))
+    body = "".join(map(resolution_html, rows[:MOST_ROWS]))
+    hidden = len(rows) - MOST_ROWS
+    more = f'<p class="onediff-reason">{more_rows(hidden)}</p>' if hidden > 0 else ""
     every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'
     return (
         '<div class="onediff-table" tabindex="0" role="region" aria-label="Resolutions">'
-        f'<table><thead><tr><td>{every}</td>{head}</tr></thead>{body}</table></div>'
+        f'<table><thead><tr><td>{every}</td>{head}</tr></thead>{body}</table></div>{more}'
     )
 
 
 def legend_html() -> str:
     """What the words in the table mean."""
-    words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in (STATES | WORDS).items())
-    return f'<details class="onediff-legend"><summary>What the words mean</summary><dl>{words}</dl></details>'
+    meanings = {STATE_NAMES.get(state, state): meaning for state, meaning in STATES.items()} | WORDS
+    words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in meanings.items())
+    return f'<details class="onediff-legend"><summary>Legend</summary><dl>{words}</dl></details>'
 
 
 def heading(column: str) -> str:
@@ -136,7 +138,8 @@ def state_html(state: str) -> str:
     """state: one of STATES, or "warming 33 %"."""
     kind = state if state in STATES else state.split(" ")[0]
     meaning, name = html.escape(STATES.get(kind, "")), html.escape(kind.replace(" ", "-"))
-    return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{html.escape(state)}</span>'
+    words = html.escape(STATE_NAMES.get(state, state))
+    return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{words}</span>'
 
 
 def memory_html(row: Any) -> str:
@@ -150,4 +153,4 @@ def memory_html(row: Any) -> str:
 def ratio(row: Any) -> str:
     """Nothing before both sides were timed often enough."""
     spread = "<small>{:.2f} to {:.2f}</small>".format(*row.ratio_range) if row.ratio_range else ""
-    return f"{times(row.ratio)}{spread}"
+    return NOTHING if row.ratio is None else f"{row.ratio:.2f}x{spread}"

@@ -20,7 +20,10 @@ ERROR_COLUMNS = ("Layers", "Kind", "Error alone", "Computed in")
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) -> str:
     """What is held, how much of it is used, and what is to come."""
     states = Counter(row.state for row in rows)
-    kinds = ", ".join(f"{states[state]} {state}" for state in ("ready", "proved", "failed", "on disk") if states[state])
+    kinds = ", ".join(
+        f"{states[state]} {texts.STATE_NAMES.get(state, state)}"
+        for state in ("ready", "proved", "failed", "on disk") if states[state]
+    )
     calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
     hits = NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %"
     facts = {
@@ -109,7 +112,7 @@ def chart_html(rows: Iterable[ResolutionRow]) -> str:
     longest = max(max(row.step_ms or 0.0, row.host_ms or 0.0) for row in shown)
     pairs = "".join(pair_html(row, longest) for row in shown)
     return (
-        '<figure class="onediff-chart"><figcaption>Milliseconds per step, OneDiff against the WebUI\'s own'
+        '<figure class="onediff-chart"><figcaption>Milliseconds per step, OneDiff and the WebUI'
         f"</figcaption><dl>{pairs}</dl></figure>"
     )
 

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...guard import first_line, outcome_of
+from ...core.guard import first_line, outcome_of
 from ...options import infotext
 from ...options.changes import read_changes
 from ...options.option import did_you_mean
 from ...options.presets import PRESETS, with_preset
 from ...options.settings import Settings
+from ...options.sizes import Size
 from ...quality import ImageComparison, compare
-from ...shapes.sizes import Size
 from .. import texts
-from ..cache.handlers import whole_number
 from ..cache.purge import Exclusively
+from ..progress import whole_number
 from .text_to_image import GeneratedImage, ImageRequest, TextToImage
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...shapes.table import ENOUGH, Timing
+from ...core.table import ENOUGH, Timing
 from .. import texts
 from ..amounts import milliseconds, seconds
 from ..status import ROUTES, reasons_of

@@ -19,21 +19,21 @@ ANY_HOST = {
     "begin of a generation": ("lib_onediff.ui.run_settings", "use_for_sampling"),
     "begin of a sampling": ("lib_onediff.hosts.sampler_schedule", "sampling_of"),
     "sampler's schedule": ("lib_onediff.hosts.sampler_schedule", "Listener._hear"),
-    "UNet, before the route": ("lib_onediff.runtime.runtime", "Accelerator.adopt"),
-    "UNet, the route": ("lib_onediff.runtime.runtime", "Accelerator.serve"),
-    "UNet, the decision": ("lib_onediff.runtime.runtime", "Accelerator.run"),
-    "VAE, before the route": ("lib_onediff.hosts.ldm_decoder", "DecoderPatches._why"),
+    "UNet, before the route": ("lib_onediff.runtime.runtime", "Runtime.adopt"),
+    "UNet, the route": ("lib_onediff.runtime.card_route", "CardRoute.serve"),
+    "UNet, the decision": ("lib_onediff.runtime.runtime", "Runtime.run"),
+    "VAE, before the route": ("lib_onediff.hosts.hooks", "check_original"),
     "VAE, the route": ("lib_onediff.runtime.vae.route", "DecoderRoute.decode"),
 }
 FORGE_FAMILY = {
     "end of a generation": ("lib_onediff.hosts.forge.adapter", "Forge.after_run"),
     "UNet, the call": ("lib_onediff.hosts.forge.adapter", "unet_call"),
-    "UNet, once a sampling": ("lib_onediff.hosts.forge.checks", "why_not_unet"),
+    "UNet, once a sampling": ("lib_onediff.hosts.forge.adapter", "check_storage"),
 }
 A1111 = {
     "end of a generation": ("lib_onediff.hosts.a1111.adapter", "A1111.after_run"),
     "UNet, the call": ("lib_onediff.hosts.a1111.adapter", "foreign_forward"),
-    "LoRA": ("lib_onediff.hosts.a1111.lora", "wanted_names"),
+    "LoRA": ("lib_onediff.hosts.a1111.layers", "wanted_networks"),
 }
 HOSTS = {"forge": FORGE_FAMILY, "ldm_patched": FORGE_FAMILY, "a1111": A1111}
 

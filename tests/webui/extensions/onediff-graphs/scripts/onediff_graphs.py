@@ -32,10 +32,11 @@ class SharedMemory:
 
 def replaying_graphs() -> Any:
     """What stands in for CudaGraphs."""
-    from lib_onediff.engines.graphs.capture import CudaGraphs, SegmentsRunner
-    from lib_onediff.engines.graphs.inputs import bytes_of, copy_inputs
-    from lib_onediff.engines.graphs.segments import record
-    from lib_onediff.model.cuts import compute
+    from computed import compute
+
+    from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
+    from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
+    from lib_onediff.devices.cuda.graphs.segments import record
 
     class Replayed:
         seconds = 0.0
@@ -89,7 +90,7 @@ def tape() -> Any:
 
 def all_lying_still(weights: Any) -> Any:
     """What a graph knows of weights: addresses. What the host casts at each use is cast within the graph."""
-    from lib_onediff.model.applied_functions import AppliedWeights
+    from lib_onediff.weights.applied_functions import AppliedWeights
 
     if isinstance(weights, AppliedWeights):
         # What was made of them is written over in its place, and its dictionaries are made anew.

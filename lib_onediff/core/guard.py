@@ -1,0 +1,180 @@
+"""The outermost line of every hook: an error of ours is noted, and the host goes on as if we were not there.
+
+serve, attempt and hook lean on nothing of ours: what fails while a fault is taken down costs no more than the note.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+log = logging.getLogger("onediff")
+Result = TypeVar("Result")
+# More different errors than this are no news to anybody.
+MOST_FAULTS = 50
+A_FAULT_IN = "a fault of OneDiff in "
+
+
+class HostFunction:
+    """The host's own function as a hook calls it. Remembers what it raised, which is not ours to catch."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__func__ = function
+        # The identity alone: a kept exception keeps the tensors of every frame that it passed.
+        self.raised: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Another error may come to lie where one lay that somebody has caught.
+        self.raised = None
+        try:
+            return self.__func__(*args, **kwargs)
+        except BaseException as error:
+            self.raised = id(error)
+            raise
+
+
+class Guard:
+    """Runs hooks and notes their faults: one traceback in the log for each, and a sentence for the user.
+
+    generation: how many generations have begun.
+    suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
+    hook leaves the rest of its generation to the host. Where nobody tells of generations (resume), it costs the one
+    call.
+    """
+
+    def __init__(self) -> None:
+        self._faults: dict[str, str] = {}
+        self._told: set[str] = set()
+        self._given_up = ""
+        self.suspended = ""
+        self.generation = 0
+        self._hears_of_generations = False
+
+    @property
+    def faults(self) -> list[str]:
+        """One sentence for each hook that has failed: the latest fault of each."""
+        return list(self._faults.values())
+
+    def note(self, hook: str, error: BaseException) -> str:
+        """Take a fault down. hook: what we were doing, in words that complete "a fault of OneDiff in ...".
+
+        Returns the sentence for the user. Must be called while the error is being handled.
+        """
+        sentence = f"{A_FAULT_IN}{hook}, please report it: {first_line(error)}"
+        self._faults[hook] = sentence
+        if sentence not in self._told and len(self._told) < MOST_FAULTS:
+            self._told.add(sentence)
+            log.exception("%s", sentence)
+        return sentence
+
+    def give_up(self, hook: str, error: BaseException) -> str:
+        """As note, where the host has answered in our place within a hook: it does so for the rest of the generation.
+
+        Where no hook of serve's stands around it, nothing else follows.
+        """
+        self._given_up = self.note(hook, error)
+        return self._given_up
+
+    def forget(self) -> None:
+        """The page is made anew: old faults are no longer shown, and are logged again when they come again."""
+        self._faults.clear()
+        self._told.clear()
+        self.resume()
+        self._hears_of_generations = False
+
+    def resume(self) -> None:
+        """A generation begins: what went wrong in the last one may go well now."""
+        self.suspended = self._given_up = ""
+        self.generation += 1
+        self._hears_of_generations = True
+
+    def serve(
+        self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],
+        declined: Callable[[str], object], *args: Any, **kwargs: Any,
+    ) -> Result:
+        """What ours(host, *args, **kwargs) returns, or original(*args, **kwargs) where ours fails.
+
+        host is original; what it raises is the host's own and passes through. declined is told the reason whenever
+        original runs in place of ours.
+        """
+        reason = self.suspended
+        if not reason:
+            host: Any = None
+            try:
+                host = HostFunction(original)
+                answer = ours(host, *args, **kwargs)
+                if self._given_up:
+                    self.suspended = self._given_up if self._hears_of_generations else ""
+                    self._given_up = ""
+                return answer
+            except Exception as error:
+                if host is not None and id(error) == host.raised:
+                    raise
+                reason = A_FAULT_IN + hook
+                with contextlib.suppress(Exception):
+                    reason = self.note(hook, error)
+                if self._hears_of_generations:
+                    self.suspended = reason
+        # Only now is everything gone that ours had computed before it failed.
+        with contextlib.suppress(Exception):
+            self.attempt("the fallback to the host", lambda: declined(reason))
+        return original(*args, **kwargs)
+
+    def attempt(self, hook: str, work: Callable[[], Result], otherwise: Result | None = None) -> Result | None:
+        """What work() returns, or otherwise where it fails."""
+        try:
+            return work()
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self.note(hook, error)
+            return otherwise
+
+    def hook(
+        self, name: str, otherwise: Any = None, in_generation: bool = False
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorate a function that the host calls. It returns otherwise where it fails.
+
+        in_generation: a fault leaves the generation in progress to the host.
+        """
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def guarded(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    sentence = A_FAULT_IN + name
+                    with contextlib.suppress(Exception):
+                        sentence = self.note(name, error)
+                    if in_generation:
+                        self.suspended = sentence
+                    return otherwise
+
+            return guarded
+
+        return decorate
+
+
+def outcome_of(work: Callable[[], Result]) -> Future[Result]:
+    """What work() returns or raises, for the thread that waits for it: a host's own may print what is raised in it, and
+    hand None on."""
+    future: Future[Result] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    try:
+        return future
+    finally:
+        # The traceback holds this frame, which would hold the exception, and with it every tensor on the way.
+        del future
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line. Triton's begins with a place in its source and ends with the reason."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[-1] if re.match(r"at \d+:\d+:$", lines[0]) else lines[0]

@@ -1,0 +1,95 @@
+"""How long the UNet took in an image, over all of its steps, and how long the host's own would have taken for them.
+
+A step that computes less than the whole UNet (a cached pass of DeepCache, the prompt alone, a forecast) stands for a
+whole one: what it saves is seen in the mean of all steps, beside the host's own time of whole ones.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .call import CACHED
+from .table import Ratio, Stopwatch, Timing
+
+# What a step computes; HOSTS: the host's own UNet did.
+WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
+KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
+
+
+class Step(NamedTuple):
+    """A call of the UNet. own: the times of such calls; host: those of the host's own in its place. None: unknown."""
+
+    kind: str
+    own: Stopwatch | None
+    host: Stopwatch | None
+
+
+class Times(NamedTuple):
+    """Means over steps, in milliseconds; None where one of the steps was never timed. ratio: None too where a time
+    stands on too few."""
+
+    step_ms: float | None
+    host_ms: float | None
+    ratio: Ratio | None
+
+
+class ImageTimes:
+    """Of one image, or of several that are made at once. seconds: what one took, everything included; host_seconds:
+    what one like it took by the host's own UNet, with OneDiff off; None where nobody has measured it."""
+
+    def __init__(self) -> None:
+        self.steps: Counter[Step] = Counter()
+        self.seconds: float | None = None
+        self.host_seconds: float | None = None
+
+    @property
+    def are_hosts(self) -> bool:
+        """Whether the host's own UNet made all of it."""
+        return bool(self.steps) and all(step.kind == HOSTS for step in self.steps)
+
+    @property
+    def hosts(self) -> set[Stopwatch]:
+        """Whose steps are in it."""
+        return {step.host for step in self.steps.copy() if step.host is not None}
+
+    def kinds(self) -> dict[str, int]:
+        """How many steps computed what."""
+        counts: Counter[str] = Counter()
+        for step, count in self.steps.copy().items():
+            counts[step.kind] += count
+        return {kind: counts[kind] for kind in KINDS if counts[kind]}
+
+    def times(self, host: Stopwatch | None = None) -> Times:
+        """Over all steps, or over those that stand for a host's."""
+        steps = [(step, n) for step, n in self.steps.copy().items() if host is None or step.host is host]
+        own, hosts = [(step.own, n) for step, n in steps], [(step.host, n) for step, n in steps]
+        ratio = None if all(step.kind == HOSTS for step, _ in steps) else Ratio.of(timing_of(own), timing_of(hosts))
+        return Times(mean(own, median_of), mean(hosts, median_of), ratio)
+
+
+Parts = list[tuple["Stopwatch | None", int]]
+
+
+def median_of(stopwatch: Stopwatch) -> float | None:
+    return stopwatch.median_ms
+
+
+def mean(parts: Parts, value: Callable[[Stopwatch], float | None]) -> float | None:
+    """Of values of stopwatches, each as often as it is told; None where one is unknown."""
+    values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
+    known = [(found, count) for found, count in values if found is not None]
+    if not known or len(known) < len(values):
+        return None
+    return sum(found * count for found, count in known) / sum(count for _, count in known)
+
+
+def timing_of(parts: Parts) -> Timing | None:
+    """The mean of what enough times say; None where one was not timed often enough."""
+    timings = {stopwatch: stopwatch.timing for stopwatch, _ in parts if stopwatch is not None}
+
+    def of(name: str) -> float | None:
+        return mean(parts, lambda stopwatch: getattr(timings[stopwatch], name, None))
+
+    median = of("median")
+    return None if median is None else Timing(median, of("low"), of("high"))

@@ -1,0 +1,130 @@
+"""What makes two UNet calls, or two decodes, the same shape."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import CACHED, UNetCall
+from .precision import Flags
+
+LATENT_PIXEL = 8
+# In a key's inputs: not a call of the UNet but a decode of the VAE.
+DECODE = "vae decode"
+OPTIONAL_INPUTS = ("y", "timestep condition")
+
+
+class Lossy(NamedTuple):
+    """What is computed less exactly than the model's type allows, because the user asked for it.
+
+    low_bit: as settings.Settings.low_bit; "" where every product is exact. only: whether the GPU holds the weights of
+    those products in eight bits alone. attention: whose self attention it is; "" for an exact one.
+    """
+
+    low_bit: str = ""
+    only: bool = False
+    attention: str = ""
+
+    def __str__(self) -> str:
+        """For users, behind the backend's name."""
+        low_bit = "8-bit only" if self.only else "8-bit" if self.low_bit else ""
+        return ", ".join(filter(None, (low_bit, self.attention)))
+
+
+EXACT = Lossy()
+
+
+@dataclass(frozen=True)
+class ShapeKey:
+    """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
+
+    backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
+    that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
+    patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
+    what is put on the UNet. lossy: with another choice of it, it is another shape.
+    """
+
+    architecture: str
+    height: int
+    width: int
+    batch: int
+    tokens: int
+    dtype: torch.dtype
+    latent_dtype: torch.dtype
+    device: torch.device
+    inputs: tuple[str, ...]
+    control: tuple[tuple[int, ...] | None, ...]
+    upcast_attention: bool
+    backend: str = ""
+    precision: Flags = ()
+    part: str = ""
+    depth: int = 0
+    patches: tuple[str, ...] = ()
+    additions: tuple[str, ...] = ()
+    lossy: Lossy = EXACT
+
+    @classmethod
+    def of(
+        cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = (),
+        marks: tuple[str, ...] = (), lossy: Lossy = EXACT,
+    ) -> ShapeKey:
+        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
+        tells it from other calls."""
+        batch, _, height, width = call.latent.shape
+        cut = call.cut
+        optional = zip(OPTIONAL_INPUTS, (call.y, call.timestep_condition), strict=True)
+        given = (name for name, tensor in optional if tensor is not None)
+        return cls(
+            architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
+            dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device, inputs=(*given, *marks),
+            control=call.control.shapes if call.control else (), upcast_attention=call.upcast_attention,
+            lossy=lossy, backend=backend, precision=precision,
+            part=cut.name if cut else "", depth=cut.depth if cut else 0,
+            patches=() if call.patches is None else call.patches.structure, additions=call.additions,
+        )
+
+    @classmethod
+    def of_decode(
+        cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str = "",
+        dtype: torch.dtype | None = None, precision: Flags = (), marks: tuple[str, ...] = (),
+    ) -> ShapeKey:
+        """The key of a VAE's decode of a latent (batch, channels, height, width).
+
+        dtype: what is computed in; None: the latent's. marks: what else tells it from other decodes.
+        """
+        batch, _, height, width = latent.shape
+        return cls(
+            architecture=architecture, height=height, width=width, batch=batch, tokens=0,
+            dtype=dtype or latent.dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE, *marks),
+            control=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
+        )
+
+    @property
+    def way(self) -> str:
+        """Who computes it and how, for users: "native, 8-bit"."""
+        return ", ".join(filter(None, (self.backend, str(self.lossy))))
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is a decode of the VAE, not a call of the UNet."""
+        return DECODE in self.inputs
+
+    @property
+    def is_cached_pass(self) -> bool:
+        """Whether only the outer stages are computed (DeepCache)."""
+        return self.part == CACHED
+
+    @property
+    def resolution(self) -> str:
+        """Pixels, width x height."""
+        return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
+
+    def __str__(self) -> str:
+        tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
+        part = f", {self.part} at depth {self.depth}" if self.part else ""
+        patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""
+        marks = () if self.is_decode else (mark for mark in self.inputs if mark not in OPTIONAL_INPUTS)
+        added = "".join(f", {one}" for one in (*marks, *self.additions))
+        return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}{added}"

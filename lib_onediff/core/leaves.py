@@ -1,0 +1,156 @@
+"""The layers of networks, as descriptions: which parameter does what, without holding any.
+
+A path is the dotted name of a leaf module inside the host's network. A network's layout is a tree of such descriptions.
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer, or a 1x1 convolution, which is the same thing applied to every pixel."""
+
+    path: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """circular: what lies beyond an edge is the opposite edge (Tiling), not zero."""
+
+    path: str
+    in_channels: int
+    out_channels: int
+    kernel: int
+    stride: int
+    padding: int
+    circular: bool = False
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    path: str
+    channels: int
+    groups: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    path: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Linear layers over the same input whose weights lie one after the other in memory, so that one GEMM does all."""
+
+    name: str
+    members: tuple[Linear, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(member.out_features for member in self.members)
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """Keys and values of several cross attentions, over the same context, as one linear layer.
+
+    parts: the names of their fused layers; widths: the output features of each, in this order.
+    """
+
+    fused: FusedLinear
+    parts: tuple[str, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.fused.name
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    query_key_value: FusedLinear
+    out: Linear
+    heads: int
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    query: Linear
+    key_value: FusedLinear
+    out: Linear
+    heads: int
+
+    @property
+    def head_width(self) -> int:
+        return self.query.out_features // self.heads
+
+
+@dataclass(frozen=True)
+class TransformerBlock:
+    self_norm: LayerNorm
+    self_attention: SelfAttention
+    cross_norm: LayerNorm
+    cross_attention: CrossAttention
+    feed_forward_norm: LayerNorm
+    feed_forward_in: Linear
+    feed_forward_out: Linear
+
+
+@dataclass(frozen=True)
+class TimeEmbedding:
+    """Sinusoids of the timestep, then two linear layers. See ops.torch_ops.sinusoids for the parameters' meaning."""
+
+    channels: int
+    cosine_first: bool
+    frequency_shift: float
+    scale: float
+    condition: Linear | None
+    first: Linear
+    second: Linear
+
+
+def weights_of(fused: FusedLinear) -> int:
+    """How many numbers its weight has."""
+    return fused.members[0].in_features * fused.out_features
+
+
+def digest_without(layout: Any, names: Collection[str]) -> str:
+    """A digest of a tree of dataclasses and tuples, whatever the fields of these names hold."""
+
+    def plain(node: Any) -> Any:
+        if is_dataclass(node):
+            kept = (item.name for item in fields(node) if item.name not in names)
+            return type(node).__name__, *(plain(getattr(node, name)) for name in kept)
+        return tuple(map(plain, node)) if isinstance(node, tuple) else node
+
+    return hashlib.sha256(repr(plain(layout)).encode()).hexdigest()[:16]
+
+
+def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
+    """Every description of this kind in a tree of dataclasses and tuples, depth first."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, kind):
+            yield node
+        if isinstance(node, tuple):
+            waiting.extend(reversed(node))
+        else:
+            known: Any = type(node)
+            waiting.extend(getattr(node, name) for name in _names_backwards(known))
+
+
+@cache
+def _names_backwards(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields, the last one first; none for what is no dataclass."""
+    return tuple(item.name for item in reversed(fields(kind))) if is_dataclass(kind) else ()

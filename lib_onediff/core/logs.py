@@ -1,0 +1,44 @@
+"""What the console shows of OneDiff: one line per change of route, or with ONEDIFF_DEBUG=1 everything with its time."""
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+DEBUG_VARIABLE = "ONEDIFF_DEBUG"
+FALSE_VALUES = ("", "0", "false", "off", "no")
+log = logging.getLogger("onediff")
+
+
+def one_line(text: str) -> str:
+    """text without line breaks and what else a console acts upon: names come with files, and words with requests."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+class OneLineFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return one_line(super().formatMessage(record))
+
+
+class ConsoleHandler(logging.StreamHandler[Any]):
+    """Our own handler, so that a WebUI's log level does not hide our lines; known by its class at a reload."""
+
+    def __init__(self, detailed: bool) -> None:
+        super().__init__(sys.stderr)
+        moment = "%(asctime)s.%(msecs)03d " if detailed else ""
+        self.setFormatter(OneLineFormatter(f"{moment}OneDiff: %(message)s", "%H:%M:%S"))
+
+
+def debug_wanted() -> bool:
+    return os.environ.get(DEBUG_VARIABLE, "").strip().lower() not in FALSE_VALUES
+
+
+def show_on_console() -> None:
+    """Write our log to the console, in detail if ONEDIFF_DEBUG asks for it. Safe to call twice."""
+    detailed = debug_wanted()
+    for handler in [handler for handler in log.handlers if type(handler).__name__ == ConsoleHandler.__name__]:
+        log.removeHandler(handler)
+    log.addHandler(ConsoleHandler(detailed))
+    log.setLevel(logging.DEBUG if detailed else logging.INFO)
+    log.propagate = False

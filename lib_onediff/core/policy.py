@@ -1,0 +1,173 @@
+"""The protocol of step policies: what of a network a sampling step computes, whichever network and device it is."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from ..options.settings import Settings
+from .call import CutMemory, UNetCall
+from .refusal import Refusal
+from .rows import PromptRows
+from .sampling import Position, Sampling
+from .table import Entry, Stopwatch
+
+# The host's own forward of a call.
+Host = Callable[[], Tensor]
+# Which rows of a call are the prompt's. Raises Refusal where nobody knows. Asked only where it matters.
+Guidance = Callable[[], "PromptRows | str"]
+FAILED = "a fault of OneDiff"
+
+
+class Served(NamedTuple):
+    """A call that we have computed.
+
+    output: (batch, channels, height, width). entry: of its shape. edition: of the weights, BoundUNet.edition. route: by
+    a graph or not, see call_stats. reason: why it did not go by a faster route. call: as it was computed. rewind: lets
+    functions of other extensions draw the same random numbers again.
+    """
+
+    output: Tensor
+    entry: Entry
+    edition: int
+    route: str
+    reason: str
+    call: UNetCall
+    rewind: Callable[[], None] | None = None
+
+
+class Answer(NamedTuple):
+    """The output of a call, (batch, channels, height, width). served: how we have computed it; None where the host has,
+    or nobody."""
+
+    output: Tensor
+    served: Served | None = None
+
+
+class Compute(Protocol):
+    """What a policy has calls computed by: the next policy, or the runtime itself."""
+
+    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+        """The output of a call, which need not be the one that the host has made. host: the host's own forward of the
+        same, with which a first use is compared. With None, only what was checked before serves.
+
+        Raises Refusal where nothing of ours serves, torch.cuda.OutOfMemoryError, and what the host raises.
+        """
+
+    def check(self, call: UNetCall, served: Served) -> None:
+        """See once that this call computes what was served, to rounding, so that calls like it may serve without
+        a host. Where it does not, they never do."""
+
+
+class StepTimes(Protocol):
+    """Counts the steps of an image by their kinds (image_times.KINDS) and times.
+
+    host: the stopwatch of the host's own forward in the place of the last call.
+    """
+
+    host: Stopwatch | None
+
+    def standing_for(self, host: Stopwatch | None, kind: str) -> contextlib.AbstractContextManager[None]:
+        """The host would take host's time for calls made inside. kind: what those are that are otherwise whole."""
+
+    def note_skipped(self, kind: str, own: Stopwatch, host: Stopwatch | None) -> None:
+        """A call was answered without the network, in the time that own has taken."""
+
+
+class StepMemory(Protocol):
+    """What a policy keeps of a network's calls within one walk through a sampling."""
+
+    walk: int
+
+    def bytes(self) -> int:
+        """The memory of its tensors."""
+
+
+Memory = TypeVar("Memory", bound=StepMemory)
+
+
+class Broken:
+    """In the place of what a policy keeps: it has failed, and rests for the rest of this walk."""
+
+    def __init__(self, walk: int) -> None:
+        self.walk = walk
+
+    def bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A call within its sampling, as policies are asked about it.
+
+    host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
+    the prompt's; None where nobody can. times: counts the steps of its image. memories: what each policy keeps for this
+    network, by its name; the runtime drops it with the sampling, and where the memory is needed. find: finds out where
+    in its sampling it is, see Positions.of. deepest: the largest depth at which this network can be cut in two, 0 where
+    it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it. edition: of the
+    network's weights now, looked at anew. ordered: the context in which memory that calls share may be written.
+    belongs_to_image: otherwise it makes a shape ready, and belongs to no sampling. is_counted: otherwise it is a part
+    of a call that is counted as a whole.
+    """
+
+    call: UNetCall
+    host: Host
+    settings: Settings
+    sampling: Sampling
+    guidance: Guidance | None
+    times: StepTimes
+    memories: dict[str, StepMemory]
+    find: Callable[[], Position]
+    deepest: Callable[[], int]
+    cut_memory: Callable[[Hashable], CutMemory]
+    edition: Callable[[], int]
+    ordered: Callable[[], contextlib.AbstractContextManager[None]]
+    belongs_to_image: bool = True
+    is_counted: bool = True
+
+    @property
+    def position(self) -> Position:
+        """Raises Refusal."""
+        return self.find()
+
+    def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
+        """What a policy keeps for this network, made anew at every new walk. Raises Refusal where it has failed in this
+        one."""
+        memory: Any = self.memories.get(name)
+        if memory is None or memory.walk != self.position.walk:
+            memory = self.memories[name] = make()
+            memory.walk = self.position.walk
+        if isinstance(memory, Broken):
+            raise Refusal(FAILED)
+        return memory
+
+
+class StepPolicy(Protocol):
+    """One way to compute less than the whole network at some steps. It holds counts and words for the user, and
+    nothing of any network: that is in Moment.memories.
+
+    name: of its part of the status. title: for people. whole_batch: whether it decides for a call's whole batch. One
+    that does not stands inside of what splits a batch between GPUs, so that its memory is on the GPU that computes.
+    """
+
+    name: str
+    title: str
+    whole_batch: bool
+
+    def is_on(self, settings: Settings) -> bool:
+        """Whether the user wants it."""
+
+    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
+        """A function that answers the moment's call. It raises what compute raises.
+
+        Raises Refusal with the reason where the call is to be computed as without this policy.
+        """
+
+    def rest(self, reason: str) -> None:
+        """The last call was computed as without it: for this reason, or "" where it is off."""
+
+    def status(self) -> dict[str, Any]:
+        """What it did, in plain values: counts, and why the last call was computed whole."""

@@ -1,0 +1,1 @@
+"""How operators are computed, and how their result is run."""

@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: our kernels, graphs, eight bits."""

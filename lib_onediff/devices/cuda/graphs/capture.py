@@ -1,0 +1,290 @@
+"""One CUDA graph per shape: the launches of a whole UNet are recorded once and replayed as one.
+
+The graphs of an architecture share one memory pool, so their intermediates lie over each other; this is safe because
+one replay ends before the next begins and outputs are copied out. A graph holds addresses, not tensors: whoever replays
+it must know that the weights still lie where they were.
+"""
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ....core.affine import Source
+from ....core.call import UNetCall
+from ....core.operators import Operators
+from ....core.weak_dictionary import WeakDictionary
+from .allocations import peak
+from .device_memory import empty_cache
+from .inputs import bytes_of, copy_inputs, rehearsal_of
+from .segments import GraphRecording, Segments, record
+from .timing import time_in_graph
+
+Result = TypeVar("Result")
+# What torch says of its max_split_size_mb where the user has set none.
+UNLIMITED = -1
+# A layout, its weights, operators and a call to the output; see Family.output.
+Output = Callable[[Any, Any, Operators, UNetCall], Tensor]
+
+
+class Pool:
+    """The memory that the graphs of one architecture share on one device.
+
+    It lives as long as anybody holds this, with or without graphs in it: what a graph leaves, the next one takes. Then
+    torch gives it back when its cache is emptied.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+        self.bytes = 0
+        self.is_fresh = True
+        # torch gives a pool up with its last graph, so there is one that stays.
+        self._anchor = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_reserved(device)
+        with torch.cuda.stream(stream), no_garbage_collected():
+            self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            self._anchored = torch.zeros(1, device=device)
+            self._anchor.capture_end()
+        self.grown_since(before)
+
+    def grown_since(self, reserved: int) -> None:
+        """Note how large it is now. reserved: what torch held before it grew."""
+        try:
+            # Exact, whatever other threads have allocated meanwhile.
+            self.bytes = sum(
+                segment["total_size"] for segment in torch.cuda.memory_snapshot()
+                if tuple(segment["segment_pool_id"]) == tuple(self.handle)
+            )
+        except (RuntimeError, KeyError):
+            # Other allocators than torch's own show no segments.
+            self.bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
+
+
+class CudaGraphs:
+    """Makes graphs on one memory pool per architecture and one capture stream per device.
+
+    One stream, because cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever run on.
+    """
+
+    def __init__(self, output: Output) -> None:
+        """output: computes a call; see Families.output."""
+        self._output = output
+        # Nothing here keeps a pool alive: its graphs do, and who has made graphs in it.
+        self._pools: weakref.WeakValueDictionary[tuple[torch.device, str], Pool] = weakref.WeakValueDictionary()
+        # Those that a capture has failed in are no longer in the other. Looked at by threads that make no graphs.
+        self._alive: WeakDictionary[Pool, None] = WeakDictionary()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def prepare(
+        self, architecture: str, binding: Source, ops: Operators, inputs: UNetCall,
+        needs: int = 0,
+    ) -> GraphRunner | SegmentsRunner:
+        """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
+        thread before, by the same operators: it compiled kernels and chose algorithms, which a capture must not do.
+        Where functions of other extensions run within it, it is computed and they are called.
+
+        needs: what the graph will take of the pool. A new pool gets that in one piece: with less waste than in many,
+        and what smaller graphs take fits into it too.
+        Raises RuntimeError where an operation cannot be captured and torch.cuda.OutOfMemoryError.
+        """
+        device, began = inputs.latent.device, time.perf_counter()
+        with torch.cuda.device(device):
+            stream = self._stream(device, binding.dtype)
+            pool = self._pool(device, architecture, stream)
+            before = torch.cuda.memory_reserved(device)
+            piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
+            recorded: torch.cuda.CUDAGraph | Segments
+            try:
+                if inputs.patches is not None:
+                    recorded = capture_segments(self._output, binding, ops, inputs, pool.handle, stream, piece)
+                else:
+                    recorded, output = capture(self._output, binding, ops, inputs, pool.handle, stream, piece)
+            except BaseException:
+                # torch may believe that this pool is still being recorded to, and would refuse every further capture.
+                del self._pools[device, architecture]
+                raise
+            pool.is_fresh = False
+            pool.grown_since(before)
+        seconds = time.perf_counter() - began
+        if isinstance(recorded, Segments):
+            # Whose functions they were must not be kept.
+            inputs = replace(inputs, patches=None)
+            return SegmentsRunner(recorded, inputs, pool, bytes_of(inputs), seconds)
+        return GraphRunner(recorded, inputs, output, pool, bytes_of(inputs), seconds)
+
+    def rehearse(self, binding: Source, ops: Operators, inputs: UNetCall) -> None:
+        """Make a call as the capture will, so that this thread has chosen its algorithms.
+
+        Raises torch.cuda.OutOfMemoryError.
+        """
+        device = inputs.latent.device
+        with torch.cuda.device(device):
+            stream = self._stream(device, binding.dtype)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._output(binding.layout, binding.weights(), ops, rehearsal_of(inputs))
+            stream.synchronize()
+
+    def bytes(self, device: torch.device, architecture: str | None = None) -> int:
+        """How much memory the pools of a device hold, or that of one architecture alone."""
+        if architecture is not None:
+            pool = self._pools.get((device, architecture))
+            return 0 if pool is None else pool.bytes
+        return sum(pool.bytes for pool in self._alive if pool.device == device)
+
+    def devices(self) -> set[torch.device]:
+        """Those that have pools."""
+        return {pool.device for pool in self._alive}
+
+    def in_one_piece(self, device: torch.device) -> bool:
+        """Whether torch serves small requests from a block of any size, and a new pool can be one (no max_split_size_mb
+        in its configuration)."""
+        return device.type != "cuda" or torch.cuda.memory_stats(device).get("max_split_size") == UNLIMITED
+
+    def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
+        """What work() returns, and how much memory it had in use at most. torch's own peak, which A1111 shows below
+        every image, is not begun anew for that."""
+        return peak(device, work) if device.type == "cuda" else (work(), 0)
+
+    def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
+        """How long a run of work takes in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot
+        be captured."""
+        with torch.cuda.device(device), random_numbers_survive(device), no_garbage_collected():
+            return time_in_graph(work, self._stream(device, dtype))
+
+    def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()
+            give_workspaces(self._streams[device], dtype)
+        return self._streams[device]
+
+    def _pool(self, device: torch.device, architecture: str, stream: torch.cuda.Stream) -> Pool:
+        pool = self._pools.get((device, architecture))
+        if pool is None:
+            # A pool that was given up may still be there, and a capture cannot ask torch for its memory.
+            empty_cache()
+            pool = self._pools[device, architecture] = Pool(device, stream)
+            self._alive[pool] = None
+        return pool
+
+
+@dataclass
+class GraphRunner:
+    """engines.managed_unet.Runner by a CUDA graph. memory: the pool that it was captured in."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: UNetCall
+    output: Tensor
+    memory: Pool
+    own_bytes: int
+    seconds: float
+
+    def run(self, call: UNetCall) -> Tensor:
+        copy_inputs(call, self.inputs)
+        self.graph.replay()
+        return self.output.clone()
+
+
+@dataclass
+class SegmentsRunner:
+    """engines.managed_unet.Runner by the CUDA graphs between functions of other extensions. memory: see GraphRunner."""
+
+    segments: Segments
+    inputs: UNetCall
+    memory: Pool
+    own_bytes: int
+    seconds: float
+
+    def run(self, call: UNetCall) -> Tensor:
+        return self.segments.run(call, self.inputs)
+
+
+def capture_segments(
+    output: Output, binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
+    stream: torch.cuda.Stream, piece: int,
+) -> Segments:
+    """As capture, with the functions that the call brings, which are called."""
+    if inputs.patches is None:
+        raise ValueError("no functions run within this call")
+    weights = binding.weights()
+    recording = GraphRecording(pool, stream, piece)
+    with random_numbers_survive(inputs.latent.device), no_garbage_collected():
+        try:
+            return record(
+                recording, inputs.patches,
+                lambda points: output(binding.layout, weights, ops, replace(inputs, patches=points)),
+            )
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                recording.stop()
+            raise
+
+
+def capture(
+    output: Output, binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
+    stream: torch.cuda.Stream, piece: int,
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph, and the output that it writes. piece: bytes that the pool gets in one piece before."""
+    weights, device = binding.weights(), inputs.latent.device
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), random_numbers_survive(device), no_garbage_collected():
+        # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the image's step is still running.
+        # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            if piece:
+                torch.empty(piece, dtype=torch.uint8, device=device)
+            made = output(binding.layout, weights, ops, inputs)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph, made
+
+
+def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
+    """Let the matrix libraries allocate what they keep for a stream now, and not in the memory of the first graph."""
+    with torch.cuda.stream(stream):
+        square = torch.ones((64, 64), device=stream.device, dtype=dtype)
+        torch.nn.functional.linear(square, square, square[0])
+        torch.bmm(square[None], square[None])
+    stream.synchronize()
+
+
+@contextlib.contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """A graph or an event that is destroyed during a capture would spoil it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def random_numbers_survive(device: torch.device) -> Iterator[None]:
+    """Give the device's random generator a sound state back if a capture inside fails.
+
+    A failed capture leaves the generator believing that it is still being captured, and every later torch.randn on
+    the GPU raises. torch 2.3 has no way to put that right.
+    """
+    generator = torch.cuda.default_generators[device.index or 0]
+    spare = generator.clone_state() if hasattr(generator, "clone_state") else None
+    try:
+        yield
+    except BaseException:
+        if spare is not None:
+            generator.graphsafe_set_state(spare.graphsafe_get_state())
+        raise

@@ -1,0 +1,72 @@
+"""What a graph reads: tensors of its own, into which each call's are copied."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....core.call import Control, UNetCall
+
+
+def own_inputs(call: UNetCall, memory_format: torch.memory_format = torch.preserve_format) -> UNetCall:
+    """The call with inputs that belong to the graph.
+
+    The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
+    """
+    own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
+    return replace(own, timestep=own.timestep.float())
+
+
+def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
+    """The call with of(tensor) in the place of every tensor that a graph reads, in an order that depends on the shape
+    alone."""
+    change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
+    latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
+    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
+    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
+    prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
+    freeu = None if call.freeu is None else replace(call.freeu, factors=of(call.freeu.factors))
+    return replace(
+        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
+        context=of(call.context), y=change(call.y), image_prompts=prompts, freeu=freeu,
+    )
+
+
+def bytes_of(inputs: UNetCall) -> int:
+    """What a graph's own inputs hold, what it writes at a cut among them: who reads it shares it."""
+    control = inputs.control or Control()
+    residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
+    given = (
+        inputs.latent, inputs.timestep, inputs.timestep_condition, inputs.context, inputs.y, *residuals,
+        *added_tensors(inputs),
+    )
+    cut = inputs.cut
+    written = cut.memory.bytes if cut is not None and not cut.reads else 0
+    return sum(tensor.nbytes for tensor in given if tensor is not None) + written
+
+
+def added_tensors(call: UNetCall) -> list[Tensor]:
+    tensors = [tensor for prompt in call.image_prompts for tensor in prompt.tensors()]
+    return tensors if call.freeu is None else [*tensors, call.freeu.factors]
+
+
+def rehearsal_of(inputs: UNetCall) -> UNetCall:
+    """The same inputs for a call whose answer nobody wants: what is in use at a cut stays as it is."""
+    return inputs if inputs.cut is None else replace(inputs, cut=inputs.cut.apart())
+
+
+def copy_inputs(source: UNetCall, target: UNetCall) -> None:
+    # Calls of one shape have the same tensors: where the target has one, so has the source.
+    pairs: list[tuple[Any, Tensor | None]] = [(source.latent, target.latent), (source.timestep, target.timestep)]
+    pairs += [(source.timestep_condition, target.timestep_condition), (source.y, target.y)]
+    pairs.append((source.context, target.context))
+    if source.control is not None:
+        for part in fields(Control):
+            pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)
+    pairs += zip(added_tensors(source), added_tensors(target), strict=True)
+    for given, own in pairs:
+        if own is not None:
+            own.copy_(given)

@@ -1,0 +1,182 @@
+"""Our own kernels, in Triton: compiled in a thread, tuned on the machine, captured as CUDA graphs."""
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.call import UNetCall
+from ...core.card import on_card
+from ...core.device import Network, NotYet, Traits
+from ...core.family import AttentionShapes
+from ...core.guard import first_line
+from ...core.operators import Operators
+from ...core.refusal import Refusal
+from ...core.tuning_cache import TuningCache
+from ...options.settings import Settings
+from ...weights.contents import Place, Reader
+from ...weights.low_bit import KINDS_OF, Kind
+from ..torch.attention import Attention
+from ..torch.attention_tuning import time_on_gpu
+from ..torch.device import refuse_without_gpu
+from ..torch.sage import SageAttention
+from .availability import why_no_triton
+from .kernels.launch_config import Launches
+from .low_bit.choice import LowBit
+
+log = logging.getLogger("onediff")
+COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
+
+
+def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
+    """See weights.contents.Reader."""
+    from .kernels.contents import sums_of
+
+    try:
+        launch = sums_of(places, part)
+        if launch is not None:
+            # It compiles now.
+            launch()
+        return launch
+    except Exception:
+        log.exception("the contents of weights are read by PyTorch's operators")
+        return None
+
+
+class Native:
+    """See engines.device.Device. Its operators are made when they are first needed."""
+
+    name = "native"
+    traits = Traits(has_graphs=True, launches_patched=False, channels_last=True, takes_lossy=True)
+
+    def __init__(self, tuning_cache: TuningCache) -> None:
+        self.attention = Attention(tuning_cache)
+        self._launches = Launches(tuning_cache)
+        self.low_bit = LowBit(tuning_cache, self._launches)
+        # Our own, by the name of their attention where it is lossy.
+        self._made: dict[str, Operators] = {}
+        self._why_not: dict[torch.device, str | None] = {}
+        self._compiled: set[Hashable] = set()
+        self._pending: set[Hashable] = set()
+        self._tuned: set[Hashable] = set()
+        # What the compiler said. Not its exception: the traceback would keep the UNet that was being called.
+        self._failed: dict[Hashable, str] = {}
+        self._worker = ThreadPoolExecutor(1, "onediff-kernels")
+        self._lock = threading.Lock()
+
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
+        refuse_without_gpu(device)
+        lack = self.why_not(device)
+        if lack is not None:
+            raise Refusal(lack)
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
+        if device not in self._why_not:
+            self._why_not[device] = why_no_triton(device)
+        return self._why_not[device]
+
+    def refuse_call(self, call: UNetCall) -> None:
+        """It computes every call."""
+
+    def runner(self, managed: Any, key: Any, call: UNetCall, waits: bool) -> Any:
+        return None
+
+    def contents_reader(self, device: torch.device) -> Reader | None:
+        return None if device.type != "cuda" or self.why_not(device) is not None else read_contents
+
+    def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
+        """wide_norms: our kernels always round once."""
+        with self._lock:
+            name = attention or self.name
+            if name not in self._made:
+                exact = self.attention
+                self._made[name] = self.low_bit.operators(SageAttention(exact) if attention else exact)
+        return self._made[name]
+
+    def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
+        kind = self._kind(network)
+        if kind in self._failed:
+            raise RuntimeError(self._failed[kind])
+        if kind not in self._compiled:
+            if waits or kind not in self._pending:
+                self._pending.add(kind)
+                compiling = self._worker.submit(self._compile, network)
+            if not waits:
+                raise NotYet(COMPILING)
+            compiling.result()
+            self.prepare(network, waits=False)
+        if measures:
+            # Before the first use is checked, so that what is checked is what will run.
+            self._tune_kernels(network)
+
+    def _kind(self, network: Network) -> tuple[Hashable, tuple[Kind, ...]]:
+        """Networks of the same kind need the same kernels."""
+        low_bit = self.low_bit.kinds(KINDS_OF.get(network.low_bit, ()), network.device, network.dtype)
+        return (network.architecture, network.dtype, network.device), low_bit
+
+    def finish(self) -> None:
+        """Wait for what was begun."""
+        self._worker.submit(lambda: None).result()
+
+    def _compile(self, network: Network) -> None:
+        kind = self._kind(network)
+        if kind in self._compiled or kind in self._failed:
+            return
+        began = time.perf_counter()
+        try:
+            # Here, and not where the first call would wait: to import Triton takes half a second.
+            self.operators()
+            from .compile_kernels import compile_kernels
+
+            with on_card(network.device):
+                compile_kernels(network.users, network.dtype, network.device, self._launches, kind[1])
+        except ImportError as error:
+            # A half-removed Triton.
+            self._failed[kind] = f"Triton cannot be imported ({error})"
+            log.debug("%s", self._failed[kind], exc_info=True)
+        except Exception as error:
+            self._failed[kind] = first_line(error)
+            log.exception("the kernels for %s do not compile", network.dtype)
+        else:
+            self._compiled.add(kind)
+            log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
+
+    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
+        dtype = torch.float32 if call.upcast_attention else call.latent.dtype
+        unknown = [pair for pair in attentions if self.attention.chosen(*pair, dtype) is None]
+        for query, key in unknown:
+            self.attention.measure(query, key, dtype, call.latent.device)
+        return bool(unknown)
+
+    def measure_anew(self) -> None:
+        """Trust no choice that was made before: those that are still there are read again, the others measured."""
+        self._tuned.clear()
+        self.attention.forget()
+        self.low_bit.forget()
+        self._launches.forget()
+
+    def _tune_kernels(self, network: Network) -> None:
+        """Measure how the kernels are best configured on this GPU, where that is not known: seconds, once on a machine.
+
+        Where that fails, they stay as they are cut.
+        """
+        kind = self._kind(network)
+        if kind in self._tuned:
+            return
+        self._tuned.add(kind)
+        began = time.perf_counter()
+        try:
+            from .kernels.tuning import tune_kernels
+
+            with on_card(network.device):
+                count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)
+            log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
+        except Exception as error:
+            log.debug("the kernels could not be measured: %s", error, exc_info=True)

@@ -1,0 +1,232 @@
+"""Why OneFlow cannot be used here, in a sentence that says what to do.
+
+OneFlow is tried by this file as a program of its own, because where it does not work, it may end its process. Given a
+device and a dtype such as cuda:0 float16, that writes a line of JSON when it begins something, and one at the end.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import re
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cuda.requirements import release, written
+
+PYTHON = (3, 10)
+ONEFLOW = (0, 9)
+# OneFlow 0.9.0 has machine code for these, and none that a newer GPU could translate.
+OLDEST_CAPABILITY, NEWEST_CAPABILITY = (6, 0), (8, 9)
+DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
+LIBRARIES = "pip install --no-deps nvidia-cublas-cu11==11.10.3.66 nvidia-cudnn-cu11==8.5.0.96"
+TRYING = "OneFlow is being tried, in the background"
+SECONDS = 120.0
+REPOSITORY = Path(__file__).parents[3]
+# What the other process does, as a sentence goes on.
+IMPORTING, SHARING, COMPUTING, DONE = "was imported", "was handed torch's tensors", "computed", "done"
+# Of the largest value: ten times what rounding explains.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2}
+
+
+class Verdict(NamedTuple):
+    """reason: why OneFlow cannot be used, or None. fused_attention: whether its own attention works here."""
+
+    reason: str | None
+    fused_attention: bool = False
+
+
+class OneFlowGate:
+    """Knows of every device and dtype whether OneFlow can be used, once it has been tried in another process."""
+
+    def __init__(self, seconds: float = SECONDS, environment: Mapping[str, str] | None = None) -> None:
+        """seconds: how long the other process may take. environment: its own; None: ours."""
+        self._seconds, self._environment = seconds, environment
+        self._verdicts: dict[tuple[torch.device, torch.dtype], Verdict] = {}
+        self._trials: dict[tuple[torch.device, torch.dtype], threading.Thread] = {}
+
+    def verdict(self, device: torch.device, dtype: torch.dtype, waits: bool = True) -> Verdict:
+        """waits: for the seconds that the first trial takes; otherwise that is the reason meanwhile."""
+        pair = device, dtype
+        if pair not in self._trials:
+            self._trials[pair] = threading.Thread(target=self._try, args=pair, name="onediff-oneflow", daemon=True)
+            self._trials[pair].start()
+        if waits:
+            self._trials[pair].join()
+        return self._verdicts.get(pair, Verdict(TRYING))
+
+    def _try(self, device: torch.device, dtype: torch.dtype) -> None:
+        lack = why_not_for(device, dtype) or why_no_package()
+        self._verdicts[device, dtype] = Verdict(lack) if lack else self._in_a_process(device, dtype)
+
+    def _in_a_process(self, device: torch.device, dtype: torch.dtype) -> Verdict:
+        where = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
+        command = [sys.executable, "-m", f"{__package__}.gate", where, str(dtype).removeprefix("torch.")]
+        try:
+            ended = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=self._seconds, check=False,
+                stdin=subprocess.DEVNULL, cwd=REPOSITORY, env=self._environment,
+            )
+        except subprocess.TimeoutExpired:
+            return Verdict(f"OneFlow was tried in a process of its own, which did not end within {self._seconds:.0f} s")
+        except OSError as error:
+            return Verdict(f"OneFlow could not be tried, because no other Python can be started ({error})")
+        return verdict_of(ended.stdout, ended.returncode)
+
+
+def why_not_for(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why OneFlow is not for this device or this dtype."""
+    if device.type not in DTYPES:
+        return f"OneFlow runs on NVIDIA GPUs and on the CPU, and this is the {device.type}"
+    if dtype not in DTYPES[device.type]:
+        return f"OneFlow computes no {str(dtype).removeprefix('torch.')} on the {device.type}, as this model needs"
+    if device.type == "cpu":
+        return None
+    if torch.version.hip:
+        return "OneFlow needs an NVIDIA GPU, and this is one of AMD's"
+    capability = torch.cuda.get_device_capability(device)
+    if OLDEST_CAPABILITY <= capability <= NEWEST_CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return f"OneFlow {written(ONEFLOW)} knows GPUs from GTX 10 to RTX 40, and the {name} has {written(capability)}"
+
+
+def why_no_package() -> str | None:
+    """Why this Python has no OneFlow that can be tried."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"OneFlow exists for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    if sys.version_info[:2] != PYTHON:
+        return f"OneFlow needs Python {written(PYTHON)}, and the WebUI runs on {written(sys.version_info[:2])}"
+    if find_spec("oneflow") is None:
+        return "OneFlow is not installed, and never is by itself: OneDiff's README says how"
+    version = installed("oneflow")
+    if release(version)[:2] != ONEFLOW:
+        return f"OneDiff can use OneFlow {written(ONEFLOW)}, and the one here is {version}: pip install oneflow==0.9.0"
+    return None
+
+
+def verdict_of(output: str, code: int) -> Verdict:
+    """What the other process has found, by what it has said and how it ended. OneFlow may have written in between."""
+    words: dict[str, Any] = {"at": IMPORTING}
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            words |= json.loads(line)
+    stage, error = words["at"], words.get("error")
+    if error is None:
+        if stage == DONE:
+            return Verdict(None, bool(words.get("fused_attention")))
+        return Verdict(f"OneFlow ended its process when it {stage} (code {code})")
+    if stage == IMPORTING:
+        return Verdict(why_no_import(error, words))
+    return Verdict(f"OneFlow failed when it {stage}, beside torch {torch.__version__}: {brief(error)}")
+
+
+def why_no_import(error: str, versions: Mapping[str, str]) -> str:
+    """Why OneFlow cannot be imported beside these versions."""
+    library = re.search(r"(lib[\w.+-]+\.so[\w.]*): cannot open", error)
+    if library is not None:
+        if installed("nvidia-cudnn-cu12").startswith("8."):
+            # Both would be libcudnn.so.8, in the same folder.
+            return f"OneFlow needs {library[1]}, which cannot lie beside this torch's cuDNN 8: use torch 2.4 or newer"
+        return f"OneFlow needs {library[1]}, which is not there: {LIBRARIES}"
+    if "numpy" in error.lower():
+        return f'OneFlow needs NumPy 1, and {versions["numpy"]} is installed: pip install "numpy<2"'
+    if "Descriptors cannot" in error or re.search(r"No module named 'google['.]", error):
+        return f'OneFlow needs protobuf 3, and {versions["protobuf"]} is installed: pip install "protobuf<4"'
+    return f"OneFlow cannot be imported: {brief(error)}"
+
+
+def brief(message: str) -> str:
+    """One line of a message of OneFlow's, which have many and are coloured."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[\d;]*m", "", message).strip().splitlines() if line.strip()]
+    return lines[0][:160].rstrip(".: ") if lines else "no reason given"
+
+
+def installed(name: str) -> str:
+    """A distribution's version, or "none"."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def main(device: str, dtype: torch.dtype) -> None:
+    """Try OneFlow in this process."""
+    say(at=IMPORTING, numpy=installed("numpy"), protobuf=installed("protobuf"))
+    import resource
+
+    # What ends by itself shall leave no memory image behind.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # torch uses the device before OneFlow does, as in the WebUI.
+    weight, kernel = torch.ones(64, 64, device=device, dtype=dtype), torch.randn(8, 4, 3, 3, device=device, dtype=dtype)
+    import oneflow as flow
+    from oneflow.utils.tensor import from_torch, to_torch
+
+    from ...core.affine import Affine
+    from .operators import graph_of, run_graph, unowned
+
+    say(at=SHARING)
+    if to_torch(from_torch(unowned(weight))).data_ptr() != weight.data_ptr():
+        raise RuntimeError("a tensor was copied on its way to OneFlow and back")
+
+    say(at=COMPUTING)
+
+    def build(weights: Any, tokens: Any, image: Any) -> Any:
+        convolved = flow.nn.functional.conv2d(image, weights["kernel"].weight, None, 1, 1)
+        return flow.matmul(tokens, weights["linear"].weight), flow.nn.functional.silu(convolved)
+
+    graph = graph_of(build, {"linear": Affine(weight, None), "kernel": Affine(kernel, None)})
+    for factor in (1.0, 2.0):
+        weight.fill_(factor)
+        tokens, image = kernel.new_empty(2, 64).normal_(), kernel.new_empty(2, 4, 8, 8).normal_()
+        convolved = torch.nn.functional.conv2d(image, kernel, padding=1)
+        refuse_difference(run_graph(graph, [tokens, image]), tokens @ weight, torch.nn.functional.silu(convolved))
+    say(at=DONE, fused_attention=kernel.is_cuda and dtype == torch.float16 and has_fused_attention(kernel))
+
+
+def has_fused_attention(like: Tensor) -> bool:
+    """Whether OneFlow's own attention, which it has for some GPUs alone, computes what torch's does."""
+    import oneflow as flow
+
+    from .operators import run_graph
+
+    heads = list(like.new_empty(3, 2, 4, 77, 64).normal_())
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads)
+    rows = [part.transpose(1, 2).flatten(2) for part in heads]
+    attention = flow._C.fused_multi_head_attention_inference
+    try:
+        mixed = run_graph(lambda *given: [attention(*given, num_heads=4)], rows)
+        refuse_difference(mixed, expected.transpose(1, 2).flatten(2))
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+def refuse_difference(results: list[Tensor], *exact: Tensor) -> None:
+    for result, wanted in zip(results, exact, strict=True):
+        error = float((result.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+        if not error <= TOLERANCE[wanted.dtype]:
+            raise RuntimeError(f"it computes something else than torch (relative error {error:.0e})")
+
+
+def say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], getattr(torch, sys.argv[2]))
+    except Exception as error:
+        traceback.print_exc()
+        say(error=f"{type(error).__name__}: {error}")

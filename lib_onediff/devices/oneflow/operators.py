@@ -1,0 +1,152 @@
+"""The operators in OneFlow, whose tensors are OneFlow's, and its lazy graphs of them. Importing this imports OneFlow.
+
+OneFlow 0.9.0 has no group norm for the CPU, no circular padding and no attention but a fused one for NVIDIA GPUs; what
+is missing is written out.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import oneflow as flow
+import oneflow.nn.functional as functional
+import torch
+from oneflow import Tensor, _oneflow_internal
+from oneflow.utils.tensor import from_torch, to_torch
+
+from ...core.affine import Affine, Weights
+from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
+from ...core.operators import Stream
+from ..torch import operators as torch_ops
+
+
+class OneFlowOperators:
+    """See model.operators.Operators. Images are contiguous. fused_attention: see gate.Verdict."""
+
+    def __init__(self, fused_attention: bool = False) -> None:
+        self._fused_attention = fused_attention
+
+    # These are operators of tensors alone, whosoever they are.
+    materialize = staticmethod(torch_ops.materialize)
+    residual_add = staticmethod(torch_ops.residual_add)
+    image_to_tokens = staticmethod(torch_ops.image_to_tokens)
+    silu = staticmethod(functional.silu)
+
+    def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
+        # torch's own frequencies: what two libraries differ by here, a timestep of 1000 makes a thousand times larger.
+        frequencies = from_torch(torch_ops.frequencies(time, torch.device("cpu"))).to(timestep.device)
+        angles = timestep.unsqueeze(1).to(flow.float32) * frequencies.unsqueeze(0) * time.scale
+        waves = [flow.cos(angles), flow.sin(angles)]
+        return flow.cat(waves if time.cosine_first else waves[::-1], dim=-1)
+
+    def join(self, vectors: Sequence[Tensor]) -> Tensor:
+        return flow.cat(list(vectors), dim=0)
+
+    def linear(self, x: Tensor, affine: Affine) -> Tensor:
+        weight = affine.weight
+        return functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, affine.bias)
+
+    def pointwise(self, image: Tensor, affine: Affine) -> Tensor:
+        weight = affine.weight
+        weight = weight if weight.dim() == 4 else weight.reshape(*weight.shape, 1, 1)
+        return functional.conv2d(image, weight, affine.bias)
+
+    def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+        if shape.circular:
+            image = wrap(wrap(image, shape.padding, 3), shape.padding, 2)
+            return functional.conv2d(image, affine.weight, affine.bias, shape.stride)
+        return functional.conv2d(image, affine.weight, affine.bias, shape.stride, shape.padding)
+
+    def group_norm(
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
+    ) -> Tensor:
+        if shift is not None:
+            image = image + shift.reshape(*shift.shape, 1, 1)
+        if image.is_cuda:
+            normed = flow._C.group_norm(image, affine.weight, affine.bias, True, norm.groups, norm.eps)
+        else:
+            assert affine.bias is not None, "every group norm of a UNet has a bias"
+            groups = image.reshape(image.shape[0], norm.groups, -1)
+            groups = functional.layer_norm(groups, (groups.shape[-1],), None, None, norm.eps)
+            weight, bias = (vector.reshape(1, norm.channels, 1, 1) for vector in (affine.weight, affine.bias))
+            normed = groups.reshape(*image.shape) * weight + bias
+        return functional.silu(normed) if silu else normed
+
+    def layer_norm(
+        self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine
+    ) -> tuple[Stream, Tensor]:
+        tokens = self.materialize(stream)
+        return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
+
+    def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
+        return stream._replace(tokens=stream.tokens + self.linear(x, affine))
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+        dtype, heads, width = query.dtype, query.shape[1], query.shape[3]
+        if upcast:
+            query, key, value = (part.to(flow.float32) for part in (query, key, value))
+        elif self._fused_attention and dtype == flow.float16:
+            rows = [part.transpose(1, 2).flatten(2) for part in (query, key, value)]
+            mixed = flow._C.fused_multi_head_attention_inference(*rows, num_heads=heads)
+            return mixed.reshape(*mixed.shape[:2], heads, width).transpose(1, 2)
+        scores = flow.matmul(query * (1 / math.sqrt(width)), key.transpose(2, 3))
+        return flow.matmul(flow.softmax(scores, dim=-1), value).to(dtype)
+
+    def geglu(self, tokens: Tensor, reader: Affine) -> Tensor:
+        value, gate = tokens.chunk(2, dim=-1)
+        return value * functional.gelu(gate)
+
+    def gated_linear(self, x: Tensor, affine: Affine, reader: Affine) -> Tensor:
+        return self.geglu(self.linear(x, affine), reader)
+
+    def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
+        return flow.cat([image, skip], dim=1)
+
+    def resize(self, image: Tensor, height: int, width: int) -> Tensor:
+        scales = height / image.shape[2], width / image.shape[3]
+        # What functional.interpolate calls, which warns of its module in every graph.
+        return flow._C.upsample_nearest_2d(
+            image, height_scale=scales[0], width_scale=scales[1], output_size=[height, width],
+            data_format="channels_first",
+        )
+
+    def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
+
+
+def wrap(image: Tensor, padding: int, dim: int) -> Tensor:
+    """The image with so much of the opposite edge before and after it along a dimension."""
+    size = image.shape[dim]
+    return flow.cat([image.narrow(dim, size - padding, padding), image, image.narrow(dim, 0, padding)], dim=dim)
+
+
+def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
+    """An nn.Graph of OneFlow over a forward and these weights of torch's; its first run compiles it."""
+    share: Callable[[Any], Any] = lambda part: None if part is None else from_torch(unowned(part))  # noqa: E731
+    shared = {path: Affine(share(affine.weight), share(affine.bias)) for path, affine in weights.items()}
+
+    class UNetGraph(flow.nn.Graph):
+        def build(self, *given: Any) -> Any:
+            return build(shared, *given)
+
+    return UNetGraph()
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's values as another one in the same memory, which it does not keep alive."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape)
+
+
+def run_graph(graph: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a graph makes of tensors, as new tensors in memory of OneFlow's: it copies them out of the graph itself."""
+    if given[0].is_cuda:
+        # OneFlow launches on streams of its own, which know nothing of torch's.
+        torch.cuda.current_stream(given[0].device).synchronize()
+    results = graph(*map(from_torch, given))
+    # Its threads read the environment when they launch, so they must be done before that is put back.
+    _oneflow_internal.eager.Sync()
+    return [to_torch(result) for result in results]

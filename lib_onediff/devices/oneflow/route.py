@@ -1,0 +1,229 @@
+"""How calls come to OneFlow: one lazy graph (nn.Graph) a shape, over the host's own weights.
+
+OneFlow compiles for seconds, and a process that has compiled does not get that memory back, so a graph outlives
+prompts: what depends on the prompt is among its inputs. Like a CUDA graph it holds addresses of weights, not tensors,
+and serves as long as they lie where they lay. OneFlow itself is imported by the first graph, not by this module.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.affine import Affine, Weights
+from ...core.call import UNetCall
+from ...core.device import CachedRunner, Network, Traits
+from ...core.family import AttentionShapes
+from ...core.key import ShapeKey
+from ...core.operators import Operators
+from ...core.precision import ROUNDING_HALF_SUMS, environment, oneflow_variables
+from ...core.refusal import Refusal
+from ...families.unet.cuts import cached_pass, full_pass
+from ...families.unet.forward import forward
+from ...families.unet.layout import UNetLayout
+from ...options.settings import Settings
+from ...weights.contents import Reader
+from ..cuda.graphs.inputs import copy_inputs, mapped, own_inputs
+from ..torch import operators as torch_ops
+from .gate import OneFlowGate, brief
+
+log = logging.getLogger("onediff")
+
+# Each keeps its intermediates and its plan for as long as the process lives.
+MOST_GRAPHS = 8
+TOO_MANY = (
+    "OneFlow has compiled {} graphs, the most that OneDiff lets it, because it does not give their memory back: "
+    "restart the WebUI to use it for others"
+)
+FAILED = "OneFlow failed to compile ({}), and a second try could end the WebUI: restart it to use OneFlow"
+COMPILING = "OneFlow is compiling for this shape, in the background"
+COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
+STRIDED = "OneFlow reads weights in their usual order alone, and {} lies channels-last"
+
+
+@dataclass
+class OneFlowRunner:
+    """A graph for the calls of one shape, with its own inputs. given: what the graph takes, see tensors_of. variables:
+    the environment that OneFlow is to see, see precision.oneflow_variables. running: held while OneFlow runs."""
+
+    graph: Any
+    inputs: UNetCall
+    given: list[Tensor]
+    variables: Mapping[str, str]
+    running: threading.Lock
+
+    def run(self, call: UNetCall) -> Tensor:
+        from .operators import run_graph
+
+        copy_inputs(call, self.inputs)
+        with self.running, environment(self.variables):
+            output, *deep = run_graph(self.graph, self.given)
+        cut = self.inputs.cut
+        if cut is not None and deep:
+            cut.memory.write(deep[0])
+        return output
+
+
+class OneFlow:
+    """See engines.device.Device. One for the process. Whoever calls holds the runtime's lock.
+
+    failure: what the compiler said when it failed; after that nothing is compiled any more.
+    """
+
+    name = "oneflow"
+    traits = Traits(
+        launches=False, casts_weights=False, on_request=True, one_card=True, decides_anew=True,
+        # What is checked once serves with sums in half precision too: it is told of them when it runs.
+        errors={torch.float16: ROUNDING_HALF_SUMS},
+    )
+
+    def __init__(self, most: int = MOST_GRAPHS) -> None:
+        self.most, self.failure = most, ""
+        self._gate = OneFlowGate()
+        self._fused_attention = False
+        self._variables: Mapping[str, str] = {}
+        # By shape and addresses of weights. None: OneFlow failed.
+        self._graphs: dict[Hashable, Future[Any | None]] = {}
+        self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
+        # OneFlow ends the process where one thread runs a graph while another compiles one.
+        self._running = threading.Lock()
+
+    @property
+    def count(self) -> dict[str, int]:
+        """How many graphs there are, those in the making included, and how many there may be."""
+        made = sum(not graph.done() or graph.result() is not None for graph in list(self._graphs.values()))
+        return {"graphs": made, "most": self.most}
+
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
+        """Calls by these settings follow."""
+        verdict = self._gate.verdict(device, dtype, waits)
+        if verdict.reason is not None:
+            raise Refusal(verdict.reason)
+        self._variables, self._fused_attention = oneflow_variables(settings), verdict.fused_attention
+
+    def refuse_call(self, call: UNetCall) -> None:
+        if call.patches is not None:
+            raise Refusal("OneFlow runs no functions of other extensions")
+        if call.additions:
+            raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
+
+    def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
+        """A graph has its own; what is launched beside it is PyTorch's."""
+        return torch_ops
+
+    def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
+        """Graphs compile themselves."""
+
+    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
+        return False
+
+    def contents_reader(self, device: torch.device) -> Reader | None:
+        return None
+
+    def measure_anew(self) -> None:
+        """It measures nothing."""
+
+    def runner(
+        self, managed: Any, key: ShapeKey, call: UNetCall, waits: bool
+    ) -> OneFlowRunner:
+        """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
+        thread, seconds where the shape or the address of a weight is new. waits: wait for it."""
+        kept, runner = managed.oneflow.get(key), None
+        if kept is not None and managed.serves(kept, call.cut):
+            if not waits and not all(graph.done() for graph in self._graphs.values()):
+                raise Refusal(COMPILING_ANOTHER)
+            # Settings change, and graphs do not know them.
+            known: Any = kept.runner
+            return replace(known, variables=self._variables)
+        binding, inputs = managed.bound.binding, own_inputs(call, torch.contiguous_format)
+        weights, given = present(binding.weights()), tensors_of(inputs)
+        identity = replace(key, precision=()), addresses(weights)
+        if identity not in self._graphs:
+            self._refuse_another(weights)
+            build = forward_of(binding.layout, inputs, self._fused_attention)
+            self._graphs[identity] = self._worker.submit(self._compile, build, weights, given)
+        making = self._graphs[identity]
+        if not (waits or making.done()):
+            raise Refusal(COMPILING)
+        graph = making.result()
+        if graph is None:
+            raise Refusal(FAILED.format(self.failure))
+        runner = OneFlowRunner(graph, inputs, given, self._variables, self._running)
+        kept_as: Any = runner
+        managed.oneflow[key] = CachedRunner(managed.bound.generation, kept_as)
+        return runner
+
+    def _refuse_another(self, weights: Weights) -> None:
+        """Raise Refusal where no further graph is compiled."""
+        if self.failure:
+            raise Refusal(FAILED.format(self.failure))
+        count = self.count["graphs"]
+        if count >= self.most:
+            raise Refusal(TOO_MANY.format(count))
+        # A graph would read its numbers in the wrong order, without an error.
+        strided = next((path for path, affine in weights.items() if not affine.weight.is_contiguous()), None)
+        if strided is not None:
+            raise Refusal(STRIDED.format(strided))
+
+    def _compile(self, build: Callable[..., Any], weights: Weights, given: list[Tensor]) -> Any | None:
+        """In the worker's thread. weights: alive until this ends, because the first run reads them."""
+        if self.failure:
+            return None
+        try:
+            from .operators import graph_of, run_graph
+
+            # The first run compiles.
+            with self._running:
+                graph = graph_of(build, weights)
+                run_graph(graph, given)
+            return graph
+        except Exception as error:
+            self.failure = brief(str(error))
+            log.debug("OneFlow failed to compile", exc_info=error)
+            return None
+
+
+def forward_of(layout: UNetLayout, inputs: UNetCall, fused_attention: bool) -> Callable[..., Any]:
+    """The forward for inputs like these, as a function of OneFlow's tensors: the weights, then what tensors_of names.
+    fused_attention: see operators.OneFlowOperators."""
+    cut = inputs.cut
+
+    def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
+        from .operators import OneFlowOperators
+
+        ops, rest = OneFlowOperators(fused_attention), iter(given)
+        call = mapped(inputs, lambda _: next(rest))
+        if cut is None:
+            return (forward(layout, weights, ops, call),)
+        if cut.reads:
+            return (cached_pass(layout, weights, ops, call, cut.depth, next(rest)),)
+        return full_pass(layout, weights, ops, call, cut.depth)
+
+    return build
+
+
+def tensors_of(inputs: UNetCall) -> list[Tensor]:
+    """What a graph takes: the inputs, and the deep feature where it is read."""
+    tensors: list[Tensor] = []
+    mapped(inputs, tensors.append)
+    if inputs.cut is not None and inputs.cut.reads:
+        tensors.append(inputs.cut.memory.read())
+    return tensors
+
+
+def present(weights: Weights) -> Weights:
+    """The weights as tensors that keep their memory alive, also where a host gives its parameters other memory."""
+    return {
+        path: Affine(affine.weight.detach(), None if affine.bias is None else affine.bias.detach())
+        for path, affine in weights.items()
+    }
+
+
+def addresses(weights: Weights) -> tuple[int, ...]:
+    return tuple(part.data_ptr() for affine in weights.values() for part in affine[:2] if part is not None)

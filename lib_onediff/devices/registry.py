@@ -1,0 +1,137 @@
+"""The devices of this machine. A new one is a file or folder beside this, and a line here."""
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.device import Candidates, Device, Network
+from ..core.operators import Operators
+from ..core.refusal import Refusal
+from ..core.tuning_cache import TuningCache
+from ..families.registry import read_layout
+from ..options.settings import SAGE, Settings
+from ..weights.contents import Reader
+from .cuda.availability import how_to_be_fast_here
+from .cuda.native import Native
+from .oneflow.route import OneFlow
+from .torch.device import CudaGraphs, Eager
+
+AUTO = "auto"
+
+
+def devices_here(tuning_cache: TuningCache) -> tuple[Device, ...]:
+    """One of each, the fastest first, the reference last."""
+    return OneFlow(), Native(tuning_cache), CudaGraphs(), Eager()
+
+
+class Devices:
+    """Chooses among devices. The last is the reference: it serves everything, everywhere."""
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        self.all = tuple(devices)
+        self.reference = self.all[-1]
+        self._worker = ThreadPoolExecutor(1, "onediff-devices")
+        self._hint: str | None = None
+
+    def named(self, name: str) -> Device:
+        """The device of a shape's key."""
+        return next(device for device in self.all if device.name == name)
+
+    def has_graphs(self, name: str | None) -> bool:
+        """Whether calls by the device of this name, if it is one, are captured and replayed."""
+        return any(one.name == name and one.traits.has_graphs for one in self.all)
+
+    @property
+    def lossy(self) -> Any:
+        """The one that computes in eight bits; None where there is none."""
+        return next((device for device in self.all if device.traits.takes_lossy), None)
+
+    def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> Candidates:
+        """What to try by these settings on a device (torch's) for a network of this type, whole. waits: see
+        Device.refuse. The one that is named comes first, and after it what is slower; of two that launch the same, the
+        one with graphs."""
+        names = [one.name for one in self.all]
+        wanted = names.index(settings.backend) if settings.backend in names else 0
+        found: list[Device] = []
+        reason = ""
+        for one in self.all[wanted:]:
+            traits = one.traits
+            if traits.on_request and one.name != settings.backend:
+                continue
+            # What follows serves with the weights laid out as the first one wants them, and does not repeat it.
+            if found and traits.channels_last and not found[0].traits.channels_last:
+                continue
+            if not traits.has_graphs and any(before.traits.has_graphs for before in found):
+                continue
+            try:
+                one.refuse(settings, device, dtype, waits)
+                found.append(one)
+            except Refusal as refusal:
+                reason = reason or str(refusal)
+        return Candidates(tuple(found), reason)
+
+    def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> Candidates:
+        """As candidates, for work that is launched operator by operator and never captured."""
+        found = self.candidates(settings, device, dtype, waits)
+        launching = dict.fromkeys(one if one.traits.launches else self.reference for one in found.devices)
+        # Without a GPU, that it has no graphs is no reason.
+        return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
+
+    def contents_reader(self, device: torch.device) -> Reader | None:
+        """Of the first that has one."""
+        return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
+
+    def operators(self, name: str, wide_norms: bool = False, attention: str = "") -> Operators:
+        """Of the device of a shape's key; see Device.operators."""
+        return self.named(name).operators(wide_norms, attention)
+
+    def measure_anew(self) -> None:
+        """Trust nothing that was measured before."""
+        for one in self.all:
+            one.measure_anew()
+
+    def hint(self) -> str:
+        """How to get what makes OneDiff fast on this machine, in one or two sentences; "" where nothing is missing."""
+        if self._hint is None:
+            self._hint = how_to_be_fast_here() or ""
+        return self._hint
+
+    # --- before the first call ------------------------------------------------------------------------------------
+
+    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[None] | None:
+        """Begin to compile what the first calls of this UNet need. Returns what ends with that; None where there is
+        nothing to do."""
+        if not settings.enabled:
+            return None
+        parameter = next(unet.parameters(), None)
+        if parameter is None or parameter.device.type not in ("cpu", "cuda"):
+            return None
+        device = parameter.device
+        if device.type == "cpu" and torch.cuda.is_available():
+            # A UNet that waits in the computer's memory goes to the GPU when it is used.
+            device = torch.device("cuda", torch.cuda.current_device())
+        return self._worker.submit(self._prepare, weakref.ref(unet), settings, parameter.dtype, device)
+
+    def finish(self) -> None:
+        """Wait for what was begun."""
+        self._worker.submit(lambda: None).result()
+
+    def _prepare(
+        self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        first = self.candidates(settings, device, dtype, waits=False).devices[0]
+        present = unet()
+        if present is None or first is self.reference:
+            return
+        with contextlib.suppress(Refusal, RuntimeError):
+            layout = read_layout(present)
+            # Compiling takes longer than a host may want to keep it.
+            del present
+            low_bit = "" if settings.low_bit in ("off", SAGE) else settings.low_bit
+            first.prepare(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit), waits=True)

@@ -1,0 +1,173 @@
+"""The reference operators: plain torch, any device, any dtype. Images stay in the format they come in."""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from ...core.affine import Affine, LowRank
+from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
+from ...core.operators import Stream
+
+
+def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
+    """As ldm's timestep_embedding and diffusers' get_timestep_embedding (frequency_shift is the latter's
+    downscale_freq_shift; ldm's is 0). Channels are even in every known model."""
+    angles = timestep[:, None].float() * frequencies(time, timestep.device)[None] * time.scale
+    waves = (angles.cos(), angles.sin())
+    return torch.cat(waves if time.cosine_first else waves[::-1], dim=-1)
+
+
+def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
+    """Those of the sinusoids, (channels / 2,) in float32. In the order of the hosts' own sums: another one rounds
+    otherwise, and some models make a thousand times as much of it."""
+    half = time.channels // 2
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=device)
+    return torch.exp(exponents / (half - time.frequency_shift))
+
+
+def join(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(vectors))
+
+
+def linear(x: Tensor, affine: Affine) -> Tensor:
+    weight = affine.weight
+    product = functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, affine.bias)
+    return product if affine.low_rank is None else add_low_rank(product, x, affine.low_rank)
+
+
+def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
+    """What LoRAs add to a linear layer's product (..., out), written into it. x: (..., in)."""
+    hidden, rank = functional.linear(x, low_rank.down.flatten(1)), 0
+    for row, up in low_rank.ups:
+        rows, ranks = up.shape
+        product[..., row:row + rows] += functional.linear(hidden[..., rank:rank + ranks], up)
+        rank += ranks
+    return product
+
+
+def pointwise(image: Tensor, affine: Affine) -> Tensor:
+    batch, _, height, width = image.shape
+    if not image.is_contiguous():  # channels last: the pixels already are the rows of the GEMM
+        return tokens_to_image(linear(image_to_tokens(image), affine), height, width)
+    weight = affine.weight.flatten(1).expand(batch, -1, -1)
+    pixels = image.flatten(2)
+    if affine.bias is None:
+        product = torch.bmm(weight, pixels)
+    else:
+        product = torch.baddbmm(affine.bias[None, :, None], weight, pixels)
+    if affine.low_rank is not None:
+        add_low_rank(product.mT, pixels.mT, affine.low_rank)
+    return product.view(batch, -1, height, width)
+
+
+def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+    padding = shape.padding
+    if shape.circular:
+        image, padding = functional.pad(image, [padding] * 4, mode="circular"), 0
+    product = functional.conv2d(image, affine.weight, affine.bias, shape.stride, padding)
+    if affine.low_rank is not None:
+        hidden = functional.conv2d(image, affine.low_rank.down, None, shape.stride, padding)
+        for _, up in affine.low_rank.ups:
+            product += functional.conv2d(hidden, up[:, :, None, None])
+    return product
+
+
+def group_norm(
+    image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+    reader: Affine | None = None,
+) -> Tensor:
+    if shift is not None:
+        image = image + shift[:, :, None, None]
+    normed = functional.group_norm(image, norm.groups, affine.weight, affine.bias, norm.eps)
+    return functional.silu(normed, inplace=True) if silu else normed
+
+
+def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
+    tokens = materialize(stream)
+    return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
+
+
+def add_linear(stream: Stream, x: Tensor, affine: Affine) -> Stream:
+    return stream._replace(tokens=stream.tokens + linear(x, affine))
+
+
+def materialize(stream: Stream) -> Tensor:
+    tokens, *vectors, update, scales = stream
+    if update is not None and scales is not None:
+        update = update * scales
+    for addend in (*vectors, update):
+        tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)
+    return tokens
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+    if not upcast:
+        return functional.scaled_dot_product_attention(query, key, value)
+    wide = functional.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    return wide.to(query.dtype)
+
+
+def geglu(tokens: Tensor, reader: Affine | None = None) -> Tensor:
+    value, gate = tokens.chunk(2, dim=-1)
+    return value * functional.gelu(gate)
+
+
+def gated_linear(x: Tensor, affine: Affine, reader: Affine) -> Tensor:
+    return geglu(linear(x, affine), reader)
+
+
+def silu(x: Tensor) -> Tensor:
+    return functional.silu(x)
+
+
+def residual_add(image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
+    return image + (update if bias is None else update + bias[:, None, None])
+
+
+def concatenate(image: Tensor, skip: Tensor) -> Tensor:
+    return torch.cat([image, skip], dim=1)
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    return functional.interpolate(image, size=(height, width), mode="nearest")
+
+
+def image_to_tokens(image: Tensor) -> Tensor:
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
+    image: Tensor = tokens.unflatten(1, (height, width))
+    return image.permute(0, 3, 1, 2)
+
+
+def bias_or_zeros(norm: Affine) -> Tensor:
+    """What a norm adds."""
+    return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
+
+
+def channels_last(image: Tensor) -> Tensor:
+    """The same image with its pixels' channels side by side in memory; itself if it is so already."""
+    return image.contiguous(memory_format=torch.channels_last)
+
+
+class WideNorms:
+    """The same operators, with group norms in float32 up to their end, as torch.autocast has them: what comes out of
+    SiLU is rounded, and not what goes into it too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return globals()[name]
+
+    def group_norm(
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
+    ) -> Tensor:
+        if shift is not None:
+            image = image + shift[:, :, None, None]
+        wide = Affine(affine.weight.float(), None if affine.bias is None else affine.bias.float())
+        return group_norm(image.float(), wide, norm, silu).to(image.dtype)

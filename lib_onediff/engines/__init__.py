@@ -1,1 +1,0 @@
-"""How a bound forward is run for one shape."""

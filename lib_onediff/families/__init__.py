@@ -1,0 +1,1 @@
+"""Networks: how each is read, and its forward as pure functions of tensors."""

@@ -1,0 +1,187 @@
+"""Read the leaf modules that hold parameters, and keep account of them; and the block that all families have."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..core.leaves import (
+    Convolution,
+    CrossAttention,
+    FusedLinear,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    SelfAttention,
+    TransformerBlock,
+)
+from ..core.origins import package
+from ..core.refusal import Refusal
+from ..core.tuners import is_lora, layer_within
+
+# Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
+LINEAR_CLASSES = {"ForgeOperations.Linear"}
+PADDING_MODES = {"zeros": False, "circular": True}
+# Layers whose forward is not torch's but computes the same: in float32 and back (ldm), with LoRA in place or none.
+KNOWN_FORWARDS = {
+    "ldm": {"GroupNorm32"},
+    "sgm": {"GroupNorm32"},
+    "backend": {f"ForgeOperations.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
+    "ldm_patched": {f"disable_weight_init.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
+    "diffusers": {"LoRACompatibleLinear", "LoRACompatibleConv"},
+}
+
+
+class LeafReader:
+    """Turns leaf modules into descriptions and remembers which parameters have been accounted for.
+
+    A layer with a LoRA around it is described as it is without, by the LoRA's path. reads_loras: whether the host's
+    function reader says what LoRAs do; else they are refused.
+    """
+
+    def __init__(self, unet: nn.Module, reads_loras: bool = False) -> None:
+        self._reads_loras = reads_loras
+        self._packages = ("torch", package(type(unet).__module__))
+        self._paths: dict[nn.Module, str] = {module: name for name, module in unet.named_modules()}
+        self._unclaimed = {name for name, _ in unet.named_parameters()}
+
+    def path(self, module: nn.Module) -> str:
+        return self._paths[module]
+
+    def kind(self, module: object) -> str:
+        """The name of a module's class where it is the one that torch or the UNet's own package has by this name; else
+        its full name, which no reader knows."""
+        kind = type(module)
+        known = package(kind.__module__) in self._packages and is_genuine(kind)
+        return kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
+
+    def refuse_unclaimed(self) -> None:
+        """Raise Refusal if the module has parameters that no description covers (an adapter's, say)."""
+        if self._unclaimed:
+            example = min(self._unclaimed)
+            raise Refusal(f"{len(self._unclaimed)} parameters that we do not know, such as {example}")
+
+    def leave(self, module: nn.Module | None) -> None:
+        """Account for the parameters of a module, if it is below the UNet, that no layer of ours computes with: calls
+        bring what does, or nothing does now."""
+        if module is not None and module in self._paths:
+            self._unclaimed -= {f"{self.path(module)}.{name}" for name, _ in module.named_parameters()}
+
+    def linear(self, module: Any) -> Linear:
+        """An nn.Linear, Forge's, or a 1x1 convolution."""
+        layer = self._within(module)
+        if isinstance(layer, nn.Conv2d):
+            pointwise = self.convolution(module)
+            if (pointwise.kernel, pointwise.stride, pointwise.padding) != (1, 1, 0):
+                raise self._unknown(module, "a convolution of another size was expected to be 1x1")
+            return Linear(pointwise.path, pointwise.in_channels, pointwise.out_channels)
+        if not isinstance(layer, nn.Linear) and type(layer).__qualname__ not in LINEAR_CLASSES:
+            raise self._unknown(layer, "expected a linear layer")
+        self._claim(module)
+        out_features, in_features = layer.weight.shape
+        return Linear(self.path(module), in_features, out_features)
+
+    def convolution(self, module: Any) -> Convolution:
+        layer = self._within(module)
+        if not isinstance(layer, nn.Conv2d):
+            raise self._unknown(layer, "expected a 2D convolution")
+        kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
+        plain = layer.dilation == (1, 1) and layer.groups == 1 and layer.padding_mode in PADDING_MODES
+        if not plain or isinstance(padding, str) or any(a != b for a, b in (kernel, stride, padding)):
+            raise self._unknown(layer, f"padding mode {layer.padding_mode}, dilation {layer.dilation}")
+        self._claim(module)
+        return Convolution(
+            self.path(module), layer.in_channels, layer.out_channels, kernel[0], stride[0], padding[0],
+            # Without padding there is nothing beyond the edge: the same layer either way.
+            circular=padding[0] > 0 and PADDING_MODES[layer.padding_mode],
+        )
+
+    def group_norm(self, module: Any) -> GroupNorm:
+        if not isinstance(module, nn.GroupNorm) or not module.affine:
+            raise self._unknown(module, "expected a group norm with weight and bias")
+        self._claim(module)
+        return GroupNorm(self.path(module), module.num_channels, module.num_groups, module.eps)
+
+    def layer_norm(self, module: Any) -> LayerNorm:
+        if not isinstance(module, nn.LayerNorm) or not module.elementwise_affine:
+            raise self._unknown(module, "expected a layer norm with weight")
+        self._claim(module)
+        return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
+
+    def fused(self, name: str, *modules: Any) -> FusedLinear:
+        members = tuple(self.linear(module) for module in modules)
+        if len({member.in_features for member in members}) != 1:
+            raise Refusal(f"{name} takes inputs of different widths")
+        return FusedLinear(name, members)
+
+    def transformer_block(
+        self, block: Any, of_own: Sequence[str] = ("to_q", "to_k", "to_v"), of_cross: Sequence[str] = ("to_k", "to_v")
+    ) -> TransformerBlock:
+        """A block of self attention, cross attention and feed-forward layers, as ldm and diffusers call its parts.
+        of_own, of_cross: the layers of self attention's queries, keys and values, and of cross attention's keys and
+        values, or the one that is all of them."""
+        path, own, cross = self.path(block), block.attn1, block.attn2
+        if self.kind(block.ff.net[0]) != "GEGLU":
+            raise Refusal(f"{path} has a feed-forward layer without GEGLU")
+        return TransformerBlock(
+            self_norm=self.layer_norm(block.norm1),
+            self_attention=SelfAttention(
+                self.fused(f"{path}.attn1", *map(own.get_submodule, of_own)), self.linear(own.to_out[0]), own.heads
+            ),
+            cross_norm=self.layer_norm(block.norm2),
+            cross_attention=CrossAttention(
+                self.linear(cross.to_q), self.fused(f"{path}.attn2", *map(cross.get_submodule, of_cross)),
+                self.linear(cross.to_out[0]), cross.heads,
+            ),
+            feed_forward_norm=self.layer_norm(block.norm3),
+            feed_forward_in=self.linear(block.ff.net[0].proj), feed_forward_out=self.linear(block.ff.net[2]),
+        )
+
+    def _claim(self, module: nn.Module) -> None:
+        """Account for weight and bias, and for a LoRA around them; anything else that the module holds stays unclaimed
+        or is refused here."""
+        layer = self._within(module)
+        if next(layer.children(), None) is not None:
+            raise self._unknown(layer, "it has layers of its own inside")
+        if not computes_as_torch(type(layer)):
+            raise self._unknown(layer, "its forward is its own")
+        if not isinstance(getattr(layer, "weight", None), nn.Parameter):
+            raise self._unknown(layer, "it has no weight")
+        if getattr(layer, "scale_weight", None) is not None:
+            raise self._unknown(layer, "its weight is stored scaled")
+        for name in ("weight", "bias"):
+            if getattr(layer, name, None) is not None:
+                self._unclaimed.discard(f"{self.path(layer)}.{name}")
+        if layer is not module:
+            for part in module.children():
+                self.leave(None if part is layer else part)
+
+    def _within(self, module: Any) -> Any:
+        """The layer in which a module has weight and bias."""
+        if not type(module).__module__.startswith("peft."):
+            return module
+        if not (self._reads_loras and is_lora(type(module))):
+            raise self._unknown(module, "of what peft puts around layers, plain LoRAs of a UNet alone are read")
+        return layer_within(module)
+
+    def _unknown(self, module: Any, why: str) -> Refusal:
+        where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
+        kind = type(module)
+        return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}: {why}")
+
+
+def computes_as_torch(kind: type) -> bool:
+    """Whether a layer's class has torch's own forward, or one that is known to compute the same."""
+    owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
+    known = package(owner.__module__)
+    return (known == "torch" and is_genuine(owner)) or owner.__qualname__ in KNOWN_FORWARDS.get(known, ())
+
+
+def is_genuine(kind: type) -> bool:
+    """Whether a class is what its module has by its name, and no other that calls itself so."""
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind

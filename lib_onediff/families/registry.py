@@ -1,0 +1,78 @@
+"""Read any host's UNet, VAE decoder or VAE encoder into a layout, or refuse with a reason.
+
+The one door to the readers of each kind of module, which know nothing of each other.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ..core.affine import Weights
+from ..core.call import UNetCall
+from ..core.family import Family
+from ..core.operators import Operators
+from ..core.refusal import Refusal
+from .unet.family import UNets
+from .vae import read_diffusers as vae_diffusers
+from .vae import read_ldm as vae_ldm
+from .vae.layout import DecoderLayout
+
+Read = TypeVar("Read")
+
+
+class Families:
+    """The families whose networks are served."""
+
+    def __init__(self, families: Iterable[Family]) -> None:
+        self.all = tuple(families)
+
+    def read(self, module: nn.Module) -> Any:
+        """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""
+        return read(module, "UNet", tuple((family.knows, family.read) for family in self.all))
+
+    def of(self, layout: Any) -> Family:
+        """The family that has read it."""
+        return next(family for family in self.all if isinstance(layout, family.layout))
+
+    def output(self, layout: Any, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+        """See Family.output."""
+        return self.of(layout).output(layout, weights, ops, call)
+
+
+# A new family is a folder beside this, and a name here.
+FAMILIES = Families((UNets(),))
+
+
+def read_layout(unet: nn.Module) -> Any:
+    """As FAMILIES.read."""
+    return FAMILIES.read(unet)
+
+
+def read_decoder(decoder: nn.Module) -> DecoderLayout:
+    """The layout of a VAE's decoder or encoder, read from its module tree.
+
+    Raises Refusal for anything that is neither of an AutoencoderKL with parameters that we all know: a tiny
+    autoencoder, a video decoder, one that takes a mask.
+    """
+    return read(decoder, "VAE decoder", (
+        (vae_ldm.is_ldm_decoder, vae_ldm.read_ldm), (vae_diffusers.is_diffusers_decoder, vae_diffusers.read_diffusers),
+        (vae_ldm.is_ldm_encoder, vae_ldm.read_ldm_encoder),
+        (vae_diffusers.is_diffusers_encoder, vae_diffusers.read_diffusers_encoder),
+    ))
+
+
+def read(
+    module: nn.Module, what: str, readers: tuple[tuple[Callable[[Any], bool], Callable[[Any], Read]], ...]
+) -> Read:
+    """By the first of these pairs whose first half knows the module."""
+    kind = type(module)
+    try:
+        for knows, reader in readers:
+            if knows(module):
+                return reader(module)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        # A member that every module of this class has is missing or of another kind: not the network we know.
+        raise Refusal(f"this {kind.__name__} is built differently from those we know ({error})") from error
+    raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a {what} that OneDiff knows")

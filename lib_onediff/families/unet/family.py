@@ -1,0 +1,59 @@
+"""Stable Diffusion's UNets as a family."""
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ...core.affine import Weights
+from ...core.call import UNetCall
+from ...core.family import AttentionShapes
+from ...core.operators import Operators
+from . import cuts
+from .forward import forward, transformer_blocks
+from .layout import UNetLayout, refuse_call
+from .patched_forward import patched_forward
+from .read_diffusers import is_diffusers_unet, read_diffusers
+from .read_ldm import is_ldm_unet, read_ldm
+
+
+class UNets:
+    """See core.family.Family."""
+
+    layout = UNetLayout
+
+    def knows(self, module: nn.Module) -> bool:
+        return is_ldm_unet(module) or is_diffusers_unet(module)
+
+    def read(self, module: nn.Module) -> UNetLayout:
+        return read_ldm(module) if is_ldm_unet(module) else read_diffusers(module)
+
+    def refuse_call(self, layout: UNetLayout, call: UNetCall, is_embedded: bool = False) -> None:
+        refuse_call(layout, call, is_embedded)
+
+    def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+        """A call with patches is computed whole."""
+        cut = call.cut
+        if call.patches is not None:
+            return patched_forward(layout, weights, ops, call, call.patches)
+        if cut is None:
+            return forward(layout, weights, ops, call)
+        depth = min(cut.depth, self.deepest(layout))
+        if cut.reads:
+            return cuts.cached_pass(layout, weights, ops, call, depth, cut.memory.read())
+        output, deep = cuts.full_pass(layout, weights, ops, call, depth)
+        cut.memory.write(deep)
+        return output
+
+    def deepest(self, layout: UNetLayout) -> int:
+        return cuts.deepest(layout)
+
+    def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
+        """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""
+        (batch, _, height, width), tokens = call.latent.shape, call.context.shape[1]
+        found: dict[AttentionShapes, None] = {}
+        for block, pixels in transformer_blocks(layout, height, width):
+            heads = block.self_attention.heads
+            own = (batch, heads, pixels, block.self_attention.query_key_value.out_features // 3 // heads)
+            found[own, own] = None
+            features, heads = block.cross_attention.query.out_features, block.cross_attention.heads
+            found[(batch, heads, pixels, features // heads), (batch, heads, tokens, features // heads)] = None
+        return list(found)

@@ -1,0 +1,199 @@
+"""The forward pass of a Stable Diffusion UNet, as pure functions of tensors against a set of operators.
+
+The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which
+sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
+projections are one GEMM, and the keys and values of many layers are one. Nothing that is computed of weights or of the
+prompt outlives a call, so an edit of either counts at the next one.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
+
+from ...core.affine import Weights, bias_of
+from ...core.call import Control, UNetCall
+from ...core.leaves import Convolution, TransformerBlock, descriptions
+from ...core.operators import Operators
+from .layers import Layers
+from .layout import Downsample, Layer, UNetLayout, Upsample
+
+
+def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
+    """The embedding of y (batch, width): (batch, embedding width). None where the UNet takes none."""
+    if layout.label is None or y is None:
+        return None
+    dtype = weights[layout.time.first.path].weight.dtype
+    hidden = ops.silu(ops.linear(y.to(dtype), weights[layout.label.first.path]))
+    return ops.linear(hidden, weights[layout.label.second.path])
+
+
+class ContextProjections(Mapping[str, Tensor]):
+    """Keys and values of each cross attention, (batch, tokens, keys then values), by the name of its fused layer.
+
+    They are computed where they are used: for a whole group of layers at once where the weights have the group.
+    """
+
+    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor) -> None:
+        self._names = tuple(attention.key_value.name for attention in layout.cross_attentions)
+        self._groups = layout.context_groups
+        self._weights, self._ops = weights, ops
+        self._context = context.to(weights[layout.time.first.path].weight.dtype)
+        # What a group has given and was not asked for yet.
+        self._waiting: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        group = self._groups.get(name)
+        if group is None or group.name not in self._weights:
+            return self._ops.linear(self._context, self._weights[name])
+        if name not in self._waiting:
+            parts = self._ops.linear(self._context, self._weights[group.name]).split(list(group.widths), dim=2)
+            self._waiting.update(zip(group.parts, parts, strict=True))
+        return self._waiting.pop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def time_embedding(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, label: Tensor | None
+) -> Tensor:
+    """The embedding of the timestep, with the guidance and label embeddings where there are any: (batch, width)."""
+    time = layout.time
+    waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
+    if time.condition is not None and call.timestep_condition is not None:
+        waves = waves + ops.linear(call.timestep_condition.to(waves.dtype), weights[time.condition.path])
+    embedding = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
+    return embedding if label is None else embedding + label
+
+
+def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
+    """What every residual block adds after its first convolution: its projection of the embedding (batch, width),
+    and that convolution's bias, (batch, channels) each, by the projection's path."""
+    projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
+    blocks = layout.residual_blocks
+    biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
+    if all(bias is not None for bias in biases):
+        projected = projected + ops.join([bias for bias in biases if bias is not None])
+    shifts = projected.split([block.embedding.out_features for block in blocks], dim=1)
+    return {block.embedding.path: shift for block, shift in zip(blocks, shifts, strict=True)}
+
+
+class Pass:
+    """One forward pass in progress: the inputs that every layer needs, and the way through the layers."""
+
+    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> None:
+        self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
+        self.control = call.control or Control()
+        label = embedded_label(layout, weights, ops, call.y)
+        shifts = block_shifts(layout, weights, ops, self.embedding(label))
+        self.layers = Layers(
+            weights, ops, shifts, ContextProjections(layout, weights, ops, call.context), call.upcast_attention,
+            call.image_prompts, call.perturbed,
+        )
+
+    def embedding(self, label: Tensor | None) -> Tensor:
+        """What every residual block is told of the timestep and the label: (batch, embedding width)."""
+        return time_embedding(self.layout, self.weights, self.ops, self.call, label)
+
+    def whole(self) -> Tensor:
+        """Run all stages; returns the output as finish does."""
+        image, skips = self.encode(len(self.layout.input_stages))
+        return self.finish(self.decode(self.middle(image), skips, range(len(self.layout.output_stages)), None))
+
+    def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
+        """Run the first input stages; returns the image and a skip from each stage."""
+        image = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)
+        skips: list[Tensor] = []
+        for index, stage in enumerate(self.layout.input_stages[:stages]):
+            image = skip = add_residual(self.layers.stage(stage, image, None), self.control.input, index)
+            if self.call.shrink is not None:
+                skip, image = self.call.shrink.after_stage(index, image)
+            skips.append(skip)
+        return image, skips
+
+    def middle(self, image: Tensor) -> Tensor:
+        image = self.layers.stage(self.layout.middle_stage, image, None)
+        for index in range(len(self.control.middle)):
+            image = add_residual(image, self.control.middle, index)
+        return image
+
+    def decode(self, image: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None) -> Tensor:
+        """Run these output stages, each of which takes the last of skips.
+
+        remaining is the skip that the stage after the last of these will take, if there is one and it is not in
+        skips: the last stage must end at its size.
+        """
+        for index in stages:
+            skip = add_residual(skips.pop(), self.control.output, index)
+            if self.call.freeu is not None:
+                image, skip = self.call.freeu.apply(index, image, skip)
+            if self.call.shrink is not None:
+                image = self.call.shrink.join(image, skip)
+            if image.shape[-2:] != skip.shape[-2:]:
+                image = self.ops.resize(image, *skip.shape[-2:])
+            following = skips[-1] if skips else remaining
+            image = self.layers.stage(self.layout.output_stages[index], self.ops.concatenate(image, skip), following)
+        return image
+
+    def finish(self, image: Tensor) -> Tensor:
+        """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
+        image, out = self.layers.norm(self.layout.out_norm, image), self.layout.out_convolution
+        image = self.ops.convolution(image, self.weights[out.path], out)
+        return image.to(self.call.latent.dtype)
+
+
+def forward(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+    """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
+    return Pass(layout, weights, ops, call).whole()
+
+
+def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
+    residual = residuals[index] if index < len(residuals) else None
+    return image if residual is None else image + residual.to(image.dtype)
+
+
+def transformer_blocks(layout: UNetLayout, height: int, width: int) -> Iterator[tuple[TransformerBlock, int]]:
+    """Every transformer block in the order of a forward pass, and how many pixels its hidden states have.
+
+    height, width: of the latent.
+    """
+    for layer, size in sized_layers(layout, height, width):
+        for block in descriptions(layer, TransformerBlock):
+            yield block, size[0] * size[1]
+
+
+def sized_layers(layout: UNetLayout, height: int, width: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
+    """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.
+
+    height, width: of the latent.
+    """
+    size, skips = (height, width), []
+    for stage in layout.input_stages:
+        for layer in stage:
+            yield layer, size
+            size = size_after(layer, size, None)
+        skips.append(size)
+    for layer in layout.middle_stage:
+        yield layer, size
+        size = size_after(layer, size, None)
+    for stage in layout.output_stages:
+        size = skips.pop()
+        following = skips[-1] if skips else None
+        for layer in stage:
+            yield layer, size
+            size = size_after(layer, size, following)
+
+
+def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
+    """(height, width) of the hidden states after a layer. following: the size of the skip that the next stage takes."""
+    if isinstance(layer, Upsample):
+        size = following if layer.resize_before and following else (size[0] * 2, size[1] * 2)
+    shape = layer.convolution if isinstance(layer, (Upsample, Downsample)) else layer
+    if isinstance(shape, Convolution):
+        height, width = ((side + 2 * shape.padding - shape.kernel) // shape.stride + 1 for side in size)
+        return height, width
+    return size

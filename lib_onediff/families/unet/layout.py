@@ -1,0 +1,186 @@
+"""What a UNet is: a tree of stages that says which parameter does what, without holding any parameter.
+
+The same tree describes ldm, sgm, Forge and diffusers modules; read_ldm.py and read_diffusers.py fill it in.
+A path is the dotted name of a leaf module inside the host's UNet.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from ...core.call import UNetCall
+from ...core.leaves import (
+    ContextGroup,
+    Convolution,
+    CrossAttention,
+    FusedLinear,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    TimeEmbedding,
+    TransformerBlock,
+    descriptions,
+    digest_without,
+    weights_of,
+)
+from ...core.refusal import Refusal
+
+# Weights of a group of context projections: SD1.5's are 19 million, SDXL's 370.
+LARGEST_GROUP = 1 << 25
+
+
+@dataclass(frozen=True)
+class SpatialTransformer:
+    norm: GroupNorm
+    project_in: Linear
+    blocks: tuple[TransformerBlock, ...]
+    project_out: Linear
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    in_norm: GroupNorm
+    in_convolution: Convolution
+    embedding: Linear
+    out_norm: GroupNorm
+    out_convolution: Convolution
+    skip: Linear | None
+
+
+@dataclass(frozen=True)
+class Downsample:
+    convolution: Convolution
+
+
+@dataclass(frozen=True)
+class Upsample:
+    """Nearest-neighbour enlargement and a convolution.
+
+    Where a size is odd on the way down (45 -> 23), the way up must end at the skip's size. Forge and diffusers
+    enlarge 23 -> 45 before the convolution (resize_before); A1111 enlarges 23 -> 46, convolves, and resizes the
+    result to 45 when it meets the skip.
+    """
+
+    convolution: Convolution
+    resize_before: bool
+
+
+Layer = ResidualBlock | SpatialTransformer | Downsample | Upsample | Convolution
+Stage = tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class LabelEmbedding:
+    """Two linear layers over y: SDXL's pooled text and size embedding."""
+
+    first: Linear
+    second: Linear
+
+
+@dataclass(frozen=True)
+class UNetLayout:
+    """The whole network. Every input stage leaves a skip; output stage i takes the last one left.
+
+    foreign: what others have put into the module that calls must bring as patches, each in words for the user.
+    """
+
+    family: str
+    in_channels: int
+    out_channels: int
+    context_width: int
+    time: TimeEmbedding
+    label: LabelEmbedding | None
+    input_stages: tuple[Stage, ...]
+    middle_stage: Stage
+    output_stages: tuple[Stage, ...]
+    out_norm: GroupNorm
+    out_convolution: Convolution
+    foreign: tuple[str, ...] = ()
+    embeddings: FusedLinear = field(init=False)
+
+    def __post_init__(self) -> None:
+        projections = tuple(block.embedding for block in self.residual_blocks)
+        object.__setattr__(self, "embeddings", FusedLinear("time embedding projections", projections))
+
+    def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
+        """Every layer description of this kind, depth first in a fixed order, transformer blocks included."""
+        return descriptions((self.input_stages, self.middle_stage, self.output_stages), kind)
+
+    @cached_property
+    def residual_blocks(self) -> tuple[ResidualBlock, ...]:
+        return tuple(self.layers(ResidualBlock))
+
+    @cached_property
+    def cross_attentions(self) -> tuple[CrossAttention, ...]:
+        return tuple(self.layers(CrossAttention))
+
+    @cached_property
+    def context_groups(self) -> dict[str, ContextGroup]:
+        """By the name of each attention's fused layer, the group that it is computed with; none where all of them are
+        so large that one product gains nothing, and its memory costs something."""
+        parts = tuple(attention.key_value for attention in self.cross_attentions)
+        if sum(map(weights_of, parts)) > LARGEST_GROUP:
+            return {}
+        members = tuple(member for part in parts for member in part.members)
+        group = ContextGroup(
+            FusedLinear("context projections", members), tuple(part.name for part in parts),
+            tuple(part.out_features for part in parts),
+        )
+        return dict.fromkeys(group.parts, group)
+
+    def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
+        """Every description of a module that holds parameters, each once."""
+        return list(descriptions(tuple(getattr(self, item.name) for item in fields(self) if item.name != "embeddings"),
+                                 (Linear, Convolution, GroupNorm, LayerNorm)))
+
+    @cached_property
+    def kernel_users(self) -> list[Linear | Convolution | GroupNorm | LayerNorm | CrossAttention]:
+        """Every description that decides which kernels are needed."""
+        return [*self.leaves(), *self.cross_attentions]
+
+    def fusions(self) -> list[FusedLinear]:
+        """Every group of linear layers that is to lie in one tensor."""
+        return [*self.layers(FusedLinear), self.embeddings]
+
+    def wider_fusions(self) -> list[FusedLinear]:
+        """Groups of such groups that lie in one tensor too, where nothing is applied to their weights at each use."""
+        return list(dict.fromkeys(group.fused for group in self.context_groups.values()))
+
+    @property
+    def y_width(self) -> int | None:
+        return self.label.first.in_features if self.label else None
+
+    @property
+    def model_name(self) -> str:
+        """A name for people; nothing depends on it."""
+        known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
+        kind, size = "SDXL" if self.y_width else "SD 1.x", "small" if self.context_width < 768 else "unusual"
+        other = f"{kind} UNet, {size} (prompt width {self.context_width})"
+        name = known.get((self.context_width, self.y_width), other)
+        return f"{name} inpainting" if self.in_channels == 9 else name
+
+    @cached_property
+    def architecture(self) -> str:
+        """A digest that two UNets share exactly when they are the same network up to their weights and names."""
+        return digest_without(self, ("path", "name", "family", "foreign"))
+
+
+def refuse_call(layout: UNetLayout, call: UNetCall, is_embedded: bool = False) -> None:
+    """See core.family.Family. is_embedded: the call carries no y, because it has gone into the embedding already."""
+    latent, context = call.latent, call.context
+    if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
+        raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
+    if not latent.numel():
+        raise Refusal("the latent is empty")
+    if context.dim() != 3 or context.shape[2] != layout.context_width:
+        raise Refusal(f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}")
+    if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
+        raise Refusal("latent, timestep and context have different batch sizes")
+    if (call.y is None) != (layout.label is None or is_embedded):
+        raise Refusal("y is missing" if call.y is None else "y is given, but this UNet takes none")
+    if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
+        raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")
+    if call.timestep_condition is not None and layout.time.condition is None:
+        raise Refusal("a guidance embedding is given, but this UNet takes none")

@@ -1,0 +1,253 @@
+"""Read diffusers' UNet2DConditionModel."""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from ...core.leaves import Convolution, TimeEmbedding, TransformerBlock
+from ...core.refusal import Refusal
+from ..leaf_reader import LeafReader
+from .layout import Downsample, LabelEmbedding, Layer, ResidualBlock, SpatialTransformer, Stage, UNetLayout, Upsample
+
+DOWN_BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D"}
+UP_BLOCKS = {"UpBlock2D", "CrossAttnUpBlock2D"}
+MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
+# These compute plain softmax attention; any other processor may compute something else.
+FUSED_PROCESSOR = "FusedAttnProcessor2_0"
+PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0", FUSED_PROCESSOR}
+# What computes queries, keys and values, by whether fuse_qkv_projections() has made one layer of them; the others stay
+# where they are, and nobody keeps them true to each other.
+OF_SELF_ATTENTION = {False: ("to_q", "to_k", "to_v"), True: ("to_qkv",)}
+OF_CROSS_ATTENTION = {False: ("to_k", "to_v"), True: ("to_kv",)}
+# An IP-Adapter's: its tokens go to attention processors, beside the context.
+IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
+PROCESSOR_OF = attrgetter("processor")
+FREEU_FACTORS = ("s1", "s2", "b1", "b2")
+
+
+def is_diffusers_unet(unet: nn.Module) -> bool:
+    return type(unet).__name__ == "UNet2DConditionModel" and hasattr(unet, "down_blocks")
+
+
+def read_diffusers(unet: Any) -> UNetLayout:
+    """The layout of a UNet2DConditionModel. Raises Refusal with the reason."""
+    leaves = LeafReader(unet, reads_loras=True)
+    refuse_variants(unet, leaves)
+    first = leaves.convolution(unet.conv_in)
+    input_stages: list[Stage] = [(first,)]
+    for block in unet.down_blocks:
+        input_stages += read_down_block(block, leaves)
+    output_stages: list[Stage] = []
+    for block in unet.up_blocks:
+        output_stages += read_up_block(block, leaves)
+    processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
+    last = leaves.convolution(unet.conv_out)
+    layout = UNetLayout(
+        family="diffusers", in_channels=first.in_channels, out_channels=last.out_channels,
+        context_width=context_width(unet), time=read_time(unet, leaves), label=read_label(unet, leaves),
+        input_stages=tuple(input_stages), middle_stage=read_middle(unet.mid_block, leaves),
+        output_stages=tuple(output_stages),
+        out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=last,
+        foreign=foreign_parts(unet, set(map(type, processors))),
+    )
+    for part in (unet.encoder_hid_proj, *processors):
+        if isinstance(part, nn.Module):
+            leaves.leave(part)
+    leaves.refuse_unclaimed()
+    if len(input_stages) != len(output_stages):
+        raise Refusal("it has as many skips as no output takes")
+    return layout
+
+
+def attentions_of(unet: nn.Module) -> dict[str, Any]:
+    """Every attention module below a UNet by its path, with the processor that computes it."""
+    found = unet.named_modules()
+    return {path: module for path, module in found if hasattr(module, "processor") and hasattr(module, "to_q")}
+
+
+def is_plain(kind: type) -> bool:
+    """Whether a class of attention processors computes plain softmax attention."""
+    return kind.__name__ in PLAIN_PROCESSORS and kind.__module__.partition(".")[0] == "diffusers"
+
+
+def has_ip_adapter(unet: Any) -> bool:
+    return type(unet.encoder_hid_proj).__name__ == IMAGE_PROJECTION
+
+
+def has_freeu(block: Any) -> bool:
+    # Plain numbers that enable_freeu sets: asking a module for what it lacks takes microseconds.
+    return any(vars(block).get(name) is not None for name in FREEU_FACTORS)
+
+
+def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
+    """What runs within a UNet beside its own layers, each once, in words for the user. kinds: the classes of its
+    attention processors."""
+    found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
+    found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))
+    return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
+
+
+def refuse_variants(unet: Any, leaves: LeafReader) -> None:
+    config = unet.config
+    text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
+    if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
+        kind = type(unet.encoder_hid_proj).__name__
+        raise Refusal(f"another projection of the context is loaded ({kind})")
+    if unet.class_embedding is not None or config.center_input_sample or unet.time_embed_act is not None:
+        raise Refusal("it has class labels or another way to prepare its inputs")
+    if config.addition_embed_type not in (None, "text_time"):
+        raise Refusal(f"its extra embedding is of type {config.addition_embed_type}")
+    if getattr(unet, "position_net", None) is not None:
+        raise Refusal("it is a GLIGEN model")
+    if leaves.kind(unet.time_proj) != "Timesteps" or not isinstance(unet.conv_norm_out, nn.GroupNorm):
+        raise Refusal("its time projection or output norm is of another kind")
+    require_silu(unet.conv_act, "the output's activation", leaves)
+
+
+def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
+    if leaves.kind(activation) != "SiLU":
+        raise Refusal(f"{where} is {leaves.kind(activation)}, not SiLU")
+
+
+def read_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
+    projection, embedding = unet.time_proj, unet.time_embedding
+    require_silu(embedding.act, "the time embedding's activation", leaves)
+    if embedding.post_act is not None:
+        raise Refusal("its time embedding has a second activation")
+    return TimeEmbedding(
+        channels=projection.num_channels, cosine_first=projection.flip_sin_to_cos,
+        frequency_shift=float(projection.downscale_freq_shift), scale=float(getattr(projection, "scale", 1)),
+        condition=None if embedding.cond_proj is None else leaves.linear(embedding.cond_proj),
+        first=leaves.linear(embedding.linear_1), second=leaves.linear(embedding.linear_2),
+    )
+
+
+def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    if unet.config.addition_embed_type is None:
+        return None
+    embedding = unet.add_embedding
+    require_silu(embedding.act, "the extra embedding's activation", leaves)
+    return LabelEmbedding(leaves.linear(embedding.linear_1), leaves.linear(embedding.linear_2))
+
+
+def context_width(unet: Any) -> int:
+    for module in unet.modules():
+        if type(module).__name__ == "BasicTransformerBlock" and module.attn2 is not None:
+            return int(module.attn2.to_k.in_features)
+    raise Refusal("it has no cross attention")
+
+
+def read_down_block(block: Any, leaves: LeafReader) -> list[Stage]:
+    require_block(block, DOWN_BLOCKS, leaves)
+    stages = residual_stages(block, leaves)
+    for downsampler in block.downsamplers or ():
+        stages.append((read_downsample(downsampler, leaves),))
+    return stages
+
+
+def read_up_block(block: Any, leaves: LeafReader) -> list[Stage]:
+    require_block(block, UP_BLOCKS, leaves)
+    stages = residual_stages(block, leaves)
+    for upsampler in block.upsamplers or ():
+        stages[-1] = (*stages[-1], read_upsample(upsampler, leaves))
+    return stages
+
+
+def require_block(block: Any, known: set[str], leaves: LeafReader) -> None:
+    if leaves.kind(block) not in known:
+        raise Refusal(f"{leaves.path(block)} is a {leaves.kind(block)}, which we do not know")
+
+
+def residual_stages(block: Any, leaves: LeafReader) -> list[Stage]:
+    attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
+    stages: list[Stage] = []
+    for resnet, attention in zip(block.resnets, attentions, strict=True):
+        residual = read_residual_block(resnet, leaves)
+        stages.append((residual,) if attention is None else (residual, read_transformer(attention, leaves)))
+    return stages
+
+
+def read_middle(block: Any, leaves: LeafReader) -> Stage:
+    if block is None:
+        return ()
+    require_block(block, MIDDLE_BLOCKS, leaves)
+    layers: list[Layer] = [read_residual_block(block.resnets[0], leaves)]
+    for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
+        if attention is not None:
+            layers.append(read_transformer(attention, leaves))
+        layers.append(read_residual_block(resnet, leaves))
+    return tuple(layers)
+
+
+def read_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    convolution = leaves.convolution(layer.conv)
+    if leaves.kind(layer) != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding == 0:
+        raise Refusal(f"{leaves.path(layer)} is a downsampling layer of another kind")
+    return Downsample(convolution)
+
+
+def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
+    plain = leaves.kind(layer) == "Upsample2D" and layer.use_conv and layer.norm is None
+    if not plain or layer.use_conv_transpose or not layer.interpolate:
+        raise Refusal(f"{leaves.path(layer)} is an upsampling layer of another kind")
+    return Upsample(leaves.convolution(layer.conv), resize_before=True)
+
+
+def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    path = leaves.path(block)
+    plain = leaves.kind(block) == "ResnetBlock2D" and block.upsample is None and block.downsample is None
+    if not plain or block.time_embedding_norm != "default" or block.skip_time_act or block.output_scale_factor != 1.0:
+        raise Refusal(f"{path} is a residual block of another kind")
+    require_silu(block.nonlinearity, f"the activation of {path}", leaves)
+    convolution: Convolution = leaves.convolution(block.conv1)
+    return ResidualBlock(
+        in_norm=leaves.group_norm(block.norm1), in_convolution=convolution,
+        embedding=leaves.linear(block.time_emb_proj),
+        out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
+        skip=None if block.conv_shortcut is None else leaves.linear(block.conv_shortcut),
+    )
+
+
+def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
+    if leaves.kind(transformer) != "Transformer2DModel" or not transformer.is_input_continuous:
+        raise Refusal(f"{leaves.path(transformer)} is a {leaves.kind(transformer)}, which we do not know")
+    return SpatialTransformer(
+        norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
+        blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
+        project_out=leaves.linear(transformer.proj_out),
+    )
+
+
+def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    path = leaves.path(block)
+    plain = leaves.kind(block) == "BasicTransformerBlock" and block.norm_type == "layer_norm"
+    if not plain or block.pos_embed is not None or block.attn2 is None or block.only_cross_attention:
+        raise Refusal(f"{path} is a transformer block of another kind")
+    if getattr(block, "fuser", None) is not None:
+        raise Refusal(f"{path} has a GLIGEN layer")
+    for attention in (block.attn1, block.attn2):
+        refuse_variant(attention, leaves)
+    if not block.attn2.is_cross_attention:
+        raise Refusal(f"{path} has two self attentions")
+    return leaves.transformer_block(
+        block, projections(block.attn1, OF_SELF_ATTENTION, leaves), projections(block.attn2, OF_CROSS_ATTENTION, leaves)
+    )
+
+
+def projections(attention: Any, named: Mapping[bool, Sequence[str]], leaves: LeafReader) -> Sequence[str]:
+    """The names of the layers that compute queries, keys and values; the others are accounted for."""
+    fused = type(attention.processor).__name__ == FUSED_PROCESSOR
+    for name in named[not fused]:
+        leaves.leave(getattr(attention, name, None))
+    return named[fused]
+
+
+def refuse_variant(attention: Any, leaves: LeafReader) -> None:
+    extras = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
+    odd = [name for name in extras if getattr(attention, name, None) is not None]
+    scaled = attention.rescale_output_factor != 1 or attention.residual_connection or not attention.scale_qk
+    if odd or scaled:
+        raise Refusal(f"{leaves.path(attention)} is an attention of another kind")

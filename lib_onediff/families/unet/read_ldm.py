@@ -1,0 +1,146 @@
+"""Read the ldm family: CompVis' and Stability's ldm (A1111's SD1/SD2), sgm (SDXL), Forge's UNet, ldm_patched's."""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from ...core.leaves import Convolution, TimeEmbedding, TransformerBlock
+from ...core.refusal import Refusal
+from ..leaf_reader import LeafReader, is_genuine
+from .layout import Downsample, LabelEmbedding, Layer, ResidualBlock, SpatialTransformer, Stage, UNetLayout, Upsample
+
+BLOCK = "BasicTransformerBlock"
+UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
+# The Forge family tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
+FAMILIES_THAT_RESIZE_BEFORE = {"forge", "ldm_patched"}
+
+
+def is_ldm_unet(unet: nn.Module) -> bool:
+    return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
+
+
+def is_block(kind: type) -> bool:
+    """Whether a class is a transformer block's, or derived from one."""
+    return any(base.__name__ == BLOCK for base in kind.__mro__)
+
+
+@lru_cache(maxsize=64)
+def is_derived_block(kind: type) -> bool:
+    """Whether somebody has derived a class from a transformer block's: token merging does so."""
+    return is_block(kind) and not (kind.__name__ == BLOCK and is_genuine(kind))
+
+
+def read_ldm(unet: Any) -> UNetLayout:
+    """The layout of an ldm, sgm or Forge UNet module. Raises Refusal with the reason."""
+    refuse_variants(unet)
+    leaves = LeafReader(unet)
+    family = family_of(unet)
+
+    def stage(module: Any) -> Stage:
+        return tuple(read_layer(layer, leaves, family) for layer in module.children())
+
+    input_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.input_blocks)
+    middle_stage: Stage = stage(unet.middle_block)
+    output_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.output_blocks)
+    first = input_stages[0][0]
+    if not isinstance(first, Convolution):
+        raise Refusal("its first layer is no convolution")
+    time = TimeEmbedding(
+        channels=unet.model_channels, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None,
+        first=leaves.linear(unet.time_embed[0]), second=leaves.linear(unet.time_embed[2]),
+    )
+    layout = UNetLayout(
+        family=family, in_channels=first.in_channels, out_channels=unet.out_channels,
+        context_width=context_width(middle_stage, input_stages), time=time, label=read_label(unet, leaves),
+        input_stages=input_stages, middle_stage=middle_stage, output_stages=output_stages,
+        out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),
+        foreign=tuple(sorted({
+            f"{kind.__module__}.{kind.__name__}" for kind in map(type, unet.modules()) if is_derived_block(kind)
+        })),
+    )
+    leaves.refuse_unclaimed()
+    return layout
+
+
+def family_of(unet: nn.Module) -> str:
+    if type(unet).__name__ == "IntegratedUNet2DConditionModel":
+        return "forge"
+    return type(unet).__module__.partition(".")[0]
+
+
+def refuse_variants(unet: Any) -> None:
+    if getattr(unet, "predict_codebook_ids", False):
+        raise Refusal("it predicts codebook ids, not noise")
+    if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
+        raise Refusal("its time embedding is not two linear layers")
+    if len(unet.input_blocks) != len(unet.output_blocks):
+        raise Refusal("it has as many skips as no output takes")
+
+
+def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    if unet.num_classes is None:
+        return None
+    label = unet.label_emb
+    layers = list(label[0]) if isinstance(label, nn.Sequential) and isinstance(label[0], nn.Sequential) else []
+    if [type(layer).__name__ for layer in layers] != ["Linear", "SiLU", "Linear"]:
+        raise Refusal("its label embedding is not two linear layers (a class-conditional model?)")
+    return LabelEmbedding(leaves.linear(layers[0]), leaves.linear(layers[2]))
+
+
+def context_width(middle: Stage, inputs: tuple[Stage, ...]) -> int:
+    for layer in (layer for stage in (middle, *inputs) for layer in stage):
+        if isinstance(layer, SpatialTransformer) and layer.blocks:
+            return layer.blocks[0].cross_attention.key_value.members[0].in_features
+    raise Refusal("it has no cross attention")
+
+
+def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
+    kind = leaves.kind(layer)
+    if kind == "ResBlock":
+        return read_residual_block(layer, leaves)
+    if kind == "SpatialTransformer":
+        return read_transformer(layer, leaves)
+    if kind in ("Downsample", "Upsample") and (not layer.use_conv or layer.dims != 2):
+        raise Refusal(f"{leaves.path(layer)} resamples without a 2D convolution")
+    if kind == "Downsample":
+        return Downsample(leaves.convolution(layer.op))
+    if kind == "Upsample":
+        return Upsample(leaves.convolution(layer.conv), resize_before=family in FAMILIES_THAT_RESIZE_BEFORE)
+    if isinstance(layer, nn.Conv2d):
+        return leaves.convolution(layer)
+    full = kind if "." in kind else f"{type(layer).__module__}.{kind}"
+    raise Refusal(f"{leaves.path(layer)} is a {full}, which we do not know")
+
+
+def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    variants = ("updown", "use_scale_shift_norm", "skip_t_emb", "exchange_temb_dims")
+    found = [name for name in variants if getattr(block, name, False)]
+    if found:
+        raise Refusal(f"{leaves.path(block)} is a residual block with {found[0]}")
+    identity = isinstance(block.skip_connection, nn.Identity)
+    return ResidualBlock(
+        in_norm=leaves.group_norm(block.in_layers[0]), in_convolution=leaves.convolution(block.in_layers[2]),
+        embedding=leaves.linear(block.emb_layers[1]),
+        out_norm=leaves.group_norm(block.out_layers[0]), out_convolution=leaves.convolution(block.out_layers[3]),
+        skip=None if identity else leaves.linear(block.skip_connection),
+    )
+
+
+def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
+    return SpatialTransformer(
+        norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
+        # children(), not indices: A1111 turns SDXL into SSD-1B by deleting members of the list.
+        blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks.children()),
+        project_out=leaves.linear(transformer.proj_out),
+    )
+
+
+def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    path = leaves.path(block)
+    if not is_block(type(block)):
+        raise Refusal(f"{path} is a {type(block).__module__}.{type(block).__name__}, which we do not know")
+    if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
+        raise Refusal(f"{path} is a transformer block of another kind")
+    return leaves.transformer_block(block)

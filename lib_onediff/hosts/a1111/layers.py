@@ -1,0 +1,117 @@
+"""What AUTOMATIC1111's WebUI does to a UNet's layers, each in its own patched forward, and has to be asked for as our
+forward calls none of them: LoRAs are merged lazily, and weights that are stored in float8 are cast.
+
+Who casts is torch.autocast, to float16 on a GPU and to bfloat16 on a CPU, or, where that cannot be used (--no-half on a
+GPU), the WebUI's manual cast, which stands for the forward of torch's layers while it is on.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.precision import autocast_dtype
+from ...core.refusal import Refusal
+from ...weights.offload import restore_before
+from ...weights.weight_functions import Casts
+
+log = logging.getLogger("onediff")
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What network_apply_weights compares a layer's network_current_names with: a tuple for each network.
+Networks = tuple[tuple[Any, ...], ...]
+
+
+def loras() -> Any:
+    """The built-in LoRA extension; None where it is switched off."""
+    extension = sys.modules.get("networks")
+    return extension if hasattr(extension, "network_apply_weights") else None
+
+
+def wanted_networks() -> Networks:
+    """What apply_wanted_networks brings layers up to; empty where LoRA is switched off."""
+    loaded = getattr(loras(), "loaded_networks", ())
+    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in loaded)
+
+
+def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
+    """Merge the wanted networks into every layer that does not hold them yet, and take others out."""
+    extension = loras()
+    if extension is None:
+        return
+    wanted, began = wanted_networks(), time.perf_counter()
+    stale = [layer for layer in layers if holds_others(layer, wanted)]
+    for layer in stale:
+        restore_before(layer)
+        with cast_by_hand(layer):
+            extension.network_apply_weights(layer)
+    if stale:
+        names = ", ".join(f"{name[0]} {name[2]}" for name in wanted) or "none"
+        log.debug("LoRA: %s, %d layers in %.0f ms", names, len(stale), (time.perf_counter() - began) * 1e3)
+
+
+def holds_others(layer: nn.Module, wanted: Networks) -> bool:
+    state = layer.__dict__
+    return "network_layer_name" in state and state.get("network_current_names", ()) != wanted
+
+
+def check_layers() -> None:
+    """Raise Refusal where the WebUI computes something beside every layer now, and not in its weights."""
+    from modules import devices, shared
+
+    if getattr(shared.opts, "lora_functional", False) and wanted_networks():
+        raise Refusal(
+            "LoRA is set to the old method (Settings, Compatibility), which runs beside every layer"
+        )
+    if casts_by_hand() and not getattr(devices, "fp8", False):
+        raise Refusal(
+            "the WebUI casts what every layer computes with itself (this kind of GPU, or --precision)"
+        )
+
+
+def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
+    """The type in which layers with weights in float8 compute now; to be asked in the host's modes."""
+    first: Any = layers[0]
+    if not any(layer.weight.dtype in FLOAT8 for layer in layers):
+        return None
+    return autocast_dtype(first.weight.device.type) or manual_cast_dtype(dtype)
+
+
+# Norms are stored as the whole UNet was before, and used so, in bfloat16 too.
+CASTS = Casts(cast_to_computed, norms=False)
+
+
+def casts_by_hand() -> bool:
+    """Whether the WebUI's manual cast is on."""
+    return hasattr(nn.Linear, "org_forward")
+
+
+def manual_cast_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """The type to which the manual cast that is on takes weights and inputs of this type; None where there is none, or
+    where layers give another type back (--precision full without --no-half)."""
+    from modules import devices
+
+    one_type = dtype == devices.dtype == getattr(devices, "dtype_inference", dtype)
+    return dtype if casts_by_hand() and one_type else None
+
+
+@contextlib.contextmanager
+def cast_by_hand(layer: nn.Module) -> Iterator[None]:
+    """Inside, a layer holds what it would in its own forward, where the manual cast is on: what is merged there is
+    rounded once, however many LoRAs there are."""
+    stored = next((parameter.dtype for parameter in layer.parameters() if parameter.dtype in FLOAT8), None)
+    if stored is None or not casts_by_hand():
+        yield
+        return
+    from modules import devices
+
+    layer.to(devices.dtype)
+    try:
+        yield
+    finally:
+        layer.to(stored)

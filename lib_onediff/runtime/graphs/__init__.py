@@ -1,0 +1,1 @@
+"""The CUDA graphs of all networks, and the memory that they share."""

@@ -1,0 +1,180 @@
+"""What the graphs of every UNet hold at one moment, and what would come back without some of them."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.key import ShapeKey
+from ...core.table import Entry, ShapeTable
+from ...core.weak_dictionary import WeakDictionary
+from ...devices.cuda.graphs.capture import CudaGraphs, Output
+from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
+from ..managed_unet import CachedRunner, ManagedUNet
+from .pool_size import MEBIBYTE, gives_back
+
+SHARE_OF_THE_CARD = 4
+# Every pinned (model, resolution).
+GetPins = Callable[[], Collection[tuple[str, str]]]
+
+
+class GraphRecord(NamedTuple):
+    """A graph that somebody's UNet has."""
+
+    managed: ManagedUNet
+    entry: Entry
+    kept: CachedRunner
+
+    @property
+    def key(self) -> ShapeKey:
+        return self.entry.key
+
+
+class PoolKey(NamedTuple):
+    """Whose graphs share a memory pool. architecture: None for that of none."""
+
+    device: torch.device
+    architecture: str | None
+
+    @classmethod
+    def of(cls, key: ShapeKey) -> PoolKey:
+        return cls(key.device, key.architecture)
+
+
+def own_bytes(held: Iterable[GraphRecord]) -> int:
+    """What graphs hold for themselves, beside the memory that they share."""
+    return sum(graph.kept.runner.own_bytes for graph in held)
+
+
+class GraphRecords:
+    """Every graph that the UNets in our care have. Whoever asks holds the runtime's lock: a graph that somebody looks
+    at keeps the memory of all."""
+
+    def __init__(
+        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
+        output: Output,
+    ) -> None:
+        self._table = table
+        self._managed = managed
+        self._pins = pins
+        self._graphs = CudaGraphs(output)
+        self.card = Card()
+
+    def allowed(self, budget: int, device: torch.device | None = None) -> int:
+        """Bytes that all graphs of a device may hold, for a budget in MiB; 0 where there is no GPU. device: by default
+        the one that torch uses."""
+        total = self.card.total(device)
+        return min(budget * MEBIBYTE or total // SHARE_OF_THE_CARD, total)
+
+    def vram(self) -> int:
+        """Bytes that all graphs of all devices hold."""
+        return sum(self.held(device) for device in self.devices())
+
+    def devices(self) -> set[torch.device]:
+        """Those that hold graphs."""
+        return self._graphs.devices()
+
+    def shared(self) -> int:
+        """Bytes that the graphs of all devices share."""
+        return sum(map(self._graphs.bytes, self.devices()))
+
+    def held(self, device: torch.device) -> int:
+        """Bytes that all graphs of a device hold, with what was made of functions that hosts apply to their weights."""
+        own = own_bytes(held for held in self.graphs() if held.key.device == device)
+        return self._graphs.bytes(device) + own + self.applied_bytes(device)
+
+    def applied_bytes(self, device: torch.device) -> int:
+        """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these."""
+        return sum(managed.applied_bytes(device) for managed in self._managed.values())
+
+    def room(self, budget: int, device: torch.device) -> int:
+        """Bytes that may be used beside what is held, for a budget in MiB. Without a GPU, 0 is no limit."""
+        if device.type != "cuda":
+            return budget * MEBIBYTE - self.applied_bytes(device) if budget else UNLIMITED
+        return min(self.allowed(budget, device) - self.held(device), self.left(device) - self.card.spare(device))
+
+    def held_by(self, pool: PoolKey) -> int:
+        """Bytes that the graphs of an architecture hold."""
+        if pool.architecture is None:
+            return 0
+        own = own_bytes(held for held in self.graphs() if PoolKey.of(held.key) == pool)
+        return self._graphs.bytes(*pool) + own
+
+    def left(self, device: torch.device) -> int:
+        """Bytes of a card that anybody can have: what torch keeps unused is among it, but not in the graphs' memory."""
+        return self.card.free(device) + max(0, self.card.unused(device) - self._graphs.bytes(device))
+
+    def keys(self) -> set[ShapeKey]:
+        """The shapes that have a graph."""
+        return set().union(*(managed.ready_keys() for managed in self._managed.values()))
+
+    def pinned(self) -> set[ShapeKey]:
+        """Those of them that the user has pinned."""
+        pins = self._pins()
+        return {held.key for held in self.graphs() if (held.entry.model, held.key.resolution) in pins}
+
+    def memory(self) -> MemorySnapshot:
+        """What would come back without some graphs."""
+        return MemorySnapshot(self.graphs(), self.vram())
+
+    def graphs(self) -> list[GraphRecord]:
+        """Every graph. Drop it soon: it keeps them alive."""
+        entries = self._table.by_key()
+        return [
+            GraphRecord(managed, entries[key], kept)
+            for managed in self._managed.values() for key, kept in managed.kept() if key in entries
+        ]
+
+    def others(self, pool: PoolKey) -> list[set[ShapeKey]]:
+        """The graphs of each other architecture on this device that has none pinned, the least recently used first."""
+        keys: dict[PoolKey, set[ShapeKey]] = {}
+        for held in sorted(self.graphs(), key=lambda held: held.entry.last_used):
+            other = PoolKey.of(held.key)
+            if other.device == pool.device and other != pool:
+                # The last used of an architecture decides on its turn.
+                keys[other] = keys.pop(other, set()) | {held.key}
+        pinned = self.pinned()
+        return [group for group in keys.values() if not group & pinned]
+
+
+class MemorySnapshot:
+    """What all graphs hold at one moment, quick to ask; it keeps none alive. vram: bytes that they hold together."""
+
+    def __init__(self, held: Iterable[GraphRecord] = (), vram: int = 0) -> None:
+        self.vram = vram
+        self._own: dict[ShapeKey, int] = {}
+        # By an identity for each memory.
+        self._sizes: dict[int, int] = {}
+        # By memory, the largest first.
+        self._graphs: dict[int, list[tuple[int, ShapeKey]]] = {}
+        self._where: dict[ShapeKey, set[int]] = {}
+        for graph in held:
+            memory, key = graph.kept.runner.memory, graph.key
+            self._sizes[id(memory)] = memory.bytes
+            self._graphs.setdefault(id(memory), []).append((graph.entry.needs, key))
+            self._where.setdefault(key, set()).add(id(memory))
+            self._own[key] = self._own.get(key, 0) + graph.kept.runner.own_bytes
+        for graphs in self._graphs.values():
+            graphs.sort(key=lambda graph: -graph[0])
+
+    def gives_back(self, keys: Collection[ShapeKey]) -> int:
+        """Bytes of GPU memory that come back without the graphs of these shapes."""
+        own = sum(self._own.get(key, 0) for key in keys)
+        places = set().union(*(self._where.get(key, ()) for key in keys))
+        return own + sum(
+            gives_back(self._sizes[place], self._largest_without(place, keys)) for place in places
+        )
+
+    def captured_again_without(self, keys: Collection[ShapeKey]) -> Iterator[ShapeKey]:
+        """The graphs that must be captured again so that the memory of these shapes comes back, where that is worth
+        it."""
+        for place, graphs in self._graphs.items():
+            touched = any(key in keys for _, key in graphs)
+            rest = [key for _, key in graphs if key not in keys]
+            if touched and rest and gives_back(self._sizes[place], self._largest_without(place, keys)):
+                yield from rest
+
+    def _largest_without(self, place: int, keys: Collection[ShapeKey]) -> list[int]:
+        return next(([needs] for needs, key in self._graphs[place] if key not in keys), [])

@@ -1,0 +1,272 @@
+"""The graphs of every UNet in our care: made when a shape is used again, dropped when memory is asked for."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ...core.affine import Source
+from ...core.call import UNetCall
+from ...core.key import ShapeKey
+from ...core.operators import Operators
+from ...core.table import Entry, ShapeTable, State
+from ...core.weak_dictionary import WeakDictionary
+from ...devices.cuda.graphs.capture import Output
+from ...devices.cuda.graphs.inputs import own_inputs
+from ...weights.offload import empty_pinned_cache
+from ..managed_unet import ManagedUNet
+from .accounting import GetPins, GraphRecords, PoolKey
+from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
+from .recapture import CaptureRequest, capture_again, in_time
+
+log = logging.getLogger("onediff")
+Result = TypeVar("Result")
+CARD_IS_FULL = "the GPU's memory is nearly full, so its graph waits until there is room"
+NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' leaves no room for graphs between functions of other extensions"
+PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
+
+
+class GraphCache(GraphRecords):
+    """Keeps each UNet's graphs with its ManagedUNet, and the table's states true to them. Whoever makes or drops any
+    holds the runtime's lock."""
+
+    def __init__(
+        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
+        operators_of: Callable[[str, bool, str], Operators], output: Output,
+    ) -> None:
+        """output: computes a call; see Families.output."""
+        super().__init__(table, managed, pins, output)
+        self._operators_of = operators_of
+        self._shared_noticed = 0
+
+    # --- to make --------------------------------------------------------------------------------------------------
+
+    def measured(self, entry: Entry, work: Callable[[], Result]) -> Result:
+        """work(), a plain call of this shape, which tells once what the shape's graph will need."""
+        if entry.needs:
+            return work()
+        result, peak = self._graphs.peak(entry.key.device, work)
+        entry.needs = needs_of(peak, self._graphs.in_one_piece(entry.key.device))
+        return result
+
+    def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
+        """See CudaGraphs.time_ms."""
+        return self._graphs.time_ms(device, dtype, work)
+
+    def capture(
+        self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall
+    ) -> None:
+        """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
+        (0: a quarter of the card).
+
+        Where it does not fit, entry.no_graph says so, and entry.waits where it may later.
+        Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
+        """
+        device, allowed = entry.key.device, self.allowed(budget, entry.key.device)
+        if not fits(memory_of([entry.needs]), allowed):
+            entry.no_graph = too_large(memory_of([entry.needs]), allowed)
+            return
+        entry.waits = self._why_wait(entry, allowed)
+        if entry.waits:
+            return
+        inputs = own_inputs(call)
+        wanted = CaptureRequest(managed, entry, managed.bound.generation, inputs)
+        self._make(wanted)
+        if not fits(self.held(device), allowed):
+            self._compact(PoolKey.of(entry.key), allowed, wanted)
+        if not fits(self.held(device), allowed):
+            self._without_the_others(wanted, allowed)
+        if entry.key.patches and entry.state is not State.READY and not entry.no_graph:
+            # What is captured again makes no calls, and its functions are called in calls alone.
+            entry.no_graph = NO_ROOM_BESIDE
+
+    def _why_wait(self, entry: Entry, allowed: int) -> str:
+        """Make room for a graph that would fit alone; why that is not possible now, if so."""
+        pool, device = PoolKey.of(entry.key), entry.key.device
+        growth = max(0, memory_of([entry.needs]) - self._graphs.bytes(*pool))
+        others = self.others(pool)
+        while others and not fits(self.held(device) + growth, allowed):
+            self.drop(others.pop(0))
+        if not fits(self.held(device) + growth, allowed) and self.held(device) - self.held_by(pool) > 0:
+            return PINNED_TAKE_IT
+        while others and growth and self.left(device) < growth + self.card.spare(device):
+            self.drop(others.pop(0))
+        if growth and self.left(device) < growth + self.card.spare(device):
+            return CARD_IS_FULL
+        if growth > self.card.free(device):
+            # A capture cannot ask torch for what it keeps unused.
+            self.card.empty_cache()
+        return ""
+
+    def _make(self, wanted: CaptureRequest) -> None:
+        entry, key = wanted.entry, wanted.entry.key
+        before = self._graphs.bytes(key.device, key.architecture)
+        runner = self._graphs.prepare(
+            key.architecture, *self._computed_by(wanted.managed, key), wanted.inputs,
+            entry.needs,
+        )
+        log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
+        grown = max(0, runner.memory.bytes - before)
+        if grown:
+            # What the plain calls before it left in torch's cache is not needed beside the graph's own memory.
+            self.card.empty_cache()
+        # What was captured into a new memory has shown exactly what it needs.
+        entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
+        entry.state, entry.waits = State.READY, ""
+        wanted.managed.keep(key, runner)
+        self._shared_noticed = self.shared()
+
+    def keep_within(self, budget: int, pool: PoolKey) -> None:
+        """Make the graphs of a device hold no more than a budget in MiB, which may be another than when they were made.
+        pool: whose UNet is used now; the graphs of others go first."""
+        device, allowed = pool.device, self.allowed(budget, pool.device)
+        others = self.others(pool)
+        while others and not fits(self.held(device), allowed):
+            self.drop(others.pop(0))
+        for one in {PoolKey.of(key) for key in self.keys() if key.device == device}:
+            if not fits(self.held(device), allowed):
+                self._compact(one, allowed)
+
+    def _compact(self, pool: PoolKey, allowed: int, first: CaptureRequest | None = None) -> None:
+        """Give the memory of an architecture up, and make it anew for the graph that is wanted now, the pinned, and as
+        many of those used last as fit and an image can wait for."""
+        pinned = self.pinned()
+        older = [held for held in self.graphs() if PoolKey.of(held.key) == pool]
+        older.sort(key=lambda held: (held.key in pinned, held.entry.last_used), reverse=True)
+        room = allowed - (self.held(pool.device) - self.held_by(pool))
+        new = [] if first is None else [first]
+        again = [CaptureRequest.of(held) for held in older if not new or held.entry is not new[0].entry]
+        wanted = [*new, *in_time(again, pinned, room, new)]
+        doomed = {held.key for held in older}
+        # With the last that knows of it, the memory goes.
+        del older
+        self._drop(doomed)
+        self.capture_again(wanted, allowed)
+
+    def _without_the_others(self, wanted: CaptureRequest, allowed: int) -> None:
+        """The last try: the graph alone. Where even that is too much, there is none."""
+        entry, pool = wanted.entry, PoolKey.of(wanted.entry.key)
+        self._drop({key for key in self.keys() if PoolKey.of(key) == pool})
+        self._make(wanted)
+        if not fits(self.held(pool.device), allowed):
+            needed = self.held_by(pool)
+            self._drop({entry.key})
+            entry.needs, entry.no_graph = needed, too_large(needed, allowed)
+
+    def capture_again(self, wanted: Collection[CaptureRequest], allowed: int = 0) -> None:
+        """Capture what was dropped a moment ago; see recapture.capture_again."""
+        capture_again(
+            wanted, self._make, self._rehearse, lambda device: fits(self.held(device), allowed),
+            self.card.empty_cache,
+        )
+
+    def _rehearse(self, one: CaptureRequest) -> None:
+        computed_by = self._computed_by(one.managed, one.entry.key)
+        self._graphs.rehearse(*computed_by, one.inputs)
+
+    def _computed_by(self, managed: ManagedUNet, key: ShapeKey) -> tuple[Source, Operators]:
+        operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
+        return managed.binding_for(key.lossy), operators
+
+    # --- to throw away --------------------------------------------------------------------------------------------
+
+    def drop(self, keys: Collection[ShapeKey]) -> None:
+        """Drop the graphs of these shapes and give their memory back: those that share it are captured again in less,
+        where that is worth it. The next call at a dropped shape captures anew."""
+        again = set(self.memory().captured_again_without(keys))
+        wanted = [CaptureRequest.of(held) for held in self.graphs() if held.key in again]
+        self._drop({*keys, *again})
+        self.capture_again(wanted)
+
+    def forget(self, keys: Collection[ShapeKey]) -> int:
+        """Drop the graphs and the entries of these shapes. Returns the bytes that came back."""
+        # What torch keeps unused would be counted as if these graphs had held it.
+        self.card.empty_cache()
+        reserved = self.card.reserved()
+        self.drop(keys)
+        self._table.forget(keys)
+        return max(0, reserved - self.card.reserved())
+
+    def free(self) -> int:
+        """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
+        Returns the bytes that came back."""
+        reserved = self.card.reserved()
+        for managed in self._managed.values():
+            managed.step_memories.clear()
+            self._drop_low_bit_weights(managed)
+            managed.bound.drop_applied()
+        self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
+        return max(0, reserved - self.card.reserved())
+
+    def drop_low_bit(self, managed: ManagedUNet) -> None:
+        """Drop what a UNet's calls in eight bits need, and give the memory back. Raises what restore raises."""
+        if managed.low_bit is not None or managed.bound.offloaded:
+            self._drop_low_bit_weights(managed)
+            self.restore(managed)
+            self.card.empty_cache()
+            empty_pinned_cache()
+
+    def restore(self, managed: ManagedUNet) -> None:
+        """Have the weights of a UNet that were offloaded where it is; those in eight bits make room for them.
+
+        Raises torch.cuda.OutOfMemoryError where there is too little without any graph.
+        """
+        if not managed.bound.offloaded:
+            return
+        began = time.perf_counter()
+        self._drop_low_bit_weights(managed)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            managed.bound.restore()
+        if managed.bound.offloaded:
+            self.free()
+            managed.bound.restore()
+        log.debug("offloaded weights are back in %.0f ms", (time.perf_counter() - began) * 1e3)
+
+    def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
+        # Their graphs know where they lie.
+        self._drop({key for key in managed.ready_keys() if key.lossy.low_bit})
+        managed.low_bit = None
+
+    def low_bit_bytes(self) -> int:
+        """GPU memory of all weights in eight bits, which lie beside the hosts' own or stand for them."""
+        return sum(held.bytes for managed in self._managed.values() if (held := managed.low_bit) is not None)
+
+    def low_bit_layers(self) -> int:
+        """How many layers have weights in eight bits now."""
+        return sum(len(held.names()) for managed in self._managed.values() if (held := managed.low_bit) is not None)
+
+    def offloaded_bytes(self) -> int:
+        """The computer's memory that hosts' own weights take meanwhile."""
+        return sum(managed.bound.offloaded.bytes for managed in self._managed.values())
+
+    def note_lost(self) -> None:
+        """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
+        table say so, and give their memory back."""
+        for managed in self._managed.values():
+            managed.let_go_if_moved()
+        held = self.keys()
+        for entry in self._table.entries():
+            if entry.state is State.READY and entry.key not in held:
+                entry.state, entry.bytes = State.PROVED, 0
+        if self.shared() < self._shared_noticed:
+            self.card.empty_cache()
+        self._shared_noticed = self.shared()
+
+    def _drop(self, keys: Collection[ShapeKey]) -> None:
+        for device in self.devices():
+            # The last replay may not be over, and its memory is about to go.
+            self.card.wait(device)
+        for managed in self._managed.values():
+            managed.drop_runners(keys)
+        for key, entry in self._table.by_key().items():
+            if key in keys:
+                entry.bytes = 0
+                if entry.state is State.READY:
+                    entry.state = State.PROVED
+        self.card.empty_cache()
+        self._shared_noticed = self.shared()

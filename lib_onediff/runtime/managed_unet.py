@@ -1,0 +1,235 @@
+"""What the runtime keeps for one UNet module: what its runners are, and which of them are still good."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Hashable, Iterator
+
+import torch
+from torch import nn
+
+from ..core.affine import Source
+from ..core.call import Cut, CutMemory, UNetCall
+from ..core.device import CachedRunner, Memory, Runner
+from ..core.key import Lossy, ShapeKey
+from ..core.policy import StepMemory
+from ..core.precision import autocast_dtype
+from ..core.refusal import Refusal
+from ..core.sampling import Sampling
+from ..devices.cuda.low_bit.sensitivity import Choice
+from ..families.registry import FAMILIES, Families
+from ..options.settings import Settings
+from ..weights.bound import BoundUNet
+from ..weights.low_bit import KINDS_OF, LowBitBinding, LowBitWeights, Round, WantedKinds
+from ..weights.scan import HostTraits
+
+
+class ManagedUNet:
+    """The bound module, its own settings, and its graphs.
+
+    step_memories: what step policies keep of its calls, by their names.
+    sampling: what its own host says of the sampling in progress; None where that host says nothing.
+    runners: those that were made, each good for what stands beside it; see runner.
+    low_bit: the weights in eight bits, while they are used.
+    low_bit_choice: the classes of layers that use them, once that was measured.
+    low_bit_sampling: bound.samplings when low_bit_choice was asked for last.
+    served_last: whether we have served the last call, in this sampling where its host announces them.
+    no_room_for_low_bit: whether memory was too short for them in this sampling.
+    why_not_offloaded: what stands in the way of offloading in this sampling, in one line; "" where nothing does.
+    """
+
+    def __init__(
+        self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundUNet | None = None,
+        families: Families = FAMILIES,
+    ) -> None:
+        """bound: the UNet, where it is bound in another way than a host's."""
+        self._families = families
+        self.settings = settings
+        self.bound = bound or BoundUNet(unet, host_traits, families.read)
+        self.served_last = False
+        self.step_memories: dict[str, StepMemory] = {}
+        self._cut_memories: weakref.WeakValueDictionary[Hashable, CutMemory] = weakref.WeakValueDictionary()
+        self.sampling: Sampling | None = None
+        self.low_bit: LowBitWeights | None = None
+        self.low_bit_choice: Choice | None = None
+        self.low_bit_sampling = 0
+        self.no_room_for_low_bit = False
+        self.why_not_offloaded = ""
+        self.runners: dict[ShapeKey, CachedRunner] = {}
+        # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
+        self.oneflow: dict[ShapeKey, CachedRunner] = {}
+        # The graphs come and go with the weights; their memory stays for the next ones.
+        self._memory: Memory | None = None
+
+    @property
+    def architecture(self) -> str | None:
+        """The architecture of the UNet; None before its first call."""
+        try:
+            return self.bound.architecture
+        except Refusal:
+            return None
+
+    def refuse_call(self, call: UNetCall, is_embedded: bool = False) -> None:
+        """Raise Refusal with the reason where the inputs of a call do not fit the bound UNet. is_embedded: see
+        Family.refuse_call."""
+        binding = self.bound.binding
+        self._families.of(binding.layout).refuse_call(binding.layout, call, is_embedded)
+        if binding.layout.foreign and call.patches is None and not call.additions:
+            raise Refusal(f"others compute within the UNet: {', '.join(binding.layout.foreign)}")
+        if call.latent.device != binding.device:
+            raise Refusal(f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}")
+        autocast = autocast_dtype(call.latent.device.type)
+        # Where the host casts its weights at each use, autocast takes inputs of any type to the same.
+        casts_inputs = binding.cast_to is not None and autocast == binding.cast_to
+        if call.latent.dtype != binding.dtype and not casts_inputs:
+            raise Refusal(f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}")
+        if autocast not in (None, binding.dtype):
+            raise Refusal(f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}")
+
+    def takes_turns(self) -> bool:
+        """Whether the host, which serves a call now, takes turns with us: within a sampling, or, where no sampling was
+        announced, from one call to the next."""
+        served = self.served_last
+        if not self.bound.in_sampling:
+            self.served_last = False
+        return served
+
+    def fit_low_bit(self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset()) -> None:
+        """Have these weights in eight bits, as they are now; left_out: see LowBitWeights. Raises
+        torch.cuda.OutOfMemoryError."""
+        bound = self.bound
+        self._low_bit(round_rows, left_out).fit(
+            lambda: bound.edition, bound.binding.weights, wanted, bound.binding.device
+        )
+        bound.watch_contents(whole=False)
+
+    def fit_low_bit_alone(self, round_rows: Round, wanted: WantedKinds) -> bool:
+        """As fit_low_bit, and offload the weights: what is there in eight bits keeps its kind. Layer by layer, so that
+        the GPU holds no more than one of them twice. Returns whether any was moved.
+
+        Raises torch.cuda.OutOfMemoryError and NoHostMemory; some weights are offloaded then.
+        """
+        bound, low_bit = self.bound, self._low_bit(round_rows)
+        state = lambda: (bound.edition, bound.offloaded.content())  # noqa: E731
+        there = low_bit.names()
+        missing = {name: kinds for name, kinds in wanted.items() if name not in there}
+        low_bit.fit(state, bound.binding.weights, missing, bound.binding.device, bound.offload)
+        if missing:
+            bound.note_offloaded()
+        return bool(missing)
+
+    def low_bit_is_decided(self, lossy: Lossy) -> bool:
+        """Whether later calls of a shape have the same layers in eight bits. What is offloaded comes back at any time.
+        """
+        choice = self.low_bit_choice
+        return bool(lossy.low_bit) and not lossy.only and (choice is None or not choice.awaits)
+
+    def low_bit_stands(self) -> bool:
+        """Whether the weights in eight bits are still those that were rounded."""
+        return self.low_bit is not None and self.low_bit.is_fitted_to(self.bound.edition)
+
+    def _low_bit(self, round_rows: Round, left_out: frozenset[str] = frozenset()) -> LowBitWeights:
+        if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
+            self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out)
+        return self.low_bit
+
+    def binding_for(self, lossy: Lossy) -> Source:
+        """The weights, those in eight bits among them where they are wanted."""
+        if lossy.low_bit and self.low_bit is not None:
+            return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[lossy.low_bit], alone=lossy.only)
+        return self.bound.on_the_fly.source(self.bound.binding)
+
+    @property
+    def has_wide_norms(self) -> bool:
+        """See OnTheFly.has_wide_norms; of the last refresh."""
+        return self.bound.on_the_fly.has_wide_norms(self.bound.binding)
+
+    def applied_bytes(self, device: torch.device) -> int:
+        """Memory on a device of what was made of functions that the host applies to its weights."""
+        held = self.bound.on_the_fly.bytes
+        return held if held and self.bound.binding.device == device else 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """See OnTheFly.kinds; of the last refresh."""
+        return self.bound.on_the_fly.kinds(self.bound.binding)
+
+    def runner(
+        self, key: ShapeKey, cut: Cut | None = None
+    ) -> Runner | None:
+        """The runner for a shape, unless weights or the memory of its cut have moved since it was made."""
+        kept = self.runners.get(key)
+        if kept is None:
+            return None
+        if self.serves(kept, cut):
+            return kept.runner
+        del self.runners[key]
+        return None
+
+    def serves(self, kept: CachedRunner, cut: Cut | None) -> bool:
+        """Whether a runner is still good for these."""
+        return kept.generation == self.bound.generation and (
+            cut_memory_of(kept.runner) is (cut and cut.memory)
+        )
+
+    def keep(self, key: ShapeKey, runner: Runner) -> None:
+        """Keep a runner that was made just now; those that weights have moved away from go."""
+        self.runners = {
+            other: kept for other, kept in self.runners.items() if kept.generation == self.bound.generation
+        }
+        self.runners[key] = CachedRunner(self.bound.generation, runner)
+        self._memory = runner.memory
+
+    def cut_memory(self, shape: Hashable) -> CutMemory:
+        """The memory of a cut at a shape, the same as long as a graph or anybody else holds it."""
+        memory = self._cut_memories.get(shape)
+        if memory is None:
+            memory = self._cut_memories[shape] = CutMemory()
+        return memory
+
+    def deepest(self) -> int:
+        """The largest depth at which the UNet can be cut in two. Raises Refusal."""
+        layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
+        return self._families.of(layout).deepest(layout)
+
+    def ready_keys(self) -> set[ShapeKey]:
+        """The shapes that have a graph."""
+        return set(self.runners)
+
+    def kept(self) -> Iterator[tuple[ShapeKey, CachedRunner]]:
+        """Every graph, with what it was made for."""
+        # A copy: a page asks in another thread than the one that makes graphs.
+        yield from self.runners.copy().items()
+
+    def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
+        """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""
+        self.runners = {} if keys is None else {
+            key: kept for key, kept in self.runners.items() if key not in keys
+        }
+        if keys is None:
+            self.oneflow = {}
+            self.step_memories.clear()
+            self.low_bit = None
+            self.bound.drop_applied()
+        if not self.runners:
+            self._memory = None
+
+    def stands(self, generation: int) -> bool:
+        """Whether the weights of this generation still lie where they lay then."""
+        return generation == self.bound.generation and self.bound.unmoved()
+
+    def let_go_if_moved(self) -> None:
+        """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
+        the GPU: half a millisecond."""
+        holds = (
+            self._memory is not None or self.low_bit is not None
+            or any(memory.bytes() for memory in self.step_memories.values())
+            or self.bound.on_the_fly.bytes
+        )
+        if holds and not self.bound.unmoved():
+            self.drop_runners()
+
+
+def cut_memory_of(runner: Runner) -> CutMemory | None:
+    """What a runner writes or reads at the cut between a UNet's parts."""
+    cut = runner.inputs.cut
+    return None if cut is None else cut.memory

@@ -1,0 +1,274 @@
+"""Bind a host's parameters to a layout: fuse by view, and notice moves, swaps and edits.
+
+A binding keeps no tensor. The host's parameters own their storage (after fusing: a few share one storage), every call
+reads them anew, and a fused weight is reconstructed as a view over its members. So an in-place edit is seen at once,
+and an unloaded model's memory is freed at once.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..core.affine import Affine, Weights
+from ..core.leaves import Convolution, FusedLinear
+from ..core.refusal import Refusal
+from ..core.tuners import layer_within
+from ..families.unet.layout import UNetLayout
+from .fused_storage import fuse, joined, joined_affine, shares_storage
+
+BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of weights that a host casts at each use.
+STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+PARTLY_LOADED = (
+    "a part of the UNet's weights is not on the GPU (low VRAM): the WebUI moves it there at every call"
+)
+LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
+
+
+class Layout(Protocol):
+    """What a binding needs to know of a network: which leaf modules hold its parameters, and how they are grouped."""
+
+    def leaves(self) -> Sequence[Any]:
+        """Every description of a module that holds parameters, each once."""
+
+    def fusions(self) -> Sequence[FusedLinear]:
+        """Every group of linear layers that is to lie in one tensor."""
+
+    def wider_fusions(self) -> Sequence[FusedLinear]:
+        """Groups of these groups that lie in one tensor too, where they are of one type and without bias."""
+
+
+class Binding:
+    """The parameters of one module, in the order and grouping that a layout gives them.
+
+    cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
+    offloaded: the layers, by path or fused layer's name, whose weights may lie elsewhere than the others.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        self.layout: Any = layout
+        leaves = layout.leaves()
+        called = [module.get_submodule(leaf.path) for leaf in leaves]
+        self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
+        # The layers as the host calls them: those, or the LoRAs around them.
+        self._called = list(map(weakref.ref, called))
+        # The groups of layers whose weights lie in one tensor.
+        self.fusions = layout.fusions()
+        self._wider = layout.wider_fusions()
+        self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
+        self._turned: set[str] = set()
+        self._members = {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
+        self.cast_to: torch.dtype | None = None
+        self.offloaded: Container[str] = ()
+
+    def follow(self, module: nn.Module, layout: UNetLayout) -> bool:
+        """Take what has been put around the layers of a module, and taken from there; returns whether they are the same
+        layers, in the same order. layout: the module's as it is now."""
+        if replace(layout, foreign=()) != replace(self.layout, foreign=()):
+            return False
+        called = [module.get_submodule(path) for path in self._leaves]
+        if any(layer_within(one) is not leaf() for one, leaf in zip(called, self._leaves.values(), strict=True)):
+            return False
+        self.layout, self._called = layout, list(map(weakref.ref, called))
+        return True
+
+    def bind(self, channels_last: bool = False) -> int:
+        """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or
+        as torch makes them; what already does is left as it is.
+
+        Returns the bytes that were copied. Parameters are re-pointed (Parameter.data), never written: a host may keep
+        the old storage as its backup. Raises Refusal if the parameters are of a dtype that we do not run, or
+        lie on several devices.
+        """
+        self.refuse_mixture()
+        affines = self._affines()
+        if channels_last:
+            copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
+        else:
+            copied = self.turn_convolutions_back()
+        for wider in self._wider:
+            members = [affines[member.path] for member in wider.members]
+            if can_be_one(members):
+                copied += fuse([affine.weight for affine in members])
+        for fusion in self.fusions:
+            copied += fuse([affines[member.path].weight for member in fusion.members])
+            biases = [affines[member.path].bias for member in fusion.members]
+            if any(bias is not None for bias in biases):
+                copied += fuse([bias for bias in biases if bias is not None])
+        return copied
+
+    def unbind(self) -> None:
+        """Give every fused parameter a storage of its own again, and every convolution its usual memory format."""
+        self.turn_convolutions_back()
+        fused_paths = {member.path for fusion in self.fusions for member in fusion.members}
+        for path, leaf in self._leaves.items():
+            if path in fused_paths and leaf() is not None:
+                for parameter in self._parameters(leaf):
+                    if parameter is not None and shares_storage(parameter):
+                        with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+                            parameter.data = parameter.detach().clone()
+
+    def turn_convolutions_back(self) -> int:
+        """Let what we have turned lie as it did; a host may hold others channels-last by itself. Returns the bytes
+        copied."""
+        copied = sum(self._turn(path, torch.contiguous_format) for path in list(self._turned))
+        self._turned.clear()
+        return copied
+
+    def _turn(self, path: str, memory_format: torch.memory_format) -> int:
+        leaf = self._leaves[path]
+        if leaf() is None:
+            return 0
+        weight = self._parameters(leaf)[0]
+        if weight.is_contiguous(memory_format=memory_format):
+            return 0
+        with torch.no_grad(), torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().contiguous(memory_format=memory_format)
+        self._turned.add(path)
+        return weight.numel() * weight.element_size()
+
+    def paths(self) -> list[str]:
+        """Of the modules that hold the parameters, in the order of layers."""
+        return list(self._leaves)
+
+    def layers(self) -> list[nn.Module]:
+        """The host's modules that hold the parameters. Drop the result after the call."""
+        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
+        return [layer for layer in layers if layer is not None] if None in layers else layers
+
+    def holders(self) -> list[nn.Module]:
+        """The modules whose own the parameters are. Raises Refusal if one is gone."""
+        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
+        if None in layers:
+            raise Refusal(LAYERS_GONE)
+        return layers
+
+    def called_layers(self) -> list[nn.Module]:
+        """As layers, with the LoRAs around them in their place."""
+        pairs = zip(self._called, self._leaves.values(), strict=True)
+        return [layer for called, leaf in pairs if (layer := called() or leaf()) is not None]
+
+    def layers_of(self, name: str) -> list[nn.Module]:
+        """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises Refusal if one
+        is gone."""
+        found: list[Any] = [self._leaves[path]() for path in self._members.get(name, [name])]
+        if None in found:
+            raise Refusal(LAYERS_GONE)
+        return found
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of all layers, in their order. Drop the result after the call."""
+        return present_parameters(self._leaves.values())
+
+    def weights(self, wider: bool = True) -> Weights:
+        """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
+
+        wider: those of wider groups too, by their names, where they lie together.
+
+        Raises Refusal if a fused layer's members no longer lie together (bind again).
+        """
+        affines = self._affines()
+        for fusion in self.fusions:
+            affines[fusion.name] = joined_affine(fusion, affines)
+        for group in self._wider if wider else ():
+            members = [affines[member.path] for member in group.members]
+            weight = joined([affine.weight for affine in members]) if can_be_one(members) else None
+            if weight is not None:
+                affines[group.name] = Affine(weight, None)
+        return affines
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Which is computed in."""
+        return self.cast_to or self.stored_dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self._first_weight().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._first_weight().device
+
+    def _first_weight(self) -> Tensor:
+        return self._parameters(next(iter(self._leaves.values())))[0]
+
+    def _affines(self) -> dict[str, Affine]:
+        return {path: Affine(*self._parameters(leaf)) for path, leaf in self._leaves.items()}
+
+    @staticmethod
+    def _parameters(leaf: weakref.ref[nn.Module]) -> tuple[nn.Parameter, nn.Parameter | None]:
+        module = leaf()
+        if module is None or (weight := module._parameters["weight"]) is None:
+            raise Refusal(LAYERS_GONE)
+        return weight, module._parameters.get("bias")
+
+    def _offloaded_weights(self, affines: Weights) -> set[int]:
+        """The identities of the weights that may lie elsewhere."""
+        fused = [path for name, paths in self._members.items() if name in self.offloaded for path in paths]
+        alone = [path for path in affines if path in self.offloaded]
+        return {id(affines[path].weight) for path in (*fused, *alone)}
+
+    def refuse_mixture(self) -> None:
+        """Raise Refusal if the parameters are of a dtype that we do not run, or lie on several devices. What is
+        cast to one type may be stored in several, layer by layer."""
+        known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
+        affines = self._affines()
+        elsewhere = self._offloaded_weights(affines)
+        for path, affine in affines.items():
+            for parameter in (affine.weight, affine.bias):
+                if parameter is None:
+                    continue
+                if not isinstance(parameter, nn.Parameter):
+                    raise Refusal(f"{path} holds a tensor that is none of its parameters (functional_call?)")
+                if type(parameter.data) is not Tensor or parameter.dtype not in known:
+                    raise Refusal(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
+                devices = {parameter.device.type, self.device.type}
+                other_device = parameter.device != self.device and id(parameter) not in elsewhere
+                if other_device and "meta" not in devices:
+                    raise Refusal(PARTLY_LOADED)
+                other_type = self.cast_to is None and parameter.dtype != stored
+                if other_device or other_type:
+                    raise Refusal(
+                        f"its parameters are mixed: {stored} on {self.device}, "
+                        f"but {path} is {parameter.dtype} on {parameter.device}"
+                    )
+        if self.device.type == "meta":
+            raise Refusal("its parameters are not loaded (they are on the meta device)")
+        for fusion in self.fusions:
+            members = [affines[member.path] for member in fusion.members]
+            parameters = [parameter for affine in members for parameter in affine[:2] if parameter is not None]
+            if len({parameter.dtype for parameter in parameters}) > 1:
+                raise Refusal(f"the layers of {fusion.name} are stored in several types")
+            if len({affine.bias is None for affine in members}) > 1:
+                raise Refusal(f"{fusion.name} has a bias on some of its layers only")
+
+
+def can_be_one(members: Sequence[Affine]) -> bool:
+    """Whether linear layers can lie in one tensor whatever they are: of one type, on one device, without biases."""
+    first = members[0].weight
+    return all(
+        affine.bias is None and (affine.weight.dtype, affine.weight.device) == (first.dtype, first.device)
+        for affine in members
+    )
+
+
+def present_parameters(leaves: Iterable[weakref.ref[nn.Module]]) -> list[nn.Parameter]:
+    """The parameters of these layers as they are now. Raises Refusal if a layer is gone."""
+    found: list[nn.Parameter] = []
+    for leaf in leaves:
+        layer = leaf()
+        if layer is None:
+            raise Refusal(LAYERS_GONE)
+        found += [parameter for parameter in layer._parameters.values() if parameter is not None]
+    return found
+
+
+def describe_storage(parameter: Tensor) -> str:
+    kind = type(parameter.data)
+    return str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__

@@ -1,0 +1,395 @@
+"""One UNet module in our care: its layout and its bound parameters, true to what the host has made of it."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.affine import Weights
+from ..core.call import UNetCall
+from ..core.refusal import Refusal
+from ..families.registry import read_layout
+from ..families.unet.layout import UNetLayout
+from .binding import LAYERS_GONE, Binding
+from .contents import PART, Contents, Place, Reader, digest_of_values, few_rows
+from .offload import OffloadedWeights
+from .on_the_fly import News, OnTheFly
+from .scan import LOOKED_AT_BY_OTHERS, HostTraits, scan
+from .watch import Parameters, Tree
+
+log = logging.getLogger("onediff")
+
+
+class BoundUNet:
+    """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
+
+    generation: how often addresses have changed. What was captured under another generation must not be replayed.
+    looks: how often something else than values was found changed.
+    edition: how often the weights were found to be others, in place or not.
+    samplings: how many samplings the host has announced. in_sampling: whether one goes on.
+    channels_last: whether the convolutions' weights were laid out so.
+    on_the_fly: what the host applies to the weights at each use.
+    offloaded: the weights that are in the computer's memory for the time being.
+    reader: reads the contents of weights, where there is something better than torch's operators.
+    """
+
+    def __init__(
+        self, unet: nn.Module, host_traits: HostTraits = HostTraits(),  # noqa: B008
+        read: Callable[[nn.Module], Any] = read_layout,
+    ) -> None:
+        """read: reads the layout of a module; see Families.read."""
+        self._read_layout = read
+        self._unet = weakref.ref(unet)
+        self.host_traits = host_traits
+        self._tree: Tree | None = None
+        self._parameters: Parameters | None = None
+        self._contents: Contents | None = None
+        self._part = 0
+        # Places of parameters with other values than when somebody asked last.
+        self._edited: set[int] | None = None
+        self.channels_last = False
+        self._binding: Binding | None = None
+        self._refusal: str | None = None
+        self.generation = self.looks = self.edition = self._binds = 0
+        self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
+        self.offloaded = OffloadedWeights()
+        self.samplings = 0
+        self.in_sampling = False
+        self._lora: Hashable = None
+        self._checkpoint: tuple[Hashable, str] | None = None
+        self._identity: tuple[Hashable, str] | None = None
+
+    @property
+    def reader(self) -> Reader | None:
+        return self.on_the_fly.contents_reader
+
+    @reader.setter
+    def reader(self, reader: Reader | None) -> None:
+        self.on_the_fly.contents_reader = reader
+
+    @property
+    def layout(self) -> UNetLayout:
+        layout: UNetLayout = self.binding.layout
+        return layout
+
+    @property
+    def architecture(self) -> str:
+        return self.layout.architecture
+
+    @property
+    def module(self) -> nn.Module:
+        unet = self._unet()
+        if unet is None:
+            raise Refusal(LAYERS_GONE)
+        return unet
+
+    @property
+    def has_binding(self) -> bool:
+        """Whether it was bound, and its layers are still those."""
+        return self._binding is not None
+
+    @property
+    def binding(self) -> Binding:
+        if self._binding is None:
+            raise Refusal("this UNet has not been bound yet")
+        return self._binding
+
+    def weights(self) -> Weights:
+        """Every layer's tensors as the host computes with them, by path or name; see Binding.weights."""
+        return self.on_the_fly.source(self.binding).weights()
+
+    def drop_applied(self) -> None:
+        """Give back the memory of what is applied on the fly; the next refresh makes it anew."""
+        if self.on_the_fly.drop():
+            self._note_moved()
+
+    # --- whose image it is ----------------------------------------------------------------------------------------
+
+    def begin_sampling(self) -> None:
+        """The host says that a new sampling starts."""
+        self.samplings += 1
+        self.in_sampling = True
+
+    def end_sampling(self) -> None:
+        """The host says that it is over."""
+        self.in_sampling = False
+
+    # --- has anything changed? ------------------------------------------------------------------------------------
+
+    def lies_still(self) -> bool:
+        """Whether what a graph reads is alive and where it was: to be asked before a replay."""
+        if self._refusal is not None or self._parameters is None:
+            return False
+        if self.host_traits.wanted_lora is not None and self.host_traits.wanted_lora() != self._lora:
+            return False
+        return self._parameters.lie_still()
+
+    def begin_look(self) -> Callable[[], bool]:
+        """Whether everything stands as the last refresh has found it, told by the function that this returns. What has
+        to be read on a GPU is launched now, before the replay that it is for; the rest is looked at while that runs."""
+        contents, values = self._contents, self._begin_contents()
+        applied = self.on_the_fly.begin_contents()
+
+        def stands() -> bool:
+            unet, tree, parameters = self._unet(), self._tree, self._parameters
+            if unet is None or tree is None or parameters is None:
+                return False
+            if not (tree.stands(unet) and parameters.stand()):
+                return False
+            if self._note_edits(contents, values()) and not self.in_sampling:
+                return False
+            return not self.on_the_fly.is_asked or (applied() and self.on_the_fly.stands(self.binding))
+
+        return stands
+
+    def _begin_contents(self) -> Callable[[], Tensor | None]:
+        if self._contents is None:
+            return lambda: None
+        try:
+            return self._contents.begin()
+        except ReferenceError:
+            return lambda: None
+
+    def _note_edits(self, contents: Contents | None, values: Tensor | None) -> bool:
+        """Count an edit of values, if there was any since the last time; whether there was."""
+        parameters = self._parameters
+        assert parameters is not None
+        edited = set(parameters.edited())
+        if contents is not None:
+            edited |= set(contents.changed(values)) if values is not None else set(range(len(parameters)))
+        if not edited:
+            return False
+        self.edition += 1
+        parameters.note_versions()
+        if contents is not None and values is not None:
+            contents.known = values.clone()
+        if self._edited is not None:
+            self._edited |= edited
+        return True
+
+    def edition_now(self) -> int:
+        """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
+        now."""
+        if not self.unmoved():
+            return self.edition + 1
+        self._note_edits(self._contents, self._begin_contents()())
+        return self.edition
+
+    def watch_contents(self, whole: bool) -> None:
+        """Somebody keeps what was made of the weights' values: let edits be seen that torch does not count. whole: by
+        every number; otherwise by one part in contents.PART."""
+        part = 1 if whole else PART
+        if self._contents is None or part < self._part:
+            self._part = min(part, self._part or part)
+            self._watch_parameters()
+
+    def edited_since(self, before: int | None) -> set[int] | None:
+        """Which parameters, by their places, have other values since this was asked last, at an edition; None: all may
+        have."""
+        edited, self._edited = self._edited, set()
+        return None if before is None else edited
+
+    def _watch_parameters(self) -> None:
+        layers = self.binding.holders()
+        self._parameters = Parameters(layers)
+        self._contents = Contents(self._places(), self._part, self.reader) if self._part else None
+
+    def _places(self) -> list[Place]:
+        return list(map(Place.of, self.binding.parameters()))
+
+    def checkpoint(self) -> str:
+        """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
+        and norms as they are: only those are looked at. Copies 3 MB of SDXL's from the device and waits for it, where
+        the weights may be others than when it was asked last."""
+        state = self._state()
+        if self._checkpoint is None or self._checkpoint[0] != state:
+            vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
+            self._checkpoint = state, digest_of_values(self.architecture, vectors)
+        return self._checkpoint[1]
+
+    def identity(self) -> str:
+        """What a verdict belongs to: these weights, what is applied to them, and the sources of the host's forward.
+
+        Read when a sampling begins, and outside of samplings whenever a change was seen: a row of each matrix and all
+        vectors, which waits for the device.
+        """
+        state = self._state()
+        if self._identity is None or self._identity[0] != state:
+            sources = "" if self._tree is None else self._tree.digest()
+            label = f"{self.architecture} {sources} {self.on_the_fly.identity()}"
+            self._identity = state, digest_of_values(label, few_rows(self.binding.parameters()))
+        return self._identity[1]
+
+    @property
+    def last_identity(self) -> str:
+        """As it was when it was asked for last; "" before that."""
+        return "" if self._identity is None else self._identity[1]
+
+    def _state(self) -> Hashable:
+        """Within a sampling, LoRAs that others schedule may change what the weights are at each step."""
+        where = self.looks, self._binds
+        return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition, self.on_the_fly.changes)
+
+    # --- made true for a call -------------------------------------------------------------------------------------
+
+    def layout_now(self) -> UNetLayout:
+        """The layout as the module tree is now. Raises Refusal with the reason."""
+        # Taken down for the next call, too: it finds the tree as this look has left it.
+        self._refusal = self._look()
+        if self._refusal is not None:
+            raise Refusal(self._refusal)
+        return self.layout
+
+    def refresh(
+        self, call: UNetCall, channels_last: bool = False, room: Callable[[], int] | None = None
+    ) -> None:
+        """Make the binding true for this call. Raises Refusal with the reason if that is impossible.
+
+        channels_last: how the weights of convolutions are to lie in memory. room: how many bytes copies of weights may
+        take, to which the host applies functions; None: any number.
+        """
+        if self.offloaded and not self.unmoved():
+            # The host has moved or exchanged weights, and knows nothing of those that lie elsewhere.
+            self._have_restored()
+        self._refusal = self._look()
+        if self._refusal is not None:
+            raise Refusal(self._refusal)
+        if self.host_traits.sync_lora is not None:
+            self.host_traits.sync_lora(self.binding.layers())
+            # It notes on the layers what it has merged: no news at the next call.
+            if self._tree is not None and not self._tree.stands(self.module):
+                self._tree = Tree(self.module, LOOKED_AT_BY_OTHERS)
+        if self.host_traits.wanted_lora is not None:
+            self._lora = self.host_traits.wanted_lora()
+        before = self.binding.cast_to
+        self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
+        stand = self.unmoved() and channels_last == self.channels_last and self.binding.cast_to == before
+        if not stand:
+            self._bind(channels_last)
+        elif self._note_edits(self._contents, self._begin_contents()()):
+            stand = False
+        news = self.on_the_fly.refresh(self.binding, stand, room)
+        if news is News.MOVED:
+            self._note_moved()
+        elif news is News.CHANGED:
+            self.edition += 1
+        if self.on_the_fly.copies:
+            self.watch_contents(whole=self.on_the_fly.copies_matrices)
+
+    def _bind(self, channels_last: bool) -> None:
+        began = time.perf_counter()
+        self._parameters = None
+        self._binds += 1
+        copied = self.binding.bind(channels_last)
+        self.channels_last = channels_last
+        self._watch_parameters()
+        self._note_moved()
+        milliseconds = (time.perf_counter() - began) * 1e3
+        log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
+
+    def bind_anew(self) -> None:
+        """Something failed over these weights: read and bind everything again at the next call."""
+        self._tree = self._parameters = self._contents = None
+
+    def offload(self, name: str) -> None:
+        """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed.
+        Raises what OffloadedWeights.offload raises; note_offloaded has to follow the last."""
+        self.binding.offloaded = self.offloaded
+        self.offloaded.offload(name, self.binding.layers_of(name))
+
+    def note_offloaded(self) -> None:
+        """Graphs that know where the weights lay are of no use."""
+        self._watch_parameters()
+        self._tree = None if self._tree is None else Tree(self.module, LOOKED_AT_BY_OTHERS)
+        self.generation += 1
+
+    def restore(self) -> None:
+        """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError; the rest is still offloaded then."""
+        if not self.offloaded:
+            return
+        self._parameters = None
+        self._note_moved()
+        try:
+            self.offloaded.restore(self._unet())
+        finally:
+            if self._binding is not None:
+                with contextlib.suppress(Refusal):
+                    if not self.offloaded:
+                        self._binding.bind(self.channels_last)
+                    self._watch_parameters()
+
+    def _have_restored(self) -> None:
+        """As restore, by whoever has more to do with it."""
+        if self.offloaded:
+            self.offloaded.restore_all()
+            self.restore()
+
+    def _note_moved(self) -> None:
+        """Some weights lie elsewhere now."""
+        self.generation += 1
+        self.edition += 1
+        self._edited = None
+
+    def unmoved(self) -> bool:
+        """Whether the parameters that were bound are there, and lie where and as they lay; a millisecond."""
+        return self._parameters is not None and self._parameters.stand()
+
+    def _look(self) -> str | None:
+        """See whether the module tree computes as it did, and read it again if not. Returns why it cannot be run, or
+        None."""
+        unet = self._unet()
+        if unet is None:
+            return "the host has unloaded this UNet"
+        if self._tree is not None and self._tree.stands(unet):
+            return self._refusal
+        self.looks += 1
+        self._tree = Tree(unet, LOOKED_AT_BY_OTHERS)
+        patched = scan(unet, self.host_traits).patched
+        if patched is not None:
+            self.undo_channels_last()
+            return patched
+        return self._read(unet)
+
+    def _read(self, unet: nn.Module) -> str | None:
+        """Find out what the module tree is, or why it cannot be run. Where layers and layout are what they were,
+        weights and graphs stay as they are."""
+        layout, unreadable = None, None
+        try:
+            layout = self._read_layout(unet)
+        except Refusal as reason:
+            unreadable = str(reason)
+        if layout is not None and self._binding is not None and self._binding.follow(unet, layout):
+            return None
+        self._have_restored()
+        self.undo_channels_last()
+        self._binding = self._parameters = self._contents = None
+        self.drop_applied()
+        if layout is not None:
+            self._binding = Binding(unet, layout)
+        return unreadable
+
+    def undo_channels_last(self) -> bool:
+        """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
+        if not self.channels_last or self._binding is None:
+            return False
+        self._binding.turn_convolutions_back()
+        self._parameters, self.channels_last = None, False
+        self._note_moved()
+        return True
+
+    def release(self) -> None:
+        """Forget everything and leave ordinary parameters behind, with the same values."""
+        self.restore()
+        if self._binding is not None:
+            self._binding.unbind()
+        self._tree = self._parameters = self._contents = self._binding = None
+        self._refusal = None
+        self.channels_last = self.in_sampling = False
+        self._part = 0
+        self.drop_applied()
+        self._note_moved()

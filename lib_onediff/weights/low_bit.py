@@ -1,0 +1,277 @@
+"""The weights of a UNet's largest linear layers in eight bits, kept beside the host's own and true to them."""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.affine import Affine, QuantizedWeight, Weights
+from ..core.leaves import FusedLinear, Linear, TransformerBlock
+from ..families.unet.layout import ResidualBlock, UNetLayout
+from .binding import Binding
+
+
+class Kind(NamedTuple):
+    """A type of eight bits. largest: the value that the largest number of a row becomes."""
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+
+
+# Float8 e4m3 has no infinity.
+FP8 = Kind("fp8", torch.float8_e4m3fn, 448.0)
+INT8 = Kind("int8", torch.int8, 127.0)
+# The one that auto prefers first.
+KINDS = (FP8, INT8)
+# By settings.Settings.low_bit, the kinds that products may have.
+KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
+# Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
+Round = Callable[[Tensor, Tensor, Tensor], None]
+# What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits; and a
+# group norm, what a convolution reads.
+NORMED, GATED, PLAIN, GROUP_NORMED = "normed", "gated", "plain", "group normed"
+# What a layer is in its block. Layers of one class err alike, and one class can stay exact where the others do not.
+SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
+CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
+FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
+CONVOLUTIONS = "convolutions"
+# The kind in which each layer is wanted, by its name.
+WantedKinds = Mapping[str, Kind]
+# Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
+FEWEST_WEIGHTS = 1 << 20
+# The one convolution that can be in eight bits.
+KERNEL, STRIDE, PADDING = 3, 1, 1
+ALIGNED = 16
+# Of the values of a row, in float8, the smallest root mean square. Below 2**-6 their steps become no smaller; at this
+# mean that makes the rounding error larger by a twentieth.
+SMALLEST_MEAN = 2.0**-4
+# Float8 rounds tokens and weights up by a sixteenth at most, twice each in a GEGLU.
+ROUNDING_MARGIN = 1.3
+SMALLEST_SCALE = 2.0**-100
+# Of a norm whose convolution may be in eight bits: smaller images are not.
+FEWEST_DEVIATIONS = 16
+
+
+class LowBitLayer(NamedTuple):
+    """A layer that may be in eight bits. width, rows: of its weight. source: what makes its tokens. layer_class: what
+    it is in its block. norm: the path of the norm before it, where its scales in float8 follow from that."""
+
+    name: str
+    width: int
+    rows: int
+    source: str
+    layer_class: str
+    norm: str = ""
+
+
+def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
+    """The linear layers of a block that may be worth it: the large ones, but for those that read the prompt, which are
+    computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
+    fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
+    attention, cross = block.self_attention, block.cross_attention
+    every: tuple[tuple[Linear | FusedLinear, str, str], ...] = (
+        (attention.query_key_value, NORMED, SELF_QKV), (attention.out, PLAIN, SELF_OUT),
+        (cross.query, NORMED, CROSS_QUERY), (cross.out, PLAIN, CROSS_OUT),
+        (block.feed_forward_in, NORMED, FEED_FORWARD_IN), (block.feed_forward_out, GATED, FEED_FORWARD_OUT),
+    )
+    for layer, source, layer_class in every:
+        name, first = (layer.name, layer.members[0]) if isinstance(layer, FusedLinear) else (layer.path, layer)
+        width = first.in_features
+        norm = block.feed_forward_norm.path if layer_class == FEED_FORWARD_IN else ""
+        if width * layer.out_features >= fewest and width % ALIGNED == layer.out_features % ALIGNED == 0:
+            yield LowBitLayer(name, width, layer.out_features, source, layer_class, norm)
+
+
+def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
+    """The convolutions of a block that may be worth it, in float8; whether they are, the number of pixels decides."""
+    for layer, norm in ((block.in_convolution, block.in_norm), (block.out_convolution, block.out_norm)):
+        shape = layer.kernel, layer.stride, layer.padding
+        aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
+        if shape == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular:
+            width = KERNEL**2 * layer.in_channels
+            yield LowBitLayer(layer.path, width, layer.out_channels, GROUP_NORMED, CONVOLUTIONS, norm.path)
+
+
+def every_low_bit_layer(layout: UNetLayout) -> list[LowBitLayer]:
+    """All that can be in eight bits, large or small."""
+    linear = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
+    return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
+
+
+class LowBitWeights:
+    """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
+    classes of layers that are never among them."""
+
+    def __init__(self, layout: UNetLayout, round_rows: Round, left_out: frozenset[str] = frozenset()) -> None:
+        self.layout, self.left_out = layout, left_out
+        self._round = round_rows
+        self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
+        # Those of float8 that follow from the norm before a layer.
+        self._scales: dict[str, Tensor] = {}
+        self._norms = {one.name: one.norm for one in every_low_bit_layer(layout) if one.norm}
+        self._shapes: dict[str, Tensor] = {}
+        self._fitted_to: object = None
+
+    def fit(
+        self, state: Callable[[], object], weights: Callable[[], Weights], wanted: WantedKinds, device: torch.device,
+        rounded: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Round what is wanted and not there, and everything anew if the weights' state is not equal to what it was
+        when that was done last. device: where the UNet computes. rounded: told of every layer once it is done.
+
+        Raises torch.cuda.OutOfMemoryError, and what rounded raises.
+        """
+        due: dict[str, list[Kind]] = {}
+        for name, kind in () if state() == self._fitted_to else self._kept:
+            due.setdefault(name, []).append(kind)
+        for name, kind in wanted.items():
+            if (name, kind) not in self._kept:
+                due.setdefault(name, []).append(kind)
+        if not due:
+            return
+        self._fitted_to = None
+        now = dict(weights())
+        for name, kinds in due.items():
+            # Nobody else may hold it: of a fused layer, it is a view that keeps the tensor alive.
+            affine = now.pop(name)
+            weight, bias = affine.weight.to(device), affine.bias
+            del affine
+            rows = as_rows(weight)
+            for kind in kinds:
+                if (name, kind) not in self._kept:
+                    self._kept[name, kind] = empty_like(rows, kind)
+                self._round(rows, *self._kept[name, kind])
+            if name in self._norms and FP8 in kinds:
+                if name not in self._scales:
+                    self._scales[name] = torch.empty((1, 1), device=device, dtype=torch.float32)
+                norm = now[self._norms[name]]
+                scale = gated_scale(weight, bias, norm) if weight.dim() == 2 else normed_scale(norm)
+                self._scales[name].copy_(scale)
+            del weight, rows
+            rounded(name)
+        self._fitted_to = state()
+
+    def is_fitted_to(self, state: object) -> bool:
+        """Whether everything was rounded from weights in this state."""
+        return self._fitted_to == state
+
+    def beside(
+        self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
+    ) -> Weights:
+        """The same weights, with those of these kinds beside their own. names: of these layers alone. alone: instead of
+        their own; those have their shapes and their types, and no values."""
+        found: dict[str, tuple[QuantizedWeight, ...]] = {}
+        for (name, kind), kept in self._kept.items():
+            if kind in kinds and (names is None or name in names):
+                found[name] = (*found.get(name, ()), kept)
+        new = {}
+        for name, low_bit in found.items():
+            affine = weights[name]
+            weight = self._without_values(name, affine.weight) if alone else affine.weight
+            gated, normed = (self._scales.get(name), None) if weight.dim() == 2 else (None, self._scales.get(name))
+            new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=gated, normed_scale=normed)
+        return {**weights, **new}
+
+    def _without_values(self, name: str, weight: Tensor) -> Tensor:
+        known = self._shapes.get(name)
+        if known is None or known.dtype != weight.dtype:
+            known = self._shapes[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        return known
+
+    def names(self) -> set[str]:
+        """The layers of which there are weights."""
+        return {name for name, _ in list(self._kept)}
+
+    def kinds(self) -> set[Kind]:
+        """In which there are weights."""
+        return {kind for _, kind in list(self._kept)}
+
+    @property
+    def bytes(self) -> int:
+        """GPU memory that is held beside the host's own weights."""
+        return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
+
+
+class LowBitBinding:
+    """A binding whose weights come with those in eight bits. names, alone: see LowBitWeights.beside."""
+
+    def __init__(
+        self, binding: Binding, low_bit: LowBitWeights, kinds: Collection[Kind], names: Collection[str] | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.layout: Any = binding.layout
+        self._binding = binding
+        self._low_bit = low_bit
+        self._kinds, self._names, self._alone = kinds, names, alone
+
+    def weights(self) -> Weights:
+        return self._low_bit.beside(self._binding.weights(), self._kinds, self._names, self._alone)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._binding.dtype
+
+
+def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
+    """Room for a weight, (out, in), in a kind, with the scales that it needs; for float8 it has to be looked at. Edits
+    keep them: no LoRA makes a row a thousand times smaller beside the others."""
+    values = torch.empty(weight.shape, device=weight.device, dtype=kind.dtype)
+    scales = 1 if kind is FP8 and one_scale_suffices(weight) else len(weight)
+    return QuantizedWeight(values, torch.empty((1, scales), device=weight.device, dtype=torch.float32))
+
+
+def gated_scale(weight: Tensor, bias: Tensor | None, norm: Affine) -> Tensor:
+    """(), in float32, a power of two: the scale in float8 of what a GEGLU gives after a layer norm and a linear layer,
+    weight (2 n, width), bias (2 n,).
+
+    No layer norm's row is longer than the square root of its width, so by Cauchy's inequality neither half of the GEGLU
+    is larger than this, and a GELU is no larger than what it is of. That is some hundred times what is usual: float8
+    keeps its digits over a range of 28,000."""
+    wide = weight.detach().float()
+    factor = norm.weight.detach().to(wide)
+    offset = torch.zeros_like(wide[:, 0]) if norm.bias is None else wide @ norm.bias.detach().to(wide)
+    offset = offset if bias is None else offset + bias.detach().to(wide)
+    length = torch.linalg.vector_norm(wide * factor, dim=1) * weight.shape[1] ** 0.5
+    values, gates = (length + offset.abs()).chunk(2)
+    return next_power((values * gates).amax() * ROUNDING_MARGIN / FP8.largest)
+
+
+def normed_scale(norm: Affine) -> Tensor:
+    """(), in float32, a power of two: the scale in float8, for each deviation that a number may be from the mean, of
+    what a group norm gives; a SiLU makes nothing larger. Where that is FEWEST_DEVIATIONS or more."""
+    offset = 0.0 if norm.bias is None else largest_of(norm.bias) / FEWEST_DEVIATIONS
+    return next_power((largest_of(norm.weight) + offset) / FP8.largest)
+
+
+def deviations(members: int) -> float:
+    """How many deviations from their mean any of so many numbers may be; rounded up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(max(members, 1)) / 2)
+
+
+def next_power(number: Tensor) -> Tensor:
+    """The smallest power of two that is not smaller."""
+    return torch.exp2(torch.ceil(torch.log2(number.clamp_min(SMALLEST_SCALE))))
+
+
+def as_rows(weight: Tensor) -> Tensor:
+    """A weight (out, in) as it is; a convolution's, (out, in, height, width), as QuantizedWeight has it."""
+    return weight if weight.dim() == 2 else weight.detach().permute(0, 2, 3, 1).flatten(1).contiguous()
+
+
+def one_scale_suffices(weight: Tensor) -> bool:
+    """Whether every row of a weight, (out, in), keeps its digits in float8 by the scale of the largest value of all.
+    Waits for the GPU."""
+    means = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32) / weight.shape[1] ** 0.5
+    # Zeros are exact.
+    means = torch.where(means == 0, math.inf, means)
+    return bool(means.amin() * FP8.largest >= SMALLEST_MEAN * largest_of(weight))
+
+
+def largest_of(weight: Tensor) -> Tensor:
+    """The largest absolute value, (), in float32."""
+    largest: Tensor = torch.linalg.vector_norm(weight.detach(), math.inf, dtype=torch.float32)
+    return largest

@@ -1,0 +1,113 @@
+"""A copy of a UNet's weights on another device, kept true to them: rows of a call can be computed there."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..core.call import UNetCall
+from ..families.unet.layout import UNetLayout
+from .binding import Binding
+from .bound import BoundUNet
+from .scan import HostTraits
+
+
+class MirrorUNet(BoundUNet):
+    """The bound UNet on another device: the same layout over parameters of our own, which nobody else moves.
+
+    It is refreshed after its source was, copies then what has changed there, and holds no reference to the host's
+    UNet. device: where it lies. copied_bytes: what the copies of all refreshes have moved between the devices.
+    """
+
+    def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
+        """copy: made by empty_copy of the source's binding; whoever calls keeps it alive."""
+        super().__init__(copy, HostTraits(yardstick=source.host_traits.yardstick))
+        self._source, self._of = source, source.binding
+        # The source's edition that the copies are of.
+        self._copied: int | None = None
+        self.copied_bytes = 0
+
+    def is_of(self, source: BoundUNet) -> bool:
+        """Whether these are the copies of the layers that the source has now."""
+        return source is self._source and source.has_binding and source.binding is self._of
+
+    def is_true(self) -> bool:
+        """Whether the weights are those of the source, as far as its own last look has told."""
+        return self.is_of(self._source) and self._copied == self._source.edition
+
+    def refresh(self, call: UNetCall, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
+        """As of BoundUNet, where the source was refreshed for the same call. Copies changed weights, behind what the
+        devices are doing. Raises torch.cuda.OutOfMemoryError too."""
+        self.samplings, self.in_sampling = self._source.samplings, self._source.in_sampling
+        if self._binding is None:
+            self._binding = Binding(self.module, self._source.layout)
+        if channels_last != self.channels_last or not self.unmoved():
+            self._bind(channels_last)
+        self._copy_changes()
+        self.binding.layout = self._source.layout
+
+    def layout_now(self) -> UNetLayout:
+        """The source's: a copy has no modules to read."""
+        return self._source.layout_now()
+
+    def identity(self) -> str:
+        """The source's: these are its weights."""
+        return self._source.identity()
+
+    def lies_still(self) -> bool:
+        """Our own parameters lie where they lay."""
+        return self._parameters is not None
+
+    def begin_look(self) -> Callable[[], bool]:
+        """Whoever computes on both cards asks is_true, once the source was looked at."""
+        return lambda: True
+
+    def _copy_changes(self) -> None:
+        now, before = self._source.edition, self._copied
+        if now == before:
+            return
+        # From now on, every edit of a number counts.
+        self._source.watch_contents(whole=True)
+        theirs, ours = self._of.parameters(), self.binding.parameters()
+        edited = self._source.edited_since(before)
+        # Until all is copied, it is true to nothing.
+        self._copied = None
+        with torch.inference_mode(False), torch.no_grad():
+            for index in range(len(ours)) if edited is None else edited:
+                ours[index].copy_(theirs[index], non_blocking=True)
+                self.copied_bytes += ours[index].nbytes
+        self._copied = self._source.edition
+        self.edition += 1
+
+    def release(self) -> None:
+        """Forget everything. The copies go with their module."""
+        self._binding = self._parameters = self._copied = None
+
+
+def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
+    """Modules with parameters of the same names, shapes and types on another device, without values.
+
+    Raises torch.cuda.OutOfMemoryError.
+    """
+    root = nn.Module()
+    # What is made in inference mode would count no edits.
+    with torch.inference_mode(False), torch.no_grad():
+        for path, layer in zip(binding.paths(), binding.layers(), strict=True):
+            module = root
+            for name in path.split("."):
+                if name not in module._modules:
+                    module.add_module(name, nn.Module())
+                module = module.get_submodule(name)
+            for name, parameter in layer._parameters.items():
+                module.register_parameter(name, None if parameter is None else empty_like(parameter, device))
+    return root
+
+
+def empty_like(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
+
+
+def bytes_of(binding: Binding) -> int:
+    """What a copy takes."""
+    return sum(parameter.nbytes for parameter in binding.parameters())

@@ -1,0 +1,271 @@
+"""What leaves steps out, in every WebUI: each says in its own way which rows are the prompt's, and its sampler."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, relative_error
+from contract_hosts import FAMILY, Host, Sampler, random
+from torch import Tensor
+
+from lib_onediff.core.timeline import FEW_STEP_MODEL
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+
+family = pytest.mark.parametrize("host", FAMILY, indirect=True)
+a1111 = pytest.mark.parametrize("host", ["a1111"], indirect=True)
+SIGMAS = [12.0 - step for step in range(12)]
+NEGATIVE_FIRST, PROMPT_FIRST = [1, 0], [0, 1]
+
+
+class Sampler12(Sampler):
+    def get_sigmas(self) -> Tensor:
+        return torch.tensor([*SIGMAS, 0.0])
+
+
+class Step(NamedTuple):
+    """A UNet call within a sampling: what the host gave to its apply_model, and got."""
+
+    latent: Tensor
+    sigma: float
+    context: Tensor
+    options: dict[str, Any]
+    control: dict[str, list[Tensor]] | None
+    prediction: Tensor
+    is_early: bool
+
+
+class Guided:
+    """Samplings with guidance, as each host's own code makes them. marks: the order of the rows."""
+
+    sampler: type[Sampler12] = Sampler12
+
+    def __init__(self, host: Host, images: int = 1, marks: list[int] = PROMPT_FIRST) -> None:
+        self.host, self.images, self.marks = host, images, marks
+        self.prompt, self.negative = (random(images, 77, CONTEXT_WIDTH, seed=seed) for seed in (2, 3))
+        self.control: dict[str, list[Tensor]] | None = None
+        self.options: dict[str, Any] = {}
+        # What else the host's p says.
+        self.generation: dict[str, Any] = {}
+
+    @property
+    def rows(self) -> slice:
+        return slice(0, self.images) if self.marks[0] == 0 else slice(self.images, None)
+
+    def start(self, **options: Any) -> None:
+        self.host.start()
+        runtime.configure(Settings(**{"guidance_end": 0.5, **options}))
+
+    def apply_model(
+        self, latent: Tensor, sigma: float, context: Tensor, options: dict[str, Any], control: Any
+    ) -> Tensor:
+        times = torch.full((len(latent),), sigma)
+        if self.host.name == "a1111":
+            return self.host.checkpoint.apply_model(latent, 100 * times, {"c_crossattn": [context]})
+        lists = control and {part: list(values) for part, values in control.items()}
+        return self.host.checkpoint.forge_objects.unet.model.apply_model(
+            latent, times, c_crossattn=context, control=lists, transformer_options=options
+        )
+
+    def options_of(self, sigma: float) -> dict[str, Any]:
+        """transformer_options as the Forge family writes them."""
+        marks = torch.tensor(self.marks).repeat_interleave(self.images)
+        return {
+            "cond_or_uncond": list(self.marks), "sigmas": torch.full((self.images,), sigma), "cond_mark": marks.float(),
+            "cond_indices": marks.eq(0).nonzero().flatten().tolist(),
+            "uncond_indices": marks.eq(1).nonzero().flatten().tolist(), **self.host.options_of_a_call(), **self.options,
+        }
+
+    def said(self) -> Any:
+        """A1111's CFGDenoiserParams."""
+        return SimpleParams(self.prompt, self.negative)
+
+    def steps(self) -> Iterator[Step]:
+        """One sampling."""
+        host, adapter = self.host, self.host.adapter
+        runtime.guard.resume()
+        known: dict[str, Any] = {"sd_model": host.checkpoint, "is_hr_pass": False, "cfg_scale": 7.0, **self.generation}
+        p = SimpleNamespace(sampler=self.sampler(), **known)
+        adapter.before_sampling(p)
+        p.sampler.get_sigmas()
+        image, parts = random(self.images, 4, 8, 8, seed=1), [self.prompt, self.negative]
+        context = torch.cat([parts[mark] for mark in self.marks])
+        for sigma in SIGMAS:
+            said, before = self.said(), runtime.status()["guidance"]["without_negative"]
+            adapter.before_step(said)
+            latent = image.repeat(len(context) // self.images, 1, 1, 1)
+            options = {} if host.name == "a1111" else self.options_of(sigma)
+            with host.no_gradients():
+                prediction = self.apply_model(latent, sigma, context.clone(), options, self.control).clone()
+            yield Step(
+                latent, sigma, context, options, self.control, prediction,
+                runtime.status()["guidance"]["without_negative"] > before,
+            )
+            with host.no_gradients():
+                image = 0.9 * image + 0.1 * prediction[:self.images]
+        adapter.after_run(p)
+
+    def by_host(self, step: Step) -> Tensor:
+        """What the host's own UNet answers to a call, of the prompt's rows alone where ours left the others out."""
+        rows, options, control = slice(None), step.options, step.control
+        if step.is_early:
+            rows = self.rows
+            if options:
+                options = {**options, "cond_or_uncond": [0]}
+            control = control and {part: [value[rows] for value in values] for part, values in control.items()}
+        with self.host.no_gradients():
+            found = self.apply_model(step.latent[rows], step.sigma, step.context[rows].clone(), options, control)
+        return found.repeat(2, 1, 1, 1) if step.is_early else found
+
+
+class SimpleParams:
+    def __init__(self, text_cond: Any, text_uncond: Any) -> None:
+        self.text_cond, self.text_uncond = text_cond, text_uncond
+
+
+def agrees(guided: Guided) -> None:
+    """Half of the steps are computed by the prompt's rows, and each as the host computes them."""
+    steps = list(guided.steps())
+    assert [step.is_early for step in steps] == [False] * 6 + [True] * 6, runtime.status()["guidance"]["reason"]
+    assert runtime.status()["guidance"]["reason"] == "" and runtime.guard.faults == []
+    assert runtime.status()["route"] == "plain"
+    batches = {entry.key.batch for entry in runtime.table.entries() if "vae decode" not in entry.key.inputs}
+    assert batches == {guided.images, 2 * guided.images}
+    guided.host.switch(False)
+    for step in steps:
+        assert relative_error(step.prediction, guided.by_host(step)) < 1e-5
+
+
+def rests(guided: Guided) -> str:
+    assert not any(step.is_early for step in guided.steps())
+    reason = str(runtime.status()["guidance"]["reason"])
+    assert reason.startswith("Guidance end rests: ") and runtime.guard.faults == []
+    return reason.removeprefix("Guidance end rests: ")
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_half_of_the_steps(host: Host, images: int) -> None:
+    guided = Guided(host, images)
+    if host.name == "a1111":
+        # SDXL's conditions are dictionaries; the negative prompt has been made longer.
+        guided.said = lambda: said
+        said = SimpleParams({"crossattn": guided.prompt}, {"crossattn": guided.negative[:, :40]})
+    elif images == 2:
+        guided.marks = NEGATIVE_FIRST
+    else:
+        residuals = random(2, 64, 4, 4, seed=5), random(2, 64, 4, 4, seed=6)
+        guided.control = {"input": [], "middle": [residuals[0]], "output": [residuals[1]]}
+    guided.start()
+    agrees(guided)
+
+
+@family
+@pytest.mark.parametrize(("marks", "options", "reason"), [
+    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "calls of their own"), ([1], {}, "calls of their own"),
+    ([1, 0], {"sigmas": None}, "does not say"), ([1, 0], {"cond_or_uncond": None}, "does not say"),
+    ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "other rows"),
+])
+def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dict[str, Any], reason: str) -> None:
+    guided = Guided(host, 1, marks)
+    guided.options = options
+    guided.start()
+    assert reason in rests(guided)
+
+
+@family
+def test_functions_within_the_unet_are_computed_whole(host: Host) -> None:
+    guided = Guided(host)
+    guided.options = {"patches": {"output_block_patch": [lambda h, skip, options: (1.1 * h, skip)]}}
+    guided.start()
+    assert rests(guided) == "other extensions compute within the UNet"
+
+
+@a1111
+@pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
+    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "calls of their own"), (1, 1, 3, "other rows"),
+    (1, 1, 2, "other prompts"), (0, 0, 2, "does not make this call"),
+])
+def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: int, reason: str) -> None:
+    guided = Guided(host, 1, [0] * batch)
+    guided.start()
+    prompts, negative = random(conds, 77, CONTEXT_WIDTH, seed=4), random(negatives, 77, CONTEXT_WIDTH, seed=3)
+    # What a step has said ends with it.
+    said = SimpleParams(prompts, negative) if conds else None
+    guided.said = lambda: said or SimpleParams(prompts, negative)
+    if said is None:
+        guided.host.adapter.before_step = lambda params: None
+    assert reason in rests(guided)
+
+
+# Of 12 steps at interval 3.
+COMPUTED = [0, 1, 2, 4, 8, 11]
+
+
+class Euler(Sampler12):
+    """It adds no noise between its steps."""
+
+    def sample_euler(self, model: Any, x: Any, sigmas: Any) -> None:
+        """The sampling function; its name is what counts."""
+
+    func = sample_euler
+
+
+def sampled(host: Host, sampler: type[Sampler12], **options: Any) -> tuple[Guided, list[Any], list[int]]:
+    """The steps of a sampling, and which of them were computed."""
+    guided = Guided(host)
+    guided.sampler = sampler
+    guided.start(**{"guidance_end": 1.0, "forecast_interval": 3, **options})
+    steps, computed, before = [], [], runtime.call_stats.forecasts
+    for place, step in enumerate(guided.steps()):
+        steps.append(step)
+        if runtime.call_stats.forecasts == before:
+            computed.append(place)
+        before = runtime.call_stats.forecasts
+    assert runtime.guard.faults == []
+    return guided, steps, computed
+
+
+def test_six_of_twelve_steps_are_computed_and_are_the_hosts(host: Host) -> None:
+    guided, steps, computed = sampled(host, Euler)
+    assert computed == COMPUTED and runtime.status()["forecast"]["reason"] == ""
+    guided.host.switch(False)
+    for place, step in enumerate(steps):
+        distance = relative_error(step.prediction, guided.by_host(step))
+        assert distance < 1e-5 if place in computed else distance > 1e-5, (place, distance)
+
+
+def test_without_a_negative_prompt_from_half_of_the_steps_on(host: Host) -> None:
+    _, steps, computed = sampled(host, Euler, guidance_end=0.5)
+    # There the prompt alone begins a history of its own.
+    assert computed == sorted({*COMPUTED, 6, 7})
+    assert [step.is_early for step in steps] == [place >= 6 for place in range(12)]
+
+
+def test_other_samplers_are_computed_whole(host: Host) -> None:
+    _, _, computed = sampled(host, Sampler12)
+    assert computed == list(range(12)) and "Euler and DDIM" in runtime.status()["forecast"]["reason"]
+
+
+def rests_for_few_steps(host: Host, **generation: Any) -> bool:
+    """Whether DeepCache rests in a sampling of 12 steps, because of the few steps. generation: attributes of p."""
+    guided = Guided(host)
+    guided.sampler, guided.generation = Euler, generation
+    guided.start(deepcache_interval=3, guidance_end=1.0)
+    runtime.call_stats.passes.clear()
+    list(guided.steps())
+    now = runtime.status()["deepcache"]
+    assert bool(now["cached"]) is (now["reason"] == "") and runtime.guard.faults == []
+    assert now["reason"].partition(" rests: ")[2] in ("", FEW_STEP_MODEL)
+    return not now["cached"]
+
+
+def test_caches_rest_in_samplings_of_few_step_models(host: Host) -> None:
+    """The CFG scale tells; Forge's hires pass has one of 1 unless somebody sets it, which tells of its own checkpoint
+    only."""
+    assert rests_for_few_steps(host, cfg_scale=1.5) and not rests_for_few_steps(host, cfg_scale=7.0)
+    second: dict[str, Any] = {"is_hr_pass": True, "cfg_scale": 7.0, "hr_cfg": 1.0}
+    assert not rests_for_few_steps(host, hr_checkpoint_info=None, **second)
+    assert rests_for_few_steps(host, hr_checkpoint_info=SimpleNamespace(name="a lightning checkpoint"), **second)

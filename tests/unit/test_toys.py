@@ -1,0 +1,212 @@
+"""A family, a device and a step policy that lib does not know: what is added needs a line in a registry and no more."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lib_onediff.core.call import UNetCall
+from lib_onediff.core.leaves import Convolution, Linear
+from lib_onediff.core.policy import Answer, Compute, Moment
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.core.sampling import Sampling
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.devices.torch.device import Eager
+from lib_onediff.families.leaf_reader import LeafReader
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import Runtime
+
+TIMES = [float(time) for time in range(981, 0, -49)]
+
+
+class Toy(nn.Module):
+    """A network: a convolution, and what a linear layer makes of the prompt's mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.prompt = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, latent: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
+        return self.convolution(latent) * timestep[:, None, None, None] + self.prompt(context.mean(1))[..., None, None]
+
+
+@dataclass(frozen=True)
+class ToyLayout:
+    convolution: Convolution
+    prompt: Linear
+    architecture: str = "toy"
+    model_name: str = "Toy"
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def kernel_users(self) -> list[Any]:
+        return self.leaves()
+
+    def leaves(self) -> list[Any]:
+        return [self.convolution, self.prompt]
+
+    def fusions(self) -> list[Any]:
+        return []
+
+    def wider_fusions(self) -> list[Any]:
+        return []
+
+    def layers(self, kind: Any) -> Any:
+        return (leaf for leaf in self.leaves() if isinstance(leaf, kind))
+
+
+class Toys:
+    layout = ToyLayout
+
+    def knows(self, module: nn.Module) -> bool:
+        return isinstance(module, Toy)
+
+    def read(self, module: Any) -> ToyLayout:
+        reader = LeafReader(module)
+        layout = ToyLayout(reader.convolution(module.convolution), reader.linear(module.prompt))
+        reader.refuse_unclaimed()
+        return layout
+
+    def refuse_call(self, layout: ToyLayout, call: UNetCall, is_embedded: bool = False) -> None:
+        if call.latent.shape[1] != layout.convolution.in_channels:
+            raise Refusal("a toy has four channels")
+
+    def output(self, layout: ToyLayout, weights: Any, ops: Any, call: UNetCall) -> Tensor:
+        hidden_states = ops.convolution(call.latent, weights[layout.convolution.path], layout.convolution)
+        prompt = ops.linear(call.context.mean(1), weights[layout.prompt.path])
+        return hidden_states * call.timestep[:, None, None, None] + prompt[..., None, None]
+
+    def deepest(self, layout: ToyLayout) -> int:
+        return 0
+
+    def attentions(self, layout: ToyLayout, call: UNetCall) -> list[Any]:
+        return []
+
+
+class ToyDevice(Eager):
+    """PyTorch's operators, counted. One that computes in another way has its own."""
+
+    name = "toy"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def refuse_call(self, call: UNetCall) -> None:
+        if call.latent.shape[-1] > 16:
+            raise Refusal("it is too wide for a toy")
+
+    def operators(self, wide_norms: bool = False, attention: str = "") -> Any:
+        self.calls += 1
+        return torch_ops
+
+
+class EveryOther:
+    """Answers every second step with the last output."""
+
+    name, title, whole_batch = "every_other", "Every other step", True
+
+    def __init__(self) -> None:
+        self.skipped, self.reason = 0, ""
+
+    def is_on(self, settings: Settings) -> bool:
+        return True
+
+    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
+        index = moment.position.step.index
+        last = moment.memory_of(self.name, LastOutput)
+
+        def answer(compute: Compute) -> Answer:
+            if index % 2 and last.output is not None:
+                self.skipped += 1
+                return Answer(last.output)
+            computed = compute(moment.call, moment.host)
+            last.output = computed.output
+            return computed
+
+        return answer
+
+    def rest(self, reason: str) -> None:
+        self.reason = reason
+
+    def status(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "reason": self.reason}
+
+
+class LastOutput:
+    walk = 0
+
+    def __init__(self) -> None:
+        self.output: Tensor | None = None
+
+    def bytes(self) -> int:
+        return 0 if self.output is None else self.output.nbytes
+
+
+def a_call(time: float = 500.0, width: int = 8) -> UNetCall:
+    generator = torch.Generator().manual_seed(int(time))
+    return UNetCall(
+        torch.randn(2, 4, 8, width, generator=generator), torch.full((2,), time),
+        torch.randn(2, 77, 8, generator=generator),
+    )
+
+
+def run(runtime: Runtime, toy: Toy, call: UNetCall) -> Tensor:
+    with torch.no_grad():
+        return runtime.run(toy, call, lambda: toy(call.latent, call.timestep, call.context))
+
+
+@pytest.mark.parametrize("width", [8, 24])
+def test_a_family_on_a_device(width: int) -> None:
+    toy, device = Toy(), ToyDevice()
+    runtime = Runtime(policies=(), devices=(device, Eager()), families=(Toys(),))
+    runtime.adopt(toy)
+    call = a_call(width=width)
+    with torch.no_grad():
+        expected = toy(call.latent, call.timestep, call.context)
+    assert torch.allclose(run(runtime, toy, call), expected, atol=1e-4)
+    status = runtime.status()
+    assert (status["route"], status["model"]) == ("plain", "Toy")
+    assert (status["backend"], bool(device.calls)) == (("toy", True) if width == 8 else ("eager", False))
+    with torch.no_grad():
+        toy.convolution.weight.mul_(2)
+        expected = toy(call.latent, call.timestep, call.context)
+    assert torch.allclose(run(runtime, toy, call), expected, atol=1e-4)
+
+
+def test_what_no_family_knows_is_the_hosts() -> None:
+    toy, call = Toy(), a_call()
+    runtime = Runtime()
+    runtime.adopt(toy)
+    assert torch.equal(run(runtime, toy, call), toy(call.latent, call.timestep, call.context))
+    assert "is not a UNet that OneDiff knows" in runtime.status()["reason"]
+
+
+def test_a_step_policy() -> None:
+    toy, policy = Toy(), EveryOther()
+    runtime = Runtime(policies=(policy,), devices=(Eager(),), families=(Toys(),))
+    runtime.adopt(toy)
+    for _ in range(2):
+        runtime.begin_sampling(toy, Sampling(times=lambda: TIMES))
+        outputs = [run(runtime, toy, a_call(time)) for time in TIMES]
+        runtime.end_sampling(toy)
+        for index, (time, output) in enumerate(zip(TIMES, outputs, strict=True)):
+            call = a_call(time if index % 2 == 0 else TIMES[index - 1])
+            assert torch.allclose(output, toy(call.latent, call.timestep, call.context), atol=1e-3)
+    assert runtime.status()["every_other"] == {"skipped": 2 * (len(TIMES) // 2), "reason": ""}
+
+
+def test_deepcache_refuses_a_family_without_a_cut() -> None:
+    toy = Toy()
+    runtime = Runtime(devices=(Eager(),), families=(Toys(),))
+    runtime.configure(Settings(deepcache_interval=3))
+    runtime.adopt(toy)
+    runtime.begin_sampling(toy, Sampling(times=lambda: TIMES))
+    for time in TIMES[:4]:
+        call = a_call(time)
+        assert torch.allclose(run(runtime, toy, call), toy(call.latent, call.timestep, call.context), atol=1e-3)
+    assert runtime.status()["deepcache"]["reason"] == "DeepCache rests: this network cannot be cut in two"
