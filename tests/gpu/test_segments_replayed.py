@@ -17,7 +17,6 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
-MIB = 2**20
 ROUTES = ("plain", "plain", "graph", "graph")
 
 

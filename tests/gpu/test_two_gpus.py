@@ -31,10 +31,6 @@ pytestmark = [
 ]
 SPLIT = "cuda:0 + cuda:1, 1+1 rows"
 MIB = 2**20
-# Of one value of an 8-bit image's 255, where a latent's are a few units wide.
-LEVEL = 1 / 255
-
-
 @pytest.fixture(autouse=True)
 def wait_for_compile() -> Iterator[None]:
     """Not for whole tests: calls that wait for kernels are found out anew each time."""
