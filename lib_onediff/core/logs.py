@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
 
 DEBUG_VARIABLE = "ONEDIFF_DEBUG"
 FALSE_VALUES = ("", "0", "false", "off", "no")
@@ -21,7 +20,7 @@ class OneLineFormatter(logging.Formatter):
         return one_line(super().formatMessage(record))
 
 
-class ConsoleHandler(logging.StreamHandler[Any]):
+class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Our own handler, so that a WebUI's log level does not hide our lines; known by its class at a reload."""
 
     def __init__(self, detailed: bool) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -104,33 +104,36 @@ class Devices:
 
     # --- before the first call ------------------------------------------------------------------------------------
 
-    def prepare_early(self, unet: nn.Module, settings: Settings) -> Future[None] | None:
-        """Begin to compile what the first calls of this UNet need. Returns what ends with that; None where there is
-        nothing to do."""
+    def prepare_early(
+        self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] = read_layout
+    ) -> Future[None] | None:
+        """Begin to compile what the first calls of this network need. read: what makes its layout. Returns what ends
+        with that; None where there is nothing to do."""
         if not settings.enabled:
             return None
-        parameter = next(unet.parameters(), None)
+        parameter = next(network.parameters(), None)
         if parameter is None or parameter.device.type not in ("cpu", "cuda"):
             return None
         device = parameter.device
         if device.type == "cpu" and torch.cuda.is_available():
-            # A UNet that waits in the computer's memory goes to the GPU when it is used.
+            # A network that waits in the computer's memory goes to the GPU when it is used.
             device = torch.device("cuda", torch.cuda.current_device())
-        return self._worker.submit(self._prepare, weakref.ref(unet), settings, parameter.dtype, device)
+        return self._worker.submit(self._prepare, weakref.ref(network), settings, read, parameter.dtype, device)
 
     def finish(self) -> None:
         """Wait for what was begun."""
         self._worker.submit(lambda: None).result()
 
     def _prepare(
-        self, unet: weakref.ref[nn.Module], settings: Settings, dtype: torch.dtype, device: torch.device
+        self, network: weakref.ref[nn.Module], settings: Settings, read: Callable[[nn.Module], Any],
+        dtype: torch.dtype, device: torch.device,
     ) -> None:
         first = self.candidates(settings, device, dtype, waits=False).devices[0]
-        present = unet()
+        present = network()
         if present is None or first is self.reference:
             return
         with contextlib.suppress(Refusal, RuntimeError):
-            layout = read_layout(present)
+            layout = read(present)
             # Compiling takes longer than a host may want to keep it.
             del present
             low_bit = "" if settings.low_bit in ("off", SAGE) else settings.low_bit

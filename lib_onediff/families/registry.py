@@ -15,8 +15,7 @@ from ..core.family import Family
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from .unet.family import UNets
-from .vae import read_diffusers as vae_diffusers
-from .vae import read_ldm as vae_ldm
+from .vae import read as vae
 from .vae.layout import DecoderLayout
 
 Read = TypeVar("Read")
@@ -56,11 +55,7 @@ def read_decoder(decoder: nn.Module) -> DecoderLayout:
     Raises Refusal for anything that is neither of an AutoencoderKL with parameters that we all know: a tiny
     autoencoder, a video decoder, one that takes a mask.
     """
-    return read(decoder, "VAE decoder", (
-        (vae_ldm.is_ldm_decoder, vae_ldm.read_ldm), (vae_diffusers.is_diffusers_decoder, vae_diffusers.read_diffusers),
-        (vae_ldm.is_ldm_encoder, vae_ldm.read_ldm_encoder),
-        (vae_diffusers.is_diffusers_encoder, vae_diffusers.read_diffusers_encoder),
-    ))
+    return read(decoder, "VAE decoder", ((vae.is_ldm, vae.read_ldm), (vae.is_diffusers, vae.read_diffusers)))
 
 
 def read(

@@ -16,11 +16,12 @@ from ..core.call import UNetCall
 from ..core.device import Device
 from ..core.family import Family
 from ..core.guard import HostFunction
-from ..core.policy import Answer, Guidance, Host, Served, StepPolicy
+from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, Sampling
 from ..options.settings import ONE_GPU, Settings
 from ..steps.registry import step_policies
+from ..store.history import History
 from ..weights.scan import HostTraits
 from ..weights.watch import no_object
 from .cache import Cache
@@ -50,7 +51,7 @@ class Runtime:
         """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last.
         families: of the networks that are served. By default, those of the registries."""
         services = self.services = Services(devices, families)
-        self.guard, self.table, self.history = services.guard, services.table, services.history
+        self.guard, self.table = services.guard, services.table
         self.tuning_cache, self.devices, self.call_stats = (
             services.tuning_cache, services.devices, services.call_stats,
         )
@@ -70,6 +71,15 @@ class Runtime:
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
         self._last_unet: Callable[[], nn.Module | None] = no_object
+
+    @property
+    def history(self) -> History:
+        """What outlives the process."""
+        return self.services.history
+
+    @history.setter
+    def history(self, history: History) -> None:
+        self.services.history = history
 
     @property
     def settings(self) -> Settings:
@@ -204,29 +214,39 @@ class Runtime:
 
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
-        if self._last_unet() is not unet:
-            self._last_unet = weakref.ref(unet)
-            if self.generations.innermost is None and self._sampling is None:
-                # Nobody says which calls make an image: another UNet's make none with these.
-                self.call_stats.show()
         try:
+            if self._last_unet() is not unet:
+                self._note_another(unet)
             if host_traits is not None and unet not in self.services.managed:
                 self.adopt(unet, host_traits=host_traits)
             managed, settings = self.managed_and_settings(unet)
+            was_looked_at = settings.second_gpu == ONE_GPU and self.stepping.none_is_on(settings)
+            if was_looked_at:
+                managed.step_memories.clear()
+                replayed = self.by_card.replay(unet, call, settings)
+                if replayed is not None:
+                    self.call_stats.note_served(replayed)
+                    return replayed.output
+            compute: Compute = OursOrHosts(self, unet, managed, settings, was_looked_at)
+            compute = self.stepping.around(compute, True, managed, settings, guidance)
         except Refusal as refusal:
-            return self.by_host(unet, str(refusal), host)
+            reason = str(refusal)
+        except torch.cuda.OutOfMemoryError:
+            reason = OUT_OF_MEMORY
         except Exception as error:
-            return self.by_host(unet, self.guard.give_up("looking a UNet up", error), host)
+            reason = self.guard.give_up("looking a UNet up", error)
+        else:
+            return compute(call, host).output
+        if reason is OUT_OF_MEMORY:
+            self.free_graphs()
+        return self.by_host(unet, reason, host)
 
-        was_looked_at = settings.second_gpu == ONE_GPU and self.stepping.none_is_on(settings)
-        if was_looked_at:
-            managed.step_memories.clear()
-            replayed = self.guard.attempt("the UNet's forward", lambda: self.by_card.replay(unet, call, settings))
-            if replayed is not None:
-                self.call_stats.note_served(replayed)
-                return replayed.output
-        compute = OursOrHosts(self, unet, managed, settings, was_looked_at)
-        return self.stepping.around(compute, True, managed, settings, guidance)(call, host).output
+    def _note_another(self, unet: nn.Module) -> None:
+        """Calls of another UNet follow. Where nobody says which calls make an image, they make none with those before.
+        """
+        self._last_unet = weakref.ref(unet)
+        if self.generations.innermost is None and self._sampling is None:
+            self.call_stats.show()
 
     def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings]:
         """What is kept for a UNet, and the settings that hold now. Raises Refusal where the host must run the call."""

@@ -93,11 +93,12 @@ def recall(entry: Entry, history: History) -> bool:
 
 def judge(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
-    nobody_waits: bool = False, times_host: bool = True, allowed: float = 0.0,
+    nobody_waits: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
     forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
-    there is time to time the host often enough, however long it takes. times_host, allowed: see prove.
+    there is time to time the host often enough, however long it takes. times_host, allowed: see prove. same_type:
+    whether ours has to have the type of the host's; under autocast, a UNet's need not.
 
     Returns None where they agree, HOST_NOT_FINITE where the host's cannot be compared with, else by how much more than
     rounding ours differs.
@@ -107,6 +108,8 @@ def judge(
         expected = (yardstick or host)()
         if not bool(torch.isfinite(expected).all()):
             return HOST_NOT_FINITE
+        if output.shape != expected.shape or (same_type and output.dtype != expected.dtype):
+            return f"it is {tuple(output.shape)} in {output.dtype}, not {tuple(expected.shape)} in {expected.dtype}"
         entry.relative_error = relative_error(output, expected)
         if times_host and not entry.key.patches and (nobody_waits or entry.host.timing is None):
             # A function of another extension may count its calls.

@@ -9,7 +9,7 @@ from ..hosts.contract import WebUI
 from ..options.settings import OFF_IN_SETTINGS
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
-from ..runtime.vae.call_stats import described as decode_described
+from ..runtime.vae.route import described as decode_described
 from .amounts import NOTHING, milliseconds, seconds, times
 from .texts import (
     NO_IMAGE_YET,
@@ -26,9 +26,10 @@ from .texts import UNREADABLE as UNREADABLE_TEXT
 
 # What a status says of the last image, which is of no use beside a model that OneDiff does not serve.
 OF_THE_LAST_CALL = (
-    "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image", "deepcache",
-    "guidance", "forecast", "second_gpu",
+    "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image", "second_gpu",
 )
+# The same of what leaves steps out; each is a mapping of counts and texts.
+OF_THE_STEPS = ("deepcache", "guidance", "forecast")
 # In place of both status lines where a fault of ours keeps them from being made.
 UNREADABLE = ("", f'<p class="onediff-reason">{UNREADABLE_TEXT}</p>')
 
@@ -48,7 +49,8 @@ def current_status(webui: WebUI) -> dict[str, Any]:
     if not reason:
         return status
     nothing = CallStats().status()
-    return {**status, **{name: nothing[name] for name in OF_THE_LAST_CALL}, "route": "host", "reason": reason}
+    steps = {name: {key: type(value)() for key, value in status[name].items()} for name in OF_THE_STEPS}
+    return {**status, **{name: nothing[name] for name in OF_THE_LAST_CALL}, **steps, "route": "host", "reason": reason}
 
 
 def summary_html(status: dict[str, Any]) -> str:

@@ -174,7 +174,9 @@ class LowBitWeights:
             weight = self._without_values(name, affine.weight) if alone else affine.weight
             gated, normed = (self._scales.get(name), None) if weight.dim() == 2 else (None, self._scales.get(name))
             new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=gated, normed_scale=normed)
-        return {**weights, **new}
+        # What joins several of them lies where they lie.
+        joined = {fused.name for fused in self.layout.wider_fusions()} if alone else ()
+        return {**{name: affine for name, affine in weights.items() if name not in joined}, **new}
 
     def _without_values(self, name: str, weight: Tensor) -> Tensor:
         known = self._shapes.get(name)

@@ -15,19 +15,15 @@ import torch
 pytest.importorskip("gradio")
 pytest.importorskip("diffusers")
 
-from api_builders import command_line
 from broken_functions import Breaker, Name, functions_called
 from builders import SMALL, SMALL_XL, a_call, served
 from contract_hosts import HOSTS, running
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 from grid import WHOLE
 from test_hook_faults import walked_by_an_extension
 from test_public_api_pipelines import inputs, pipeline, quiet
 from test_script import Generation, Standalone, standalone
 from vae_builders import a_latent
 
-from lib_onediff.api import routes as api
 from lib_onediff.public import compile_pipe, status, uncompile_pipe
 from lib_onediff.runtime.runtime import runtime
 
@@ -173,20 +169,3 @@ def test_an_image_of_the_script(standalone: Standalone) -> None:
     expected = Sampled(standalone).sample()
     standalone.switch(True)
     nothing_is_lost(prepare, images, expected, "scripts/|ui/|onediff_adapter|services|options/")
-
-
-def test_the_status(standalone: Standalone) -> None:
-    app, script = FastAPI(), standalone.script
-    api.add_routes(
-        app, command_line(), runtime, script.warmup, script.webui, script.current_status, script.readiness.why_not
-    )
-    client = TestClient(app, raise_server_exceptions=False)
-
-    def pages() -> list[Any]:
-        answer = client.get("/onediff/v1/status")
-        assert answer.status_code == 200 and "ready" in answer.json(), answer.text
-        summary, lines = script.status_lines()
-        assert lines
-        return [0.0]
-
-    nothing_is_lost(standalone.generate, pages, [0.0], "")

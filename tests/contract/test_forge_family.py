@@ -5,16 +5,14 @@ import gc
 import threading
 import types
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from contract_hosts import FAMILY, Host, Sampler, calls_of
+from contract_hosts import FAMILY, Host, calls_of
 from test_generations import OURS, close
 from torch import nn
 
-from lib_onediff.core.refusal import Refusal
 from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.fused_storage import shares_storage
@@ -121,19 +119,6 @@ def test_a_model_that_is_computed_in_another_type_than_we_know_is_the_hosts(host
 
 
 @family
-def test_hires_is_announced_twice_and_an_interrupted_run_is_no_bypass(host: Host) -> None:
-    adapter = host.start()
-    p = SimpleNamespace(sd_model=host.checkpoint, sampler=Sampler(), is_hr_pass=True)
-    host.generate()
-    with host.no_gradients():
-        _, calls = calls_of(lambda: (adapter.before_sampling(p), adapter.before_sampling(p), host.sample(None, None)))
-    assert calls == OURS
-    adapter.before_sampling(p)
-    host.module("modules.shared").state.interrupted = True
-    assert calls_of(lambda: adapter.after_run(p))[1] == {}
-
-
-@family
 def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, adapter = host.generate(), host.start()
     model, switch = host.checkpoint.forge_objects.unet.model, [adapter.stop, adapter.serve]
@@ -151,23 +136,6 @@ def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch
     assert not switch, "stopped after the first call, and served again after the second"
     assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
     assert calls_of(host.generate)[1] == OURS and adapter.hooks() == 1
-
-
-@forges
-def test_warming_what_the_host_must_run_says_why(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter, sd_models = host.start(), host.module("modules.sd_models")
-    hook = host.unet.input_blocks[0][0].register_forward_hook(lambda *given: None)
-    with pytest.raises(Refusal, match="forward hook"):
-        adapter.warm(64, 64, 2, 77)
-    hook.remove()
-    reload = sd_models.forge_model_reload
-    monkeypatch.setattr(sd_models, "forge_model_reload", lambda: int("no model"))
-    with pytest.raises(CannotWarm, match="the checkpoint cannot be loaded"):
-        adapter.warm(64, 64, 2, 77)
-    monkeypatch.setattr(sd_models, "forge_model_reload", lambda: (adapter.stop(), reload())[1])
-    with pytest.raises(CannotWarm, match="not in use"):
-        adapter.warm(64, 64, 2, 77)
-    assert adapter.hooks() == 0
 
 
 @forges

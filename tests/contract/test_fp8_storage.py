@@ -135,37 +135,6 @@ def test_loras_are_merged_and_taken_out(host: A1111Host, cache: bool) -> None:
     assert same(host.generate(), expected[-1])
 
 
-def test_a_lora_that_changes_within_a_sampling_is_noticed(host: A1111Host) -> None:
-    """As extensions do that give a LoRA another strength at some step: the copies of biases are made anew."""
-    host.store_in_fp8(True)
-    parameters = dict(host.unet.named_parameters())
-    biases = {name: 2 * random(*parameters[name].shape, seed=1) for name in (f"{layer}.bias" for layer in LAYERS[1:])}
-    networks, calls_made = host.module("networks"), 0
-
-    def scheduled() -> Any:
-        nonlocal calls_made
-        calls_made = 0
-
-        def change(*_: Any) -> None:
-            nonlocal calls_made
-            calls_made += 1
-            networks.loaded_networks[:] = [networks.network("biases", 1.0 / calls_made**3, biases)]
-
-        handle = host.unet.register_forward_pre_hook(change)
-        try:
-            return host.generate()
-        finally:
-            handle.remove()
-
-    expected = scheduled()
-    networks.loaded_networks[:] = [networks.network("biases", 1.0, biases)]
-    assert relative_error(host.generate().latent, expected.latent) > 0.05
-    host.start()
-    made, calls = calls_of(scheduled)
-    assert calls == OURS, runtime.status()["reason"]
-    assert relative_error(made.latent, expected.latent) < 0.02
-
-
 @pytest.mark.parametrize("by_hand", [True, False], ids=["float32", "bfloat16"])
 def test_a_foreign_loop_gets_our_blocks(host: A1111Host, by_hand: bool) -> None:
     """As sd-webui-controlnet walks through the stages."""

@@ -170,17 +170,6 @@ def test_a_forward_on_the_instance_that_leads_to_the_classes(host: Host) -> None
     assert calls_of(host.generate)[1] == OURS
 
 
-@pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_a_forward_that_was_found_while_we_were_off_and_put_back(host: Host) -> None:
-    """As sd-webui-controlnet does."""
-    unet = host.unet
-    expected, found = host.generate(), unet.forward
-    host.start()
-    unet.forward = found
-    made, calls = calls_of(host.generate)
-    assert calls == OURS and close(made, expected)
-
-
 def test_warming_makes_the_shape_of_a_generation_ready(host: Host) -> None:
     adapter = host.start()
     assert calls_of(lambda: adapter.exclusively(lambda: adapter.warm(64, 64, 2, 77)))[1] == {"plain": 1}

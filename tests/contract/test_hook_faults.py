@@ -43,7 +43,7 @@ FAULTS = {
     "looking at the UNet": Fault(lambda host: (host.adapter, "_check"), FAMILY, UNET, ALL),
     "looking at a call": Fault(lambda host: (host.adapter, "_check_state"), ("a1111",), UNET, ALL),
     "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
-    "serving a call": Fault(lambda host: (runtime, "serve"), HOSTS, UNET, LATENT),
+    "serving a call": Fault(lambda host: (runtime, "by_ours"), HOSTS, UNET, LATENT),
     "merging a LoRA": Fault(lambda host: (layers, "wanted_networks"), ("a1111",), UNET, LATENT),
     "looking at a decode": Fault(lambda host: (hooks, "check_original"), HOSTS, VAE, IMAGES),
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),

@@ -4,7 +4,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from builders import relative_error
 from contract_hosts import FAMILY, Host, calls_of
 
@@ -46,14 +45,3 @@ def test_an_exact_attention_that_is_wrong_is_a_disagreement(host: Host, monkeypa
     made, calls = calls_of(host.generate)
     assert calls == {"host": 2} and "it differs from the model's own forward" in runtime.status()["reason"]
     assert [note.split(",")[0] for note in adapter.notes()] == ["FlashAttention"]
-
-
-@pytest.mark.parametrize("host", ["classic"], indirect=True)
-def test_the_precision_of_scores_is_a_flag_of_classics(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    traits = host.start().traits
-    attention = host.module(traits.attention)
-    assert not traits.upcasts_attention(torch.float16), "PyTorch's attention does not"
-    monkeypatch.setattr(attention, traits.attention_name, attention.attention_basic)
-    assert traits.upcasts_attention(torch.float16)
-    monkeypatch.setattr(attention, "_ATTN_PRECISION", "fp16")
-    assert not traits.upcasts_attention(torch.float16)

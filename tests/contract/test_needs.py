@@ -124,11 +124,3 @@ def test_an_unknown_host(folders: tuple[str, ...]) -> None:
         assert adapter.why_not_served() == "OneDiff does not know this WebUI, and changes nothing in it"
         adapter.stop()
     assert runtime.guard.faults == []
-
-
-def test_another_extension_s_patch_that_hands_everything_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = getattr(host.module(host.unet_module), host.unet_class)
-    original = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: original(*args, **kwargs))
-    adapter = host.start()
-    assert adapter.hooks() == 1

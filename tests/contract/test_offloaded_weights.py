@@ -10,7 +10,7 @@ import torch
 from builders import relative_error
 from contract_hosts import ATTENTION, FAMILY, A1111Host, Host, calls_of, random, running
 from graph_builders import PretendedGraphs
-from ladder_builders import Weather, seem_to_have_a_gpu
+from ladder_builders import Weather, pretend_a_gpu
 from test_blocks import controlled_forward
 from test_generations import same
 from torch import Tensor
@@ -31,7 +31,7 @@ ALONE = Settings(low_bit="int8", low_bit_only=True)
 @pytest.fixture
 def int8(fresh_runtime: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that has INT8, for models in float32 too."""
-    seem_to_have_a_gpu(monkeypatch, Weather())
+    pretend_a_gpu(monkeypatch, Weather())
     use_low_bit(monkeypatch)
     watch_offloaded(monkeypatch)
     monkeypatch.setattr(runtime.devices.lossy.low_bit, "_lack", lambda kind, device, dtype: None)
@@ -164,12 +164,3 @@ def test_a_checkpoint_that_is_loaded_into_the_same_module_is_rounded(a1111: A111
     a1111.switch(False)
     assert near(made, a1111.generate())
     assert torch.equal(a1111.unet.get_submodule(ATTENTION).weight, other[f"{ATTENTION}.weight"])
-
-
-def test_weights_stored_in_float8_come_back(a1111: A1111Host) -> None:
-    begin(a1111)
-    generated(a1111)
-    assert offloaded(a1111)
-    a1111.store_in_fp8(True, by_hand=True)
-    a1111.generate()
-    assert not offloaded(a1111) and runtime.managed_unet(a1111.unet).low_bit is None

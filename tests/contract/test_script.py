@@ -17,11 +17,9 @@ from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
-from lib_onediff.api import routes
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.hosts.diffusers.instance_forward import attached
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui import settings_tab
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "onediff.py"
 
@@ -85,54 +83,6 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
         script_callbacks.clear_callbacks()
 
 
-# The function of ours that fails, as (its owner, its name); the moment; what the host gets; and what users read.
-MOMENTS: dict[str, Any] = {
-    "a loaded model": (
-        lambda host: (host.script.webui, "model_loaded"), lambda host: host.callback("model_loaded", host.model), None,
-        "looking at a loaded checkpoint",
-    ),
-    "the accordion": (
-        lambda host: (host.script.accordion, "build_accordion"), lambda host: host.page.ui(False), [],
-        "building the accordion",
-    ),
-    "a component": (
-        lambda host: (host.script.accordion, "connect"), lambda host: host.page.after_component(object()), None,
-        "connecting the accordion",
-    ),
-    "the tab": (
-        lambda host: (host.script.onediff_tab, "build_onediff_tab"), lambda host: host.callback("ui_tabs"), [],
-        "building the OneDiff tab",
-    ),
-    "the options": (
-        lambda host: (host.script.settings_tab, "add_options"), lambda host: host.callback("ui_settings"), None,
-        "adding options to the settings tab",
-    ),
-    "the axes": (
-        lambda host: (host.script.xyz, "add_axes"), lambda host: host.callback("before_ui"), None,
-        "adding axes to the X/Y/Z plot",
-    ),
-    "the routes": (
-        lambda host: (routes, "add_routes"), lambda host: host.callback("app_started", None, None), None,
-        "adding routes to the API",
-    ),
-    "the status line": (
-        lambda host: (host.script.status, "current_status"), lambda host: host.script.status_lines(),
-        ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>'), "the status line",
-    ),
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_fault_in_a_moment_of_the_page(moment: str, standalone: Standalone, tracebacks: Any) -> None:
-    where, happens, returned, hook = MOMENTS[moment]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*where(standalone), broken)
-        assert happens(standalone) == returned
-    assert runtime.guard.faults == [f"a fault of OneDiff in {hook}, please report it: broken by a test"]
-    assert tracebacks() == 1
-    before = runtime.status()["calls"]["plain"]
-    standalone.generate()
-    assert runtime.status()["calls"]["plain"] == before + 1
 
 
 @pytest.mark.parametrize(("where", "hook"), [
@@ -156,34 +106,6 @@ def test_a_fault_in_a_moment_of_a_generation(where: Any, hook: str, standalone: 
         assert torch.equal(output, expected)
     output = standalone.generate()
     assert runtime.status()["route"] == "plain" and relative_error(output, expected) < 1e-5 and tracebacks() == 1
-
-
-@pytest.mark.parametrize("where", [
-    lambda host: (host.script.warmup, "stop"), lambda host: (runtime, "release_all"), lambda host: (runtime, "release"),
-    lambda host: (runtime.vae, "release"), lambda host: (host.script.idle, "follow"),
-    lambda host: (settings_tab, "tell_effects"),
-], ids=["warmup.stop", "release_all", "release", "vae.release", "idle.follow", "tell_effects"])
-def test_switched_off_whatever_fails(where: Any, standalone: Standalone, tracebacks: Any) -> None:
-    standalone.switch(False)
-    expected = standalone.generate()
-    standalone.switch(True)
-    standalone.generate()
-    stopped: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standalone.script.warmup, "stop", lambda *seconds: stopped.append("warm-up"))
-        patch.setattr(standalone.script.idle, "follow", lambda wanted: stopped.append("idle"))
-        owner, name = where(standalone)
-        patch.setattr(owner, name, broken)
-        standalone.switch(False)
-    others = {"stop": ["idle"], "follow": ["warm-up"]}
-    assert stopped == (others.get(name, ["warm-up", "idle"]))
-    assert runtime.settings.enabled is False and standalone.script.webui.hooks() == 0
-    assert attached(standalone.vae.decoder) is None and "forward" not in standalone.unet.__dict__
-    assert len(runtime.guard.faults) >= 1 and tracebacks() == len(runtime.guard.faults)
-    assert relative_error(standalone.generate(), expected) == 0
-    standalone.switch(True)
-    standalone.generate()
-    assert runtime.status()["route"] == "plain" and standalone.script.webui.hooks() == 1
 
 
 @pytest.mark.parametrize(("on", "arguments", "says", "infotext"), [

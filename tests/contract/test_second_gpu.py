@@ -41,15 +41,3 @@ def test_images_are_the_hosts_with_every_lora_and_both_cards_compute_them(host: 
         assert second()["calls"] - before == 2, second()["reason"]
     assert SECOND in cards.launched and second()["split"] == "cpu + cpu:1, 1+1 rows"
     assert runtime.guard.faults == [] and relative_error(expected[1], expected[0]) > 1e-3
-
-
-def test_switched_off_the_copy_goes_and_the_image_stays(host: Host, cards: TwoCpus) -> None:
-    host.start()
-    runtime.configure(Settings(second_gpu="auto"))
-    first = host.generate().latent
-    assert second()["bytes"] > 0
-    runtime.configure(Settings())
-    again = host.generate().latent
-    assert second()["bytes"] == 0 and second()["split"] == "" and relative_error(again, first) < 1e-5
-    host.switch(False)
-    assert relative_error(host.generate().latent, first) < 1e-5

@@ -1,7 +1,6 @@
 """What scripts/onediff.py loads at the start of a WebUI, and what it makes the WebUI do to take our functions."""
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -82,27 +81,3 @@ def test_the_page_loads_nothing_that_only_a_model_needs(tmp_path: Path) -> None:
     loaded = loaded_at_start(tmp_path)
     heavy = [name for name in loaded if any(name == late or name.startswith(f"{late}.") for late in FOR_LATER)]
     assert heavy == []
-
-
-def test_the_webui_takes_our_functions_from_a_stack_of_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For a frame of any other file, inspect looks at every module of the process, which takes the WebUI 0.1 s."""
-    from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts
-    from lib_onediff.runtime.runtime import runtime
-
-    files: list[str] = []
-
-    def register(moment: str, callback: object) -> None:
-        files.extend(frame.filename for frame in inspect.stack(0))
-        taken.append(moment)
-
-    taken: list[str] = []
-    monkeypatch.setattr(script_callbacks, "register", register)
-    monkeypatch.setattr(paths, "data_path", str(tmp_path))
-    with modules_importable():
-        scripts.load_module(str(SCRIPT)).stop()
-    moments = ["app_started", "before_ui", "cfg_denoiser", "model_loaded", "script_unloaded", "ui_settings", "ui_tabs"]
-    assert sorted(taken) == moments and runtime.guard.faults == []
-    known = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    assert set(files) <= known

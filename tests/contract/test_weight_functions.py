@@ -211,11 +211,10 @@ def generate_with_the_same_patcher(host: Host) -> Callable[[], Any]:
     return host.generate
 
 
-STORED = [torch.float8_e4m3fn, torch.float16]
 
 
 @family
-@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16], ids=str)
 def test_weights_in_another_type_are_cast_where_they_are_used(host: Host, dtype: torch.dtype) -> None:
     host.store_as(dtype)
     plain = lora(host, (*LINEAR, *CONVOLUTIONS))

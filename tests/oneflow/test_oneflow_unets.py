@@ -14,7 +14,7 @@ from builders import a_call, diffusers_output, diffusers_unet, ldm_output, ldm_u
 from grid import WHOLE
 from oneflow_builders import Ours, agree, count
 
-from lib_onediff.core.call import Control, DeepCachePass, DeepFeature
+from lib_onediff.core.call import Control, Cut, CutMemory
 from lib_onediff.core.leaves import TimeEmbedding
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.unet import cuts as deepcache
@@ -95,9 +95,9 @@ def test_control() -> None:
 
 def test_both_halves_of_deepcache() -> None:
     unet = diffusers_unet(**builders.SMALL)
-    call, feature = a_call(unet), DeepFeature()
+    call, feature = a_call(unet), CutMemory()
     ours, expected = Ours(unet), diffusers_output(unet, call)
-    full, shallow = (replace(call, deepcache=DeepCachePass(1, cached, feature)) for cached in (False, True))
+    full, shallow = (replace(call, cut=Cut(1, cached, feature)) for cached in (False, True))
     runner = ours.runner(full)
     feature.write(torch.zeros(2, 16, 8, 8))
     assert agree(runner.run(full), expected)

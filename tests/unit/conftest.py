@@ -8,7 +8,7 @@ import half_on_cpu
 import pytest
 from builders import SMALL_XL
 from graph_builders import PretendedGraphs
-from ladder_builders import Weather, attached, seem_to_have_a_gpu
+from ladder_builders import Weather, attached, pretend_a_gpu
 from quick_interpreter import remember_what_the_interpreter_looks_up
 from runtime_fixtures import fresh_runtime, host_timed_often, no_machine_is_too_slow  # noqa: F401
 from vae_builders import fresh_route  # noqa: F401
@@ -45,7 +45,7 @@ def seen() -> Iterator[Any]:
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     """The operators of the native backend, on a machine that seems to have a GPU and Triton."""
     operators = Weather()
-    seem_to_have_a_gpu(monkeypatch, operators)
+    pretend_a_gpu(monkeypatch, operators)
     return operators
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from backend_names import CUDAGRAPH, NATIVE
 from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor, nn
 
@@ -16,6 +15,8 @@ from lib_onediff.core.table import Entry
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.runtime.runtime import runtime
+
+NATIVE, CUDAGRAPH, EAGER = "native", "cudagraph", "eager"
 
 
 class Weather:
@@ -45,13 +46,15 @@ class Weather:
         self.geglu_by = torch_ops.geglu
 
 
-def seem_to_have_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
-    """A machine that seems to have a GPU and compiled kernels: operators is what native does."""
-    native = runtime.devices.named(NATIVE)
-    for device in (native, runtime.devices.named(CUDAGRAPH)):
-        monkeypatch.setattr(device, "refuse", lambda *args: None)
-    monkeypatch.setattr(native, "prepare", lambda *args, **more: None)
-    monkeypatch.setitem(native._made, NATIVE, operators)
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any, is_compiled: bool = True) -> None:
+    """Let the devices of a GPU serve on this machine, native by these operators. is_compiled: it has no kernels that
+    would be compiled first."""
+    native, graphs = runtime.devices.named(NATIVE), runtime.devices.named(CUDAGRAPH)
+    monkeypatch.setitem(native._made, NATIVE, operators)  # type: ignore[attr-defined]
+    for device in (native, graphs):
+        monkeypatch.setattr(device, "refuse", lambda *given: None)
+    if is_compiled:
+        monkeypatch.setattr(native, "prepare", lambda *given, **more: None)
 
 
 def small_xl() -> nn.Module:

@@ -26,6 +26,12 @@ def seed() -> None:
         torch.default_generator.manual_seed(0)
 
 
+def remember_nothing() -> None:
+    """The runtime has no cache folder, as in a new process."""
+    runtime.services.history = runtime.history = History()
+    runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
+
+
 @pytest.fixture(autouse=True)
 def fresh_runtime() -> Iterator[None]:
     seed()
@@ -35,8 +41,8 @@ def fresh_runtime() -> Iterator[None]:
     log = logging.getLogger("onediff")
     before = log.handlers, log.level, log.propagate
     yield
-    runtime.history, runtime.webui = History(), None
-    runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
+    remember_nothing()
+    runtime.webui = None
     runtime.purge()
     runtime.configure(Settings())
     runtime.guard.forget()

@@ -1,11 +1,9 @@
-"""torch's CUDA caching allocator as it treats one private pool, and what a forward asks of it: for machines without a
-GPU. After c10/cuda/CUDACachingAllocator.cpp: two lists of free blocks, best fit, split and merged within a segment."""
+"""The memory of one private pool, and what a forward asks of it: for machines without a GPU."""
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,76 +11,34 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MEBIBYTE = 2**20
-LEAST_BLOCK = 512
-SMALL = MEBIBYTE
-SMALL_SEGMENT, LARGE_SEGMENT = 2 * MEBIBYTE, 20 * MEBIBYTE
-LEAST_OWN_SEGMENT = 10 * MEBIBYTE
-PAGE = 2 * MEBIBYTE
-
-
-@dataclass(eq=False)
-class Block:
-    size: int
-    small: bool
-    used: bool = False
-    before: Block | None = None
-    after: Block | None = None
+LEAST_BLOCK, PAGE = 512, 2 * MEBIBYTE
 
 
 class PrivatePool:
-    """What one pool holds. Addresses do not matter to it, but for which of two blocks of a size is taken."""
+    """What one pool holds: as much as was in use at a time, in pages. The gaps that torch's allocator leaves between
+    blocks are the GPU's to show."""
 
     def __init__(self) -> None:
         self.reserved = self.used = self.peak = 0
-        self._free: list[Block] = []
 
-    def allocate(self, wanted: int) -> Block:
+    def allocate(self, wanted: int) -> int:
         size = max(LEAST_BLOCK, -(-wanted // LEAST_BLOCK) * LEAST_BLOCK)
-        small = size <= SMALL
-        fitting = [block for block in self._free if block.small == small and block.size >= size]
-        if fitting:
-            block = min(fitting, key=lambda block: block.size)
-            self._free.remove(block)
-        else:
-            segment = SMALL_SEGMENT if small else LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else -(-size // PAGE) * PAGE
-            self.reserved += segment
-            block = Block(segment, small)
-        rest = block.size - size
-        if rest >= LEAST_BLOCK if small else rest > SMALL:
-            other = Block(rest, small, before=block, after=block.after)
-            if block.after is not None:
-                block.after.before = other
-            block.size, block.after = size, other
-            self._free.append(other)
-        block.used = True
-        self.used += block.size
+        self.used += size
         self.peak = max(self.peak, self.used)
-        return block
+        self.reserved = max(self.reserved, -(-self.peak // PAGE) * PAGE)
+        return size
 
-    def release(self, block: Block) -> None:
-        self.used -= block.size
-        block.used = False
-        for other in (block.before, block.after):
-            if other is not None and not other.used:
-                self._free.remove(other)
-                first, second = (other, block) if other is block.before else (block, other)
-                block.before, block.after = first.before, second.after
-                block.size += other.size
-        if block.before is not None:
-            block.before.after = block
-        if block.after is not None:
-            block.after.before = block
-        self._free.append(block)
+    def release(self, size: int) -> None:
+        self.used -= size
 
-    def replay(self, trace: Iterable[tuple[int, int]]) -> list[Block]:
-        """What is still in use after these requests: (number, bytes), and (number, 0) where it is given back."""
-        blocks: dict[int, Block] = {}
+    def replay(self, trace: Iterable[tuple[int, int]]) -> None:
+        """These requests: (number, bytes), and (number, 0) where it is given back."""
+        sizes: dict[int, int] = {}
         for number, size in trace:
             if size:
-                blocks[number] = self.allocate(size)
+                sizes[number] = self.allocate(size)
             else:
-                self.release(blocks.pop(number))
-        return list(blocks.values())
+                self.release(sizes.pop(number))
 
 
 class Requests(TorchDispatchMode):

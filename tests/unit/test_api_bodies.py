@@ -15,21 +15,16 @@ from api_builders import Api, command_line, remember
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.api import answers, models
+from lib_onediff.api import answers
 from lib_onediff.runtime.runtime import runtime
 
 JSON = {"Content-Type": "application/json"}
-PATHS = ("prewarm", "purge", "pin", "release")
-NUMBERS = [
-    "true", "false", "1.0", "64.5", '"64"', "NaN", "Infinity", "-Infinity", "1e400", "-1", "0", "9" * 4000, "9" * 5000,
-    "[]", "{}", "null", "-0",
-]
 WHOLE_BODIES = [
-    b"", b"null", b"[]", b'"x"', b"1", b"NaN", b"{", b'{"sizes":', b"\xff\xfe", b'{"\xff": 1}', b"\x00", b"{} {}",
+    b"", b"null", b"[]", b"NaN", b"{", b"\xff\xfe", b"\x00", b"{} {}", b"sizes=64x64", b'{"__class__": 1}',
     b'{"sizes": ' + b"[" * 600 + b"]" * 600 + b"}", b"[" * 30_000, b'{"sizes":' * 6_000,
-    b'{"sizes": "\\ud800"}', b'{"\\ud800": 1}', b'{"sizes": [{"\\udfff": 1}]}',
-    b'{"model": "\\ud800", "resolution": "\\ud800"}', b'{"resolutions": ["\\ud800"]}', b'{"__class__": 1}',
-    b'{"sizes": "64x64", "sizes": NaN}', b"sizes=64x64",
+    b'{"sizes": "\\ud800"}', b'{"\\ud800": 1}', b'{"model": "\\ud800", "resolution": "\\ud800"}',
+    b'{"sizes": "64x64", "sizes": NaN}', b'{"sizes": [{"width": ' + b"9" * 5000 + b', "height": 64}]}',
+    b'{"sizes": [{"width": Infinity, "height": 64}]}',
 ]
 
 
@@ -54,47 +49,13 @@ def refused(api: Api, path: str, body: bytes, content_type: str | None = "applic
     return told["detail"]
 
 
-def test_what_is_no_number(api: Api) -> None:
-    for number in NUMBERS:
-        batch = "" if number == "null" else ', "batch": 1'
-        for body in (
-            f'{{"sizes": [{{"width": {number}, "height": 64{batch}}}]}}', f'{{"sizes": "64x64", "tokens": {number}}}',
-            f'{{"sizes": [{{"width": 64, "height": 64, "batch": {number}}}]}}',
-        ):
-            refused(api, "prewarm", body.encode())
-        refused(api, "purge", f'{{"all": true, "wait": {number}}}'.encode())
-        refused(api, "release", f'{{"wait": {number}}}'.encode())
-
-
-@pytest.mark.parametrize("content_type", ["application/json", "text/plain", "application/x-www-form-urlencoded", None])
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", None])
 def test_what_is_no_request(api: Api, content_type: str | None) -> None:
     for body in WHOLE_BODIES:
-        for path in PATHS[:3]:
+        for path in ("prewarm", "purge", "pin"):
             refused(api, path, body, content_type)
         if body not in (b"", b"null"):  # All that release takes is how long to wait.
             refused(api, "release", body, content_type)
-
-
-NO_SIZES: list[Any] = [
-    "", " ", ",", "0x0", "63x64", "100x100", "8192x8192", "64", "64x64x", "64x64 x65", "64x64; rm -rf /", "../../etc",
-    "64x64\u0000", "６４x６４", "1e3x64", "-64x64", ", ".join(f"{64 + 8 * step}x64" for step in range(101)), "x" * 4001,
-    "\u202e64x64",
-    [], [{}], [{"width": 64}], ["64x64"], [[64, 64]], [{"width": 64, "height": 64, "depth": 1}], 5, None, {"64x64": 1},
-    [{"width": 64, "height": 64}] * 101, [{"width": 65, "height": 64}], [{"width": 2**31 - 8, "height": 64}],
-]
-
-
-def test_what_is_no_size(api: Api) -> None:
-    for sizes in NO_SIZES:
-        refused(api, "prewarm", json.dumps({"sizes": sizes}).encode())
-
-
-@pytest.mark.parametrize("more", [
-    {"tokens": 76}, {"tokens": 78}, {"tokens": 77 * 100}, {"order": "middle"}, {"order": None}, {"order": ["first"]},
-    {"source": "settings"}, {"path": "/etc/passwd"}, {"tokens": None},
-])
-def test_what_else_no_job_takes(api: Api, more: dict[str, Any]) -> None:
-    refused(api, "prewarm", json.dumps({"sizes": "64x64", **more}).encode())
 
 
 def test_sentences_name_the_place(api: Api) -> None:
@@ -154,11 +115,3 @@ def test_a_fault_of_ours_is_one_sentence_and_in_the_log(
     answer = TestClient(app, raise_server_exceptions=False).get("/onediff/v1/jobs")
     assert answer.status_code == 500 and set(answer.json()) == {"detail"} and "secret" not in answer.text
     assert "secret" in caplog.text
-
-
-def test_a_working_request_is_taken_as_it_is_meant(api: Api) -> None:
-    """So that the refusals above are not for another reason."""
-    body = {"sizes": [{"width": 64, "height": 64, "batch": 1}], "tokens": 77, "order": "first"}
-    assert models.PrewarmBody(**body).tokens == 77
-    assert api.client.post("/onediff/v1/prewarm", json=body).status_code == 202
-    assert api.client.post("/onediff/v1/release", json={"wait": 1}).status_code == 409  # The lock is held: a picture.

@@ -19,9 +19,9 @@ from api_requests import PASSWORD, ROWS, Request, requests
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from grid import WHOLE
+from runtime_fixtures import remember_nothing
 
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.store.history import History
 
 REQUESTS = 2000 if WHOLE else 300
 PREFIX, OURS = "/onediff/v1", "onediff"
@@ -83,9 +83,8 @@ def state(client: TestClient, folder: Path) -> State:
 
 
 def start_again_with_rows(folder: Path) -> None:
-    runtime.history = History()
+    remember_nothing()
     remember(folder, ROWS)
-    runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
 
 
 def check_effect(request: Request, answer: Any, before: State, after: State) -> None:

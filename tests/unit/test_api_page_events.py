@@ -96,7 +96,3 @@ def test_a_generator_stays_one() -> None:
     assert list(generate(SimpleNamespace(headers=OWN[1]), 3)) == [0, 1, 2]
     with pytest.raises(gradio.Error):
         next(generate(SimpleNamespace(headers=FOREIGN[0]), 3))
-
-
-def test_a_webui_without_a_page() -> None:
-    refuse_foreign_pages(None, SimpleNamespace())

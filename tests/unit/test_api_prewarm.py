@@ -36,15 +36,12 @@ def test_sizes_are_queued_as_text_or_objects(api: Api) -> None:
         longer = api.post("prewarm", {"sizes": "64x128", "tokens": 154}, 202)["jobs"][0]
         assert longer["tokens"] == 154 and longer["id"] != more[1]["id"]
         assert [job["id"] for job in api.get("jobs")["jobs"]] == sorted(job.id for job in api.warmup.jobs())
-
-
-def test_first_goes_before_what_waits(api: Api) -> None:
-    with api.webui.lock:
-        api.post("prewarm", {"sizes": "64x64, 128x64, 64x128"}, 202)
         wait_until(lambda: api.get("jobs/1")["state"] == "running")
         api.post("prewarm", {"sizes": "256x64, 64x256", "order": "first"}, 202)
         sizes = [job["size"] for job in api.get("jobs")["jobs"]]
-    assert sizes == ["64x64", "256x64", "64x256", "128x64", "64x128"]
+        assert sizes == ["64x64", "256x64", "64x256", "832x1216 x2", "64x128", "64x128"], "before what waits"
+        assert api.ask("DELETE", f"jobs/{longer['id']}", 200)["state"] == "cancelled"
+        api.ask("DELETE", f"jobs/{longer['id']}", 409)
 
 
 def test_a_job_that_fails_says_why(api: Api) -> None:
@@ -52,15 +49,6 @@ def test_a_job_that_fails_says_why(api: Api) -> None:
     wait_until(lambda: api.get(f"jobs/{job['id']}")["state"] == "failed")
     assert api.get(f"jobs/{job['id']}")["reason"] == "no model is loaded"
     assert api.ask("DELETE", f"jobs/{job['id']}", 409) == {"detail": f"Job {job['id']} is over: failed."}
-
-
-def test_cancel_takes_a_job_out_of_the_queue(api: Api) -> None:
-    with api.webui.lock:
-        first, second = api.post("prewarm", {"sizes": "64x64, 128x64"}, 202)["jobs"]
-        assert api.ask("DELETE", f"jobs/{second['id']}", 200)["state"] == "cancelled"
-        assert api.ask("DELETE", f"jobs/{first['id']}", 200)["state"] == "cancelled"
-        assert not api.warmup.busy()
-        api.ask("DELETE", f"jobs/{first['id']}", 409)
 
 
 @pytest.mark.parametrize("job", ["0", "-1", "1.5", "x", "9" * 5000, "%00", "1e3", "99999999999999999999"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("gradio")
 
 import builders
-from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, keys, used
+from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, used
 from test_warmup import SmallWebUI, ThreadChoosingWebUI
 
 from lib_onediff.options.sizes import Size
@@ -48,15 +47,6 @@ def wait_until_running(seen: Seen) -> None:
 
 
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
-
-
-def test_prewarming_from_the_panel(seen: Seen) -> None:
-    seen.do(seen.panel.prewarm, "64x64, 72x64 x2", 1, "77")
-    seen.look_until_idle()
-    assert seen.text("jobs").count("done in") == 2 and seen.text("told") == ""
-    assert "Resolutions 2 (2 checked)" in seen.text("totals")
-    assert "64x64 checked" in seen.text("table") and "72x64 checked" in seen.text("table")
-    assert [(str(job.size), job.source) for job in seen.warmup.jobs()] == [("64x64", "panel"), ("72x64 x2", "panel")]
 
 
 def test_the_batch_size_is_for_sizes_that_say_none_also_of_a_preset(seen: Seen) -> None:
@@ -107,74 +97,7 @@ def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_the_filter_and_the_order(seen: Seen) -> None:
-    used(seen.webui, 72, 64)
-    seen.order = "Resolution"
-    seen.look()
-    table = seen.text("table")
-    assert table.index("64x64") < table.index("72x64")
-    (seen.model,) = seen.parts["models"]["choices"][1:]
-    seen.look()
-    assert seen.parts["models"]["value"] == seen.model and "72x64" in seen.text("table")
-    runtime.purge()
-    seen.look()
-    assert seen.parts["models"]["value"] == "All models", "a model that is gone cannot stay chosen"
-
-
-def test_pinning(seen: Seen, tmp_path: Path) -> None:
-    runtime.history.open(tmp_path)
-    used(seen.webui, 64, 72, 80)
-    seen.do(seen.panel.pin(True), keys("64x64", "80x64", "512x512"))
-    assert "2 resolutions pinned." in seen.text("below") and seen.text("table").count("pinned") == 2
-    assert {row.resolution for row in runtime.rows() if row.pinned} == {"64x64", "80x64"}
-    seen.do(seen.panel.pin(False), keys("64x64"))
-    assert "1 resolution unpinned." in seen.text("below")
-    assert {row.resolution for row in runtime.rows() if row.pinned} == {"80x64"}
-    seen.do(seen.panel.pin(False), keys("80x64"))
-
-
-def test_nothing_selected_gets_a_sentence(seen: Seen) -> None:
-    used(seen.webui, 64)
-    for handler in (seen.panel.pin(True), seen.panel.pin(False), seen.panel.ask_selected):
-        seen.parts.clear()
-        seen.do(handler, "[]")
-        assert "Select at least one resolution" in seen.text("below")
-    assert len(runtime.rows()) == 1
-
-
 # --- purging ----------------------------------------------------------------------------------------------------------
-
-
-def test_purging_the_selected_asks_first(seen: Seen) -> None:
-    used(seen.webui, 64, 72, 80)
-    seen.do(seen.panel.ask_selected, keys("64x64", "80x64"))
-    assert asks(seen) and "Purge 2 resolutions? This frees no VRAM" in seen.text("question")
-    assert len(runtime.rows()) == 3, "nothing goes before it is confirmed"
-    seen.do(seen.panel.keep)
-    assert not asks(seen) and seen.text("question") == "" and "Nothing was purged." in seen.text("below")
-    seen.do(seen.panel.confirm)
-    assert len(runtime.rows()) == 3, "there is nothing left to confirm"
-    seen.do(seen.panel.ask_selected, keys("64x64", "80x64"))
-    seen.do(seen.panel.confirm)
-    seen.look_until_idle()
-    assert not asks(seen) and "2 resolutions purged; they held no graph memory." in seen.text("below")
-    assert [row.resolution for row in runtime.rows()] == ["72x64"]
-    assert "72x64" in seen.text("table") and "80x64" not in seen.text("table")
-
-
-def test_purging_all_and_a_model(seen: Seen) -> None:
-    used(seen.webui, 64, 72)
-    seen.do(seen.panel.ask_all)
-    assert "Purge all 2 resolutions?" in seen.text("question")
-    seen.do(seen.panel.ask_model, "All models")
-    (model,) = {row.model for row in runtime.rows()}
-    assert f"Purge 2 resolutions of {model}?" in seen.text("question"), "where there is one, it need not be chosen"
-    seen.do(seen.panel.confirm)
-    seen.look_until_idle()
-    assert runtime.rows() == [] and "Resolutions 0" in seen.text("totals")
-    for nothing in ((seen.panel.ask_all,), (seen.panel.ask_model, "All models")):
-        seen.do(*nothing)
-        assert not asks(seen) and "There is nothing to purge." in seen.text("below")
 
 
 def test_purging_a_model_of_several_needs_a_choice(seen: Seen, held: None) -> None:
@@ -184,25 +107,6 @@ def test_purging_a_model_of_several_needs_a_choice(seen: Seen, held: None) -> No
     assert "Purge 1 resolution of SDXL?" in seen.text("question")
     seen.do(seen.panel.ask_selected, '["1024x1024 SD1"]')
     assert "Purge 1 resolution? This frees about 90 MiB of VRAM" in seen.text("question")
-
-
-def test_purging_the_disk(seen: Seen, tmp_path: Path) -> None:
-    runtime.history.open(tmp_path)
-    used(seen.webui, 64)
-    runtime.keep_history()
-    seen.do(seen.panel.ask_disk)
-    assert "of disk; what is ready stays ready" in seen.text("question")
-    seen.do(seen.panel.confirm)
-    seen.look_until_idle()
-    assert seen.text("below") and runtime.history.rows() == [] and len(runtime.rows()) == 1
-
-
-def test_releasing_memory_keeps_what_was_checked(seen: Seen) -> None:
-    used(seen.webui, 64)
-    seen.do(seen.panel.release)
-    seen.look_until_idle()
-    assert "No graph held memory, so none was released." in seen.text("below")
-    assert [row.state for row in runtime.rows()] == ["proved"]
 
 
 @pytest.mark.parametrize("host", [SmallWebUI, ThreadChoosingWebUI])
@@ -279,9 +183,3 @@ def test_the_decodes_below_a_row_go_with_it(monkeypatch: pytest.MonkeyPatch, sta
     monkeypatch.setattr(runtime, "purge", purge)
     cache_purge.purge_of_rows(runtime, ["1024x1024 SD1"]).work()
     assert purges == asked
-
-
-def test_what_a_purge_says() -> None:
-    assert cache_purge.purged([], 0) == "There was nothing to purge."
-    assert cache_purge.purged([ROW, changed(ROW, model="SDXL")], 12 * MEBIBYTE) == "2 resolutions purged, 12 MiB freed."
-    assert "nothing was freed" in cache_purge.purged([ROW], 0)

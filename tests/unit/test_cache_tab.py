@@ -97,10 +97,3 @@ def test_the_accordions_button_refuses_with_a_sentence(seen: Seen, values: tuple
     page = page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"])
     assert [part in beside for _, beside in followed(page, *values)] == [True]
     assert seen.warmup.jobs() == []
-
-
-def test_a_page_without_sizes_has_a_status_line_all_the_same(seen: Seen) -> None:
-    whole = handlers(page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"]))
-    part = handlers(page_of(seen.warmup, ["width", "accordion", "info"]))
-    without_accordion = handlers(page_of(seen.warmup, ["width", "height", "batch", "info"]))
-    assert len(whole) > len(part) > len(without_accordion) == 0

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,13 +17,11 @@ from lib_onediff.runtime.consistency import (
     CHANGES_DIGITS,
     CHANGES_IMAGES,
     CHANGES_NOTHING,
-    LONGEST_VALUE,
     as_fact,
     differences,
     machine_facts,
     onediff_facts,
     parse,
-    read_switch,
     report,
 )
 from lib_onediff.store.machine import source_digest
@@ -55,11 +52,6 @@ def test_any_facts_are_read_back(values: dict) -> None:
     assert parse(report(facts)) == facts
 
 
-def test_the_first_lines_never_change() -> None:
-    """Other machines run other versions."""
-    assert report({"Machine": {"GPU": "X"}}) == "OneDiff consistency report, format 1\n[Machine]\nGPU: X"
-
-
 def test_switches_and_variables_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("HOME_OF_A_SECRET", "hunter2")
@@ -74,17 +66,6 @@ def test_switches_and_variables_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         matmul.allow_fp16_reduced_precision_reduction, cudnn.benchmark = before
     assert facts["Environment"]["NVIDIA_TF32_OVERRIDE"] == "0" and "hunter2" not in report(facts)
-
-
-def test_a_switch_that_this_torch_does_not_have() -> None:
-    assert read_switch(lambda: torch.backends.cuda.matmul.no_such_switch) == "not known to this torch"
-
-
-def test_no_path_is_told() -> None:
-    assert str(Path.home()) not in report({**machine_facts(), **onediff_facts(Settings(), STATUS, {})})
-    for path in ("/home/somebody/model.pt", r"C:\Users\somebody\model.pt", "~/models/model.pt"):
-        assert as_fact(path) == "model.pt"
-    assert as_fact("a\nb:  c") == "a b: c" and len(as_fact("x" * 500)) == LONGEST_VALUE
 
 
 def test_tuned_choices_have_a_digest() -> None:
@@ -123,17 +104,6 @@ def test_differences_are_lines_for_people_and_those_that_change_images_come_firs
 def test_another_text_gets_a_sentence(text: str, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         parse(text)
-
-
-def test_the_page_tells_what_another_machine_has_otherwise() -> None:
-    pytest.importorskip("gradio")
-    from lib_onediff.ui.consistency import differences_html
-
-    facts = {"Machine": {"GPU": "none"}}
-    assert differences_html("", facts) == "" and "Nothing differs" in differences_html(report(facts), facts)
-    told = differences_html(report(facts).replace("none", "<b>RTX</b>"), facts)
-    assert "1 fact differs." in told and "there &lt;b&gt;RTX&lt;/b&gt;" in told
-    assert "no consistency report" in differences_html("hello", facts)
 
 
 def test_facts_of_a_webui(monkeypatch: pytest.MonkeyPatch) -> None:

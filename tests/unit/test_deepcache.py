@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as functional
-from builders import SDXL, a1111_sizes, a_call, diffusers_unet, relative_error, shared_ldm_unet, shared_unet
+from builders import a_call, relative_error, shared_ldm_unet, shared_unet
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Control, UNetCall
@@ -16,7 +16,7 @@ from lib_onediff.families.unet import forward
 from lib_onediff.weights.bound import BoundUNet
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
-DEPTHS = [("SD1", depth) for depth in range(1, 12)] + [("SDXL", depth) for depth in range(1, 9)]
+DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]
 
 
 class TwoPasses:
@@ -50,15 +50,6 @@ def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tup
     assert torch.equal(cut.shallow(call, depth, deep), output)
 
 
-@pytest.mark.parametrize("depth", [1, 3, 4, 11])
-def test_ldm_is_cut_like_diffusers(depth: int) -> None:
-    unet = shared_ldm_unet()
-    cut, call = TwoPasses(unet), a_call(unet, 9, 11)
-    output, deep = cut.full(call, depth)
-    assert torch.equal(output, cut.forward(call))
-    assert torch.equal(cut.shallow(call, depth, deep), output)
-
-
 @torch.no_grad()
 def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
     """The host's own outer blocks around a deep feature."""
@@ -77,32 +68,8 @@ def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tenso
     return unet.out(image)
 
 
-@torch.no_grad()
-def deep_feature_of_ldm(unet: nn.Module, call: UNetCall, depth: int) -> Tensor:
-    """What enters the host's depth-th last output block, before the skip is put beside it."""
-    seen: list[Tensor] = []
-    block = unet.output_blocks[-depth]
-    hook = block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    with a1111_sizes():
-        unet(call.latent, call.timestep, context=call.context)
-    hook.remove()
-    skip_channels = unet.input_blocks[depth - 1][0].out_channels
-    return seen[0][:, :-skip_channels]
-
-
 @SIZES
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 11])
-def test_the_deep_feature_is_what_the_host_has_there(depth: int, size: tuple[int, int]) -> None:
-    unet = shared_ldm_unet()
-    call = a_call(unet, *size)
-    expected = deep_feature_of_ldm(unet, call, depth)
-    _, deep = TwoPasses(unet).full(call, depth)
-    deep = functional.interpolate(deep, expected.shape[-2:], mode="nearest")
-    assert relative_error(deep, expected) < 1e-5
-
-
-@SIZES
-@pytest.mark.parametrize("depth", [1, 3, 4, 11])
+@pytest.mark.parametrize("depth", [1, 4, 11])
 def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
     cut, call = TwoPasses(unet), a_call(unet, *size)
@@ -112,14 +79,13 @@ def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int,
     assert relative_error(output, cut.forward(call)) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["SD1", "SDXL", "SSD"])
-@pytest.mark.parametrize("depth", [-1, 0, 12, 100])
-def test_a_depth_that_leaves_nothing_is_refused(name: str, depth: int) -> None:
-    unet = shared_unet(name)
+@pytest.mark.parametrize("depth", [-1, 0, 12])
+def test_a_depth_that_leaves_nothing_is_refused(depth: int) -> None:
+    unet = shared_unet("SDXL")
     cut, call = TwoPasses(unet), a_call(unet)
-    with pytest.raises(ValueError, match="DeepCache depth is 1 to (11|8) for this UNet"):
+    with pytest.raises(ValueError, match="DeepCache depth is 1 to 8 for this UNet"):
         cut.full(call, depth)
-    with pytest.raises(ValueError, match="DeepCache depth is 1 to (11|8) for this UNet"):
+    with pytest.raises(ValueError, match="DeepCache depth is 1 to 8 for this UNet"):
         cut.shallow(call, depth, call.latent)
 
 
@@ -132,14 +98,3 @@ def test_shallow_steps_take_their_control_residuals_too() -> None:
     assert torch.equal(output, cut.forward(controlled))
     assert torch.equal(cut.shallow(controlled, 3, deep), output)
     assert relative_error(cut.shallow(call, 3, deep), output) > 1e-3
-
-
-def test_a_latent_of_half_precision_is_cut_as_well() -> None:
-    unet = diffusers_unet(**SDXL).bfloat16()
-    call = a_call(unet)
-    call = replace(call, latent=call.latent.bfloat16(), context=call.context.bfloat16(), y=call.y.bfloat16())
-    cut = TwoPasses(unet)
-    output, deep = cut.full(call, 3)
-    assert output.dtype == deep.dtype == torch.bfloat16
-    assert torch.equal(output, cut.forward(call))
-    assert torch.equal(cut.shallow(call, 3, deep), output)

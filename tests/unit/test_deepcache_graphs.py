@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import SMALL, SMALL_XL
+from builders import SMALL_XL
 from deepcache_builders import (  # noqa: F401
     STEPS,
     Rig,
@@ -18,7 +18,6 @@ from graph_builders import PretendedGraphs
 
 from lib_onediff.core.table import Entry, State
 from lib_onediff.families.unet import cuts as compute
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.graphs.recapture import CaptureRequest
 from lib_onediff.runtime.runtime import runtime
 
@@ -58,16 +57,6 @@ def test_both_halves_are_captured_and_replayed(pretended: PretendedGraphs) -> No
     assert len(pretended.captured) == 2
 
 
-def test_the_feature_stays_where_it_is(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
-    sample(rig)
-    managed = runtime.managed_unet(rig.unet)
-    first, second = cut_memories(managed)
-    address = first.tensor.data_ptr()
-    sample(rig)
-    assert first is second and first.tensor.data_ptr() == address
-
-
 def test_prompts_in_calls_of_their_own_share_the_graphs(pretended: PretendedGraphs) -> None:
     """What one of them leaves is put aside before the other's is written or read."""
     rig = rig_of()
@@ -75,34 +64,6 @@ def test_prompts_in_calls_of_their_own_share_the_graphs(pretended: PretendedGrap
     for _ in range(3):
         routes = sample(rig, prompts=prompts)
     assert len(pretended.captured) == 2 and set(routes) == {"graph"}
-
-
-def test_the_feature_is_counted_once(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
-    sample(rig)
-    [feature, _] = cut_memories(runtime.managed_unet(rig.unet))
-    own = {part: kept.runner.own_bytes for part in (FULL, CACHED)
-           for key, kept in runtime.managed_unet(rig.unet).kept() if key.part == part}
-    held = runtime.managed_unet(rig.unet).step_memories["deepcache"].features.bytes()
-    assert own[FULL] - own[CACHED] == feature.tensor.nbytes == held
-
-
-def test_freed_graphs_take_the_feature_with_them(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
-    sample(rig)
-    runtime.release_memory()
-    assert feature_bytes(rig) == 0
-    assert [entry(part).state for part in (FULL, CACHED)] == [State.PROVED] * 2
-    assert "graph" in sample(rig)
-
-
-def test_weights_that_move_take_both_graphs_with_them(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
-    sample(rig)
-    for parameter in rig.unet.parameters():
-        parameter.data = parameter.data.clone()
-    assert sample(rig)[0] == "plain"
-    assert set(sample(rig)) == {"graph"}
 
 
 def test_pre_warming_makes_both_halves_ready(pretended: PretendedGraphs) -> None:
@@ -136,20 +97,6 @@ def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(
     assert runtime.call_stats.route == "graph"
 
 
-def test_a_shallow_half_that_cannot_be_captured_runs_plainly(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
-
-    def refuse(inputs: object) -> None:
-        if inputs.cut.reads:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    pretended.before_capture = refuse
-    sample(rig)
-    routes = sample(rig)
-    assert routes == ["graph" if deepcache == FULL else "plain" for deepcache in passes([0, 3, 6, 7], 8)]
-    assert "could not be captured" in entry(CACHED).no_graph
-
-
 def test_a_shallow_half_that_fails_leaves_the_full_one(
     pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,24 +120,3 @@ def test_a_shallow_half_that_is_not_the_full_one_is_not_used(
     rig.begin(STEPS[:4])
     assert rig.sample(STEPS[:4]) == [FULL] * 4
     assert "differs from the full one by 1.0e-02" in rig.reason
-
-
-def test_a_picture_of_nothing_but_nan_does_not_condemn_it() -> None:
-    rig = Rig.of(SMALL, verify=False)
-    rig.begin(STEPS[:4])
-    call = call_of(rig.unet, STEPS[0])
-    call.latent.fill_(float("nan"))
-    rig.run(call)
-    assert {one.state for one in rig.runtime.table.entries() if one.key.is_cached_pass} == {State.COLD}
-    rig.begin(STEPS[:4])
-    assert rig.sample(STEPS[:4]) == passes([0, 3], 4)
-
-
-def test_settings_on_the_way_back_to_off_find_the_plain_graph(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
-    sample(rig)
-    runtime.configure(Settings())
-    rig.begin()
-    for time in STEPS[:4]:
-        rig.run(call_of(rig.unet, time))
-    assert set(rig.log[-4:]) == {"whole"} and entry("").state is State.READY

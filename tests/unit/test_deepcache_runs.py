@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from builders import SD1, SDXL, SMALL, SMALL_XL, diffusers_output, diffusers_unet, relative_error
+from builders import SD1, SDXL, SMALL, SMALL_XL, relative_error
 from deepcache_builders import (  # noqa: F401
     EVERY_THIRD,
     STEPS,
@@ -18,37 +20,26 @@ from deepcache_builders import (  # noqa: F401
     passes,
 )
 from grid import grid
+from torch import Tensor
 
 from lib_onediff.core.call import Control
 from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.options.settings import Settings
-from lib_onediff.steps.prompts import PromptNumbers
+from lib_onediff.steps.features import DAMPING
+
+BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")
 
 
-@pytest.mark.parametrize("config", [SD1, SDXL], ids=["SD1", "SDXL"])
-@pytest.mark.parametrize("depth", [1, 3, 11])
+@grid(config=[SD1, SDXL], depth=[1, 3, 11])
 def test_a_sampling_at_every_depth(config: dict, depth: int) -> None:
     rig = Rig.of(config, deepcache_depth=depth)
     rig.oracle.depth = min(depth, 11 if config is SD1 else 8)
     rig.begin(STEPS[:7])
-    for time, deepcache in zip(STEPS, passes([0, 3, 6], 7), strict=False):
-        rig.check(call_of(rig.unet, time), "a", deepcache)
+    for time, half in zip(STEPS, passes([0, 3, 6], 7), strict=False):
+        rig.check(call_of(rig.unet, time), "a", half)
 
 
-def test_interval_one_is_exact_and_keeps_nothing() -> None:
-    rig, plain = Rig.of(deepcache_interval=1), Rig.of(deepcache_interval=1)
-    rig.begin()
-    plain.begin()
-    for time in STEPS:
-        call = call_of(rig.unet, time)
-        assert torch.equal(rig.run(call), plain.run(call))
-        assert relative_error(rig.run(call), diffusers_output(rig.unet, call)) < 1e-5
-    assert set(rig.log) == {"whole"}
-    assert feature_bytes(rig) == 0
-    assert rig.runtime.status()["deepcache"] == {"full": 0, "cached": 0, "reason": "", "reused": ""}
-
-
-@grid(interval=[2, 3, 5, 20], total=[20, 7, 1, 2])
+@grid(interval=[2, 3, 20], total=[20, 7, 1, 2])
 def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: int) -> None:
     rig = Rig.of(deepcache_interval=interval)
     for _ in range(2):
@@ -60,117 +51,83 @@ def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: in
     assert counted["full"] + counted["cached"] == 2 * total
 
 
-def test_without_a_hosts_help_the_last_step_is_whole_too() -> None:
-    rig = Rig.of()
-    rig.begin(None)
-    assert rig.sample(STEPS) == passes([0, 3, 6, 9, 12, 15, 18, 19], 20)
+class One(NamedTuple):
+    """A call of a sampling, and which half answers it."""
+
+    time: float
+    half: str
+    names: Sequence[str] = BOTH
+    size: int = 8
+    tokens: int = 77
 
 
-# --- prompts and batches ------------------------------------------------------------------------------------------
+EIGHT = list(zip(STEPS, passes([0, 3, 6, 7], 8), strict=False))
+HALVES = {
+    "the negative prompt in a call of its own, and longer": [
+        One(time, half, names, tokens=tokens)
+        for time, half in EIGHT for names, tokens in ((ALONE, 77), (["ugly"], 154))
+    ],
+    # It is left out at some steps, and split off at others: what is new is whole.
+    "a batch that changes": [
+        One(STEPS[index], half, names) for index, (names, half) in enumerate([
+            (BOTH, "full"), (BOTH, "cached"), (ALONE, "full"), (ALONE, "full"), (BOTH, "full"), (ALONE, "cached"),
+            (ALONE, "full"), (BOTH, "full"),
+        ])
+    ],
+    "a prompt that changes": [
+        One(STEPS[index], half, names) for index, (names, half) in enumerate([
+            (BOTH, "full"), (BOTH, "cached"), (DOG, "full"), (DOG, "full"), (DOG, "cached"), (BOTH, "full"),
+            (BOTH, "full"), (BOTH, "full"),
+        ])
+    ],
+    "two sizes": [One(time, half, size=size) for time, half in EIGHT for size in (8, 9)],
+    "Heun": [One(STEPS[0], "full"), *(One(time, half) for time, half in EIGHT[1:] for _ in range(2))],
+    "DPM2 and DPM++ SDE": [
+        One(moment, half, names) for time, half in EIGHT for moment in (time, time - 23.4)[: 1 + (time > STEPS[7])]
+        for names in (ALONE, ["ugly"])
+    ],
+    # And a step that DPM adaptive rejects.
+    "Restart": [
+        One(STEPS[index], half) for index, half in zip(
+            [0, 1, 2, 3, 4, 1, 2, 3],
+            ["full", "cached", "cached", "full", "cached", "full", "cached", "full"], strict=True,
+        )
+    ],
+}
 
 
-@pytest.mark.parametrize("tokens", [77, 154])
-@pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
-def test_prompt_and_negative_prompt_in_calls_of_their_own(config: dict, tokens: int) -> None:
-    """Of the same length or not: each reads its own feature."""
-    rig = Rig.of(config)
+@pytest.mark.parametrize("calls", HALVES.values(), ids=HALVES)
+def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: list[One]) -> None:
+    rig = Rig.of(SMALL_XL)
     rig.begin(STEPS[:8])
-    for time, deepcache in zip(STEPS, passes([0, 3, 6, 7], 8), strict=False):
-        rig.check(call_of(rig.unet, time, ["cat"]), "cat", deepcache)
-        rig.check(call_of(rig.unet, time, ["ugly"], tokens=tokens), "ugly", deepcache)
-
-
-def test_a_batch_that_changes_inside_a_sampling() -> None:
-    """The negative prompt is left out at some steps, and is split off at others: what is new is whole."""
-    rig = Rig.of()
-    rig.begin(STEPS[:10])
-    both, alone = ["cat", "ugly"], ["cat"]
-    calls = [(both, "full"), (both, "cached"), (alone, "full"), (alone, "full"), (both, "full"), (alone, "cached"),
-             (alone, "full"), (both, "full"), (both, "cached"), (both, "full")]
-    for time, (names, deepcache) in zip(STEPS, calls, strict=False):
-        rig.check(call_of(rig.unet, time, names), "+".join(names), deepcache)
-
-
-def test_a_prompt_that_changes_inside_a_sampling() -> None:
-    rig = Rig.of()
-    rig.begin(STEPS[:8])
-    names = ["cat", "cat", "dog", "dog", "dog", "cat", "cat", "cat"]
-    expected = ["full", "cached", "full", "full", "cached", "full", "full", "full"]
-    for time, name, deepcache in zip(STEPS, names, expected, strict=False):
-        rig.check(call_of(rig.unet, time, [name, "ugly"]), name, deepcache)
-
-
-def test_words_that_take_turns_read_features_of_their_own() -> None:
-    rig = Rig.of(deepcache_interval=4)
-    rig.begin(STEPS[:9])
-    expected = ["full", "full", "cached", "cached", "full", "full", "cached", "cached", "full"]
-    for index, deepcache in enumerate(expected):
-        name = ("cat", "dog")[index % 2]
-        rig.check(call_of(rig.unet, STEPS[index], [name, "ugly"]), name, deepcache)
-
-
-def test_sizes_do_not_read_each_others_features() -> None:
-    rig = Rig.of()
-    rig.begin(STEPS[:6])
-    for time, deepcache in zip(STEPS, passes([0, 3, 5], 6), strict=False):
-        for size in (8, 9):
-            rig.check(call_of(rig.unet, time, size=size), str(size), deepcache)
+    for number, (time, half, names, size, tokens) in enumerate(calls):
+        call = call_of(rig.unet, time, names, size, tokens, seed=number)
+        rig.check(call, f"{names} {size} {tokens}", half)
+    assert rig.reason == ""
 
 
 def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None:
     # The host of these tests adds no residuals.
     rig = Rig.of(verify=False)
     rig.begin(STEPS[:6])
-    for index, deepcache in enumerate(["full", "cached", "full", "full", "cached", "full"]):
+    for index, half in enumerate(["full", "cached", "full", "full", "cached", "full"]):
         call = call_of(rig.unet, STEPS[index])
         if index < 2:
             ones = torch.ones(2, 16, 8, 8)
             call = replace(call, control=Control(input=(ones,), output=(None, None, None, ones)))
-        rig.check(call, str(index < 2), deepcache)
+        rig.check(call, str(index < 2), half)
 
 
-def test_features_of_a_batch_with_several_timesteps_are_not_used() -> None:
+@pytest.mark.parametrize(("known", "change", "why"), [
+    ({"why_not": "this sampler chooses its steps"}, {}, "this sampler chooses its steps"),
+    ({}, {"timestep": torch.tensor([951.0, 901.0])}, "different steps"),
+])
+def test_where_a_step_is_not_known_it_is_whole(known: dict[str, Any], change: dict[str, Any], why: str) -> None:
     rig = Rig.of()
-    rig.begin()
-    call = call_of(rig.unet, 951.0)
-    rig.run(replace(call, timestep=torch.tensor([951.0, 901.0])))
-    assert rig.log == ["whole"] and "different steps" in rig.reason
-
-
-# --- samplers -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_heun_calls_twice_at_a_timestep(announced: bool) -> None:
-    times = [STEPS[0], *(time for time in STEPS[1:10] for _ in range(2))]
-    rig = Rig.of()
-    rig.begin(STEPS[:10] if announced else None)
-    rig.log.clear()
-    steps = [STEPS.index(time) for time in times]
-    for time, step in zip(times, steps, strict=True):
-        rig.check(call_of(rig.unet, time, seed=len(rig.log)), "a", "full" if step in (0, 3, 6, 9) else "cached")
-    assert rig.reason == ""
-
-
-def test_a_second_call_between_two_steps_goes_as_the_first() -> None:
-    """DPM2 and DPM++ SDE, with prompt and negative prompt apart."""
-    rig = Rig.of()
-    known = STEPS[:8]
-    rig.begin(known)
-    for index, time in enumerate(known):
-        deepcache = "full" if index in (0, 3, 6, 7) else "cached"
-        for moment in (time, time - 23.4)[:1 + (index < 7)]:
-            for name in ("cat", "ugly"):
-                rig.check(call_of(rig.unet, moment, [name]), name, deepcache)
-
-
-def test_a_sampler_that_goes_back_up_begins_with_a_whole_step() -> None:
-    """Restart, and a step that DPM adaptive rejects."""
-    rig = Rig.of()
-    rig.begin(STEPS)
-    expected = ["full", "cached", "cached", "full", "cached", "full", "cached", "full"]
-    for index, deepcache in zip([0, 1, 2, 3, 4, 1, 2, 3], expected, strict=True):
-        rig.check(call_of(rig.unet, STEPS[index]), "a", deepcache)
+    rig.begin(**known)
+    for time in STEPS[:4]:
+        rig.run(replace(call_of(rig.unet, time), **change))
+    assert set(rig.log) == {"whole"} and why in rig.reason
 
 
 def test_tiles_are_noticed_and_every_step_is_whole() -> None:
@@ -186,30 +143,19 @@ def test_tiles_are_noticed_and_every_step_is_whole() -> None:
 
 
 def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -> None:
-    """Interrupted; then img2img, whose timesteps go on where the others stopped."""
+    """Interrupted; then img2img, whose timesteps go on where the others stopped; then one that nobody announces."""
     rig = Rig.of()
     rig.begin(STEPS)
     assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
     rig.begin(STEPS)
-    assert rig.sample(STEPS[12:]) == passes([0, 3, 6, 7], 8)
-
-
-def test_settings_that_change_begin_anew() -> None:
-    rig = Rig.of()
-    rig.begin()
-    rig.sample(STEPS[:2])
-    rig.runtime.configure(Settings(**EVERY_THIRD, deepcache_depth=2))
-    rig.oracle.depth = 2
-    rig.check(call_of(rig.unet, STEPS[2]), "a", "full")
-    rig.runtime.configure(Settings())
-    rig.run(call_of(rig.unet, STEPS[3]))
-    assert rig.log[-1] == "whole" and feature_bytes(rig) == 0
+    assert rig.sample(STEPS[12:]) == passes([0, 3, 6, 7], 8) and feature_bytes(rig) > 0
+    rig.runtime.end_sampling()
+    assert set(rig.sample(STEPS[2:5])) == {"whole"} and feature_bytes(rig) == 0
+    assert rig.reason == f"DeepCache rests: {UNANNOUNCED}"
 
 
 def test_the_hires_pass_does_as_the_first_or_without() -> None:
     rig = Rig.of(deepcache_hires="off")
-    rig.begin()
-    assert rig.sample(STEPS[:6]) == passes([0, 3], 6)
     rig.begin(second_pass=True)
     assert set(rig.sample(STEPS[10:])) == {"whole"}
     rig.runtime.configure(Settings(**EVERY_THIRD))
@@ -242,42 +188,45 @@ def test_weights_that_change_inside_a_sampling_make_the_next_step_whole(path: st
                 layer.weight.mul_(1.5)
             else:
                 layer.weight.data = layer.weight.data * 1.5
-    rig.run(call_of(rig.unet, STEPS[2]))
-    assert rig.log[-1] == "full"
-    rig.run(call_of(rig.unet, STEPS[3]))
-    rig.run(call_of(rig.unet, STEPS[4]))
-    assert rig.log[-2:] == ["full", "cached"]
-
-
-def test_where_nobody_says_when_a_sampling_begins_every_step_is_whole() -> None:
-    rig = Rig.of()
-    assert set(rig.sample(STEPS[:6])) == {"whole"} and rig.reason == f"DeepCache rests: {UNANNOUNCED}"
-    rig.begin()
-    assert rig.sample(STEPS[:2]) == ["full", "cached"] and feature_bytes(rig) > 0
-    # The next timesteps would go on where these stopped.
-    rig.runtime.end_sampling()
-    assert set(rig.sample(STEPS[2:5])) == {"whole"} and feature_bytes(rig) == 0
+    assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
 def test_a_release_gives_the_features_back() -> None:
     rig = Rig.of()
     rig.begin()
     rig.sample(STEPS[:2])
-    assert feature_bytes(rig) > 0
     rig.runtime.release_memory()
     assert feature_bytes(rig) == 0
     assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
-def test_prompts_known_by_their_content_are_counted_and_given_back() -> None:
-    call, prompts = call_of(diffusers_unet(**SMALL_XL), STEPS[0]), PromptNumbers()
-    first = prompts.number(call.context, call.y)
-    assert prompts.bytes() == call.context.nbytes + call.y.nbytes
-    assert prompts.number(call.context.clone(), call.y.clone()) == first
+# --- the feature continued by a line ------------------------------------------------------------------------------
 
 
-def test_a_reason_of_the_hosts_is_passed_on() -> None:
-    rig = Rig.of()
-    rig.begin(why_not="this sampler chooses its steps while it runs")
-    assert set(rig.sample(STEPS[:4])) == {"whole"}
-    assert rig.reason == "DeepCache rests: this sampler chooses its steps while it runs"
+def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
+    """The feature of a step after these computed ones: the last one where there is no line yet."""
+    if len(computed) < 2:
+        return computed[-1][1]
+    (step_before, before), (step_last, last) = computed[-2:]
+    return last + DAMPING * (step - step_last) / (step_last - step_before) * (last - before)
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
+def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> None:
+    rig = Rig.of(config)
+    rig.begin(STEPS[:11], why_no_forecast=lambda: "")
+    computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}
+    for step, half in enumerate(passes([0, 3, 6, 9, 10], 11)):
+        for name in computed:
+            call = call_of(rig.unet, STEPS[step], [name])
+            output = rig.run(call)
+            assert rig.log[-1] == half
+            if half == "full":
+                whole, feature = rig.oracle.whole(call)
+                computed[name].append((step, feature))
+                assert relative_error(output, whole) < 1e-5
+            else:
+                assert relative_error(output, rig.oracle.shallow(call, on_the_line(computed[name], step))) < 1e-5
+                reused = rig.oracle.shallow(call, computed[name][-1][1])
+                assert (relative_error(output, reused) > 1e-4) is (len(computed[name]) > 1)
+    assert rig.runtime.status()["deepcache"]["reused"] == ""

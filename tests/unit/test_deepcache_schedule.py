@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lib_onediff.core.timeline import Step, timeline_of
-from lib_onediff.model.deepcache.options import UNIFORM, DeepCacheOptions, depth_of
+from lib_onediff.steps.deepcache import depth_of
 from lib_onediff.steps.schedule import early, is_whole, last_whole
 
 KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)
@@ -17,29 +17,6 @@ def steps_of(times: list[float], known: list[float] | None = None, count: int | 
     return [timeline.step(time)[0] for time in times]
 
 
-def whole(choice: DeepCacheOptions, total: int) -> list[int]:
-    """The whole steps of a sampling whose host says where its steps begin."""
-    times = [1000 - 1000 * index / total for index in range(total)]
-    return [step.index for step in steps_of(times, times) if is_whole(choice, step)]
-
-
-@pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 10, 20, 25, 30, 50])
-@pytest.mark.parametrize("interval", [1, 2, 3, 5, 10, 20])
-def test_every_nth_step_and_the_last_is_whole(interval: int, total: int) -> None:
-    found = whole(DeepCacheOptions(interval, schedule=UNIFORM), total)
-    assert found == sorted({*range(0, total, interval), total - 1})
-    assert len(found) == math.ceil(total / interval) + bool((total - 1) % interval)
-
-
-@pytest.mark.parametrize(("start", "end", "expected"), [
-    (0.0, 1.0, [0, 3, 6, 9]), (0.5, 1.0, [0, 1, 2, 3, 4, 6, 9]), (0.0, 0.5, [0, 3, 5, 6, 7, 8, 9]),
-    (0.2, 0.7, [0, 1, 3, 6, 7, 8, 9]), (0.7, 0.2, list(range(10))), (1.0, 1.0, list(range(10))),
-    (0.0, 0.0, list(range(10))),
-])
-def test_outside_of_start_and_end_every_step_is_whole(start: float, end: float, expected: list[int]) -> None:
-    assert whole(DeepCacheOptions(3, start=start, end=end, schedule=UNIFORM), 10) == expected
-
-
 # What the authors' sample_from_quad_center gives for these (steps, interval) with center 0 and power 1.4.
 PUBLISHED = {
     (50, 5): [0, 1, 5, 9, 13, 18, 24, 30, 36, 43], (30, 3): [0, 1, 3, 5, 8, 11, 14, 18, 21, 25],
@@ -48,13 +25,19 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_the_early_schedule_is_the_authors_with_its_center_at_the_first_step(case: tuple[int, int]) -> None:
+def test_whole_steps_are_the_authors_with_the_center_at_the_first_step_and_the_last(case: tuple[int, int]) -> None:
     total, interval = case
     assert sorted(early(total, interval)) == PUBLISHED[case]
-    assert whole(DeepCacheOptions(interval), total) == sorted({*PUBLISHED[case], total - 1})
+    times = [1000 - 1000 * index / total for index in range(total)]
+    steps = steps_of(times, times)
+    whole = [step.index for step in steps if is_whole(interval, step)]
+    assert whole == sorted({*PUBLISHED[case], total - 1})
+    assert [last_whole(interval, step) for step in steps] == [
+        max(index for index in whole if index <= step.index) for step in steps
+    ]
 
 
-def test_an_early_schedule_has_as_many_steps_as_the_uniform_one_and_each_gap_is_as_long_as_the_one_before() -> None:
+def test_there_are_as_many_as_at_equal_distances_and_each_gap_is_as_long_as_the_one_before() -> None:
     for total in range(1, 61):
         for interval in range(2, 21):
             chosen = sorted(early(total, interval))
@@ -64,65 +47,44 @@ def test_an_early_schedule_has_as_many_steps_as_the_uniform_one_and_each_gap_is_
             assert all(after >= before - 1 for before, after in zip(gaps, gaps[1:], strict=False)), chosen
 
 
-def test_where_the_number_of_steps_is_unknown_early_is_uniform() -> None:
-    found = [step.index for step in steps_of([1000 - 50 * index for index in range(19)])
-             if is_whole(DeepCacheOptions(4), step)]
+def test_where_the_number_of_steps_is_unknown_distances_are_equal() -> None:
+    found = [step.index for step in steps_of([1000 - 50 * index for index in range(19)]) if is_whole(4, step)]
     assert found[:5] == [0, 4, 8, 12, 16]
-
-
-def test_a_feature_is_too_old_when_a_whole_step_has_come_between() -> None:
-    choice = DeepCacheOptions(3, schedule=UNIFORM)
-    steps = steps_of(list(range(10, 0, -1)), list(range(10, 0, -1)))
-    assert [last_whole(choice, step) for step in steps] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9]
 
 
 # --- steps by timesteps -------------------------------------------------------------------------------------------
 
 
-def test_heun_ends_a_step_where_the_next_one_begins() -> None:
-    times = [900.0, 600.0, 600.0, 300.0, 300.0, 0.0, 0.0]
-    for known in (None, sorted(set(times))):
-        assert [step.index for step in steps_of(times, known)] == [0, 1, 1, 2, 2, 3, 3]
-
-
-def test_a_call_between_two_steps_belongs_to_the_earlier_one() -> None:
-    """DPM2 and DPM++ SDE call once more half way."""
-    known = [900.0, 600.0, 300.0, 0.0]
-    times = [900.0, 750.0, 600.0, 440.0, 300.0, 120.0, 0.0]
+@pytest.mark.parametrize(("times", "known", "indexes"), [
+    ([900.0, 600.0, 600.0, 300.0, 300.0, 0.0, 0.0], None, [0, 1, 1, 2, 2, 3, 3]),
+    ([900.0, 600.0, 600.0, 300.0, 300.0, 0.0, 0.0], [900.0, 600.0, 300.0, 0.0], [0, 1, 1, 2, 2, 3, 3]),
+    ([900.0, 750.0, 600.0, 440.0, 300.0, 120.0, 0.0], [900.0, 600.0, 300.0, 0.0], [0, 0, 1, 1, 2, 2, 3]),
+    ([999.0, 899.5, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0], [0, 1, 2, 3]),
+    ([999.0, 900.5, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0], [0, 1, 2, 3]),
+    ([400.0, 300.0, 200.0], [600.0, 500.0, 400.0, 300.0, 200.0], [0, 1, 2]),
+], ids=["Heun, learned", "Heun", "DPM2", "rounded down", "rounded up", "img2img"])
+def test_a_call_belongs_to_the_step_that_has_begun(
+    times: list[float], known: list[float] | None, indexes: list[int]
+) -> None:
     steps = steps_of(times, known)
-    assert [step.index for step in steps] == [0, 0, 1, 1, 2, 2, 3]
-    assert [step.is_last for step in steps] == [False] * 6 + [True]
-    assert {step.total for step in steps} == {4}
+    assert [step.index for step in steps] == indexes
+    assert [step.is_last for step in steps] == [index == indexes[-1] for index in indexes]
+    assert {step.total for step in steps} == {None if known is None else indexes[-1] + 1}
 
 
-@pytest.mark.parametrize("middle", [900.0 + 1e-4, 900.0 - 1e-4, 899.5, 900.5])
-def test_rounding_does_not_move_a_step(middle: float) -> None:
-    steps = steps_of([999.0, middle, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0])
-    assert [step.index for step in steps] == [0, 1, 2, 3]
-
-
-def test_img2img_begins_with_the_step_that_comes_first() -> None:
-    known = [float(time) for time in range(950, -1, -50)]
-    steps = steps_of(known[12:], known)
-    assert [step.index for step in steps] == list(range(8))
-    assert {step.total for step in steps} == {8}
-    assert steps[0].fraction == 0 and steps[-1].is_last
-
-
-def test_time_that_jumps_back_is_told() -> None:
-    for known in (None, [900.0, 600.0, 300.0, 0.0]):
-        timeline = timeline_of(known)
-        jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
-        assert jumps == [False, False, False, False, True, False]
+@pytest.mark.parametrize("known", [None, [900.0, 600.0, 300.0, 0.0]])
+def test_time_that_jumps_back_is_told(known: list[float] | None) -> None:
+    timeline = timeline_of(known)
+    jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
+    assert jumps == [False, False, False, False, True, False]
 
 
 @pytest.mark.parametrize("times", [
     [float(time) for time in range(951, 0, -50)],                      # leading
-    [float(time) for time in range(999, 0, -50)],                      # trailing
     [999 - index * 999 / 19 for index in range(20)],                   # linspace
     [999.0, 949.0, 868.0, 740.0, 570.0, 380.0, 205.0, 80.0, 20.0, 0],  # Karras
     [max(0.0, 250 * math.log(sigma / KARRAS[-1])) / 1.55 for sigma in KARRAS],
-], ids=["leading", "trailing", "linspace", "karras", "log"])
+], ids=["leading", "linspace", "karras", "log"])
 def test_the_last_step_is_never_missed_without_a_hosts_help(times: list[float]) -> None:
     steps = steps_of(times)
     assert steps[-1].is_last
@@ -135,11 +97,8 @@ def test_a_count_tells_the_last_step() -> None:
     assert [step.fraction for step in steps] == [0, 0.25, 0.5, 0.75]
 
 
-# --- depth --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("layer", "block", "layers", "depth"), [
-    (0, 0, 2, 2), (0, 1, 2, 3), (0, 2, 2, 4), (1, 0, 2, 5), (2, 1, 2, 9), (0, 0, 1, 2), (0, 1, 1, 3), (1, 0, 1, 4),
+    (0, 0, 2, 2), (0, 2, 2, 4), (1, 0, 2, 5), (2, 1, 2, 9), (0, 1, 1, 3), (1, 0, 1, 4),
 ])
 def test_onediffs_layer_and_block_as_a_depth(layer: int, block: int, layers: int, depth: int) -> None:
     assert depth_of(layer, block, layers) == depth

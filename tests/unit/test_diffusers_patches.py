@@ -204,13 +204,6 @@ def test_a_processor_of_somebodys_own(name: str) -> None:
     assert within(f"{__name__}.{name} in 1 attentions")
 
 
-def test_deepcache_rests_and_says_so() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SD1), lib_onediff.Settings(deepcache_interval=3))
-    unet.get_submodule(ATTENTION).set_processor(Twice())
-    assert relative_error(*both(unet)) < CLOSE
-    assert lib_onediff.status()["deepcache"]["reason"] == "DeepCache rests: other extensions compute within the UNet"
-
-
 @pytest.mark.parametrize("guidance", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])
 def test_perturbed_attention_guidance(guidance: str) -> None:
     from diffusers.models import attention_processor
@@ -220,10 +213,3 @@ def test_perturbed_attention_guidance(guidance: str) -> None:
     call = a_call(unet, batch=6)
     output, expected = served(unet, call), diffusers_output(unet, call)
     assert relative_error(output, expected) < CLOSE and added("perturbed from row")
-
-
-def test_a_missing_image_prompt_is_refused_by_diffusers_itself() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
-    load_ip_adapters(unet, "plain")
-    with pytest.raises(TypeError):
-        both(unet)

@@ -4,21 +4,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from builders import LCM, SMALL
+from builders import SMALL
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
 from lib_onediff.core.timeline import FEW_STEP_MODEL, FEW_STEPS, Step
-from lib_onediff.hosts.diffusers.schedule import guidance_scale_of, sampling_to_come
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 
 __all__ = ["quiet"]
 NAME = "StableDiffusionPipeline"
-WITH_GUIDANCE = {**SMALL, "time_cond_proj_dim": LCM["time_cond_proj_dim"]}
-CACHES: dict[str, dict[str, Any]] = {
-    "deepcache": {"deepcache_interval": 3}, "forecast": {"deepcache_interval": 3, "deepcache_depth": 0},
-}
+CACHES: dict[str, dict[str, Any]] = {"deepcache": {"deepcache_interval": 3}, "forecast": {"forecast_interval": 3}}
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 
 
@@ -53,38 +49,3 @@ def test_a_pipelines_guidance_scale(cache: str) -> None:
     assert told(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
     assert told(pipe, cache, 12, 5.0) == ""
     assert told(pipe, cache, 16, 1.5) == ""
-
-
-def test_guidance_that_is_built_in_is_none() -> None:
-    assert told(compiled(WITH_GUIDANCE, deepcache_interval=3), "deepcache", 12, 8.0) == FEW_STEP_MODEL
-
-
-def test_guidance_that_a_callback_ends_is_still_the_samplings() -> None:
-    pipe = compiled(SMALL, deepcache_interval=3)
-
-    def end(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if step == 6:
-            pipe._guidance_scale = 0.0
-            tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[-1]
-        return tensors
-
-    more = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
-    assert told(pipe, "deepcache", 12, 5.0, **more) == ""
-
-
-@pytest.mark.parametrize(("pipe", "scale"), [
-    (None, None), (object(), None), (type("Pipe", (), {"_guidance_scale": None}), None),
-    (type("Pipe", (), {"_guidance_scale": 5})(), 5.0),
-    (type("Pipe", (), {"_guidance_scale": 5.0, "do_classifier_free_guidance": False})(), 1.0),
-    (type("Pipe", (), {"_guidance_scale": 0.0, "do_classifier_free_guidance": False})(), 0.0),
-])
-def test_pipelines_of_any_kind(pipe: Any, scale: float | None) -> None:
-    assert guidance_scale_of(pipe) == scale
-
-
-def test_the_demos_generation() -> None:
-    class Generation:
-        is_hr_pass, cfg_scale = False, 2
-
-    generation = Generation()
-    assert sampling_to_come(generation).guidance_scale == 2.0

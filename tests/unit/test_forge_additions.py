@@ -17,7 +17,7 @@ from lib_onediff.core.call import UNetCall
 from lib_onediff.families.unet import read_ldm
 from lib_onediff.families.unet.read_ldm import family_of
 from lib_onediff.hosts.forge import additions
-from lib_onediff.hosts.forge.additions import kind_of, kind_of_code, read_additions
+from lib_onediff.hosts.forge.additions import kind_of_code, read_additions
 from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.image_prompts import source_digest
 from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
@@ -173,11 +173,6 @@ def test_beside_other_functions() -> None:
     assert error(options) < CLOSE
 
 
-def test_the_factors_are_the_same_tensor_from_call_to_call() -> None:
-    first, second, third = (made(options_of(joined(one))).freeu for one in (freeu(), freeu(), freeu((1.1, 0.9))))
-    assert first is second and third is not first and first.structure == third.structure
-
-
 @pytest.mark.parametrize("options", [
     lambda: options_of(joined(stranger)),
     lambda: options_of(joined(freeu()), joined(stranger)),
@@ -201,8 +196,3 @@ def test_another_function_within_makes_another_function(name: str, monkeypatch: 
     monkeypatch.setitem(globals(), name, lambda samples, *others, **more: samples)
     options = options_of(joined(freeu())) if name == "Fourier_filter" else options_of(hires_fix())
     assert not made(options).additions
-
-
-def test_what_has_no_source_is_unknown() -> None:
-    assert kind_of(len) is None and kind_of(None) is None
-    assert kind_of(eval("lambda h, hsp, transformer_options: (h, hsp)")) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import CONTEXT_WIDTH, a_call, our_output, relative_error, shared_ldm_unet
 from comfy_unet import attended, patched_output
-from test_patch_points import CLOSE, READ, free_u
+from test_patch_points import CLOSE, READ
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,7 +18,7 @@ from lib_onediff.hosts.forge import image_prompts
 from lib_onediff.hosts.forge.additions import read_additions
 from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.image_prompts import has_known_source, source_digest
-from lib_onediff.hosts.forge.patches import PATCHES, REPLACED
+from lib_onediff.hosts.forge.patches import REPLACED
 
 SIZE, TOKENS = (16, 32), 4
 ALWAYS = (999999999.9, 0.0)
@@ -121,13 +121,6 @@ def test_they_are_part_of_our_forward(options: Any) -> None:
     assert (plain < CLOSE) == bool(past_its_steps)
 
 
-def test_beside_other_functions() -> None:
-    options = {**adapters(), PATCHES: {"output_block_patch": [free_u]}}
-    ours = made(options)
-    assert ours.patches.structure and not any("attn2" in name for name in ours.patches.structure)
-    assert error(options) < CLOSE
-
-
 def test_what_is_changed_in_place_counts_at_the_next_call() -> None:
     options = adapters()
     assert error(options) < CLOSE
@@ -150,7 +143,3 @@ def test_what_is_used_otherwise_runs_as_the_function_that_it_is(options: Any) ->
 def test_a_mask_that_does_not_cover_the_image_is_the_hosts() -> None:
     latent = a_call(shared_ldm_unet(), 28, 9).latent
     assert not read_additions(shared_ldm_unet(), adapters(mask=torch.rand(1, 40, 60)), latent).image_prompts
-
-
-def test_the_releases_that_are_known() -> None:
-    assert all(len(digest) == 16 for digest in image_prompts.KNOWN) and source_digest(len) is None

@@ -4,9 +4,9 @@ from __future__ import annotations
 from copy import copy
 
 from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.services import Generations
+from lib_onediff.runtime.generations import Generations
 
-OFF = Settings(enabled=False)
+ON, OFF = Settings(), Settings(enabled=False)
 
 
 class P:
@@ -18,24 +18,19 @@ def on(generations: Generations) -> bool:
     return innermost is None or innermost.settings.enabled
 
 
-def test_settings_hold_from_begin_to_end() -> None:
-    generations, p = Generations(), P()
-    generations.begin(p, OFF, "Not today.")
-    assert not on(generations) and generations.innermost.why_off == "Not today."
-    generations.end(p)
-    assert on(generations) and not p.__dict__
-
-
-def test_one_inside_has_its_own_and_gives_them_back() -> None:
+def test_one_inside_has_its_own_settings_and_gives_them_back() -> None:
     generations, outer, inner = Generations(), P(), P()
-    generations.begin(outer, OFF)
-    generations.begin(inner, Settings())
+    generations.begin(outer, OFF, "Not today.")
+    assert not on(generations) and generations.innermost.why_off == "Not today."
+    generations.begin(inner, ON)
     assert on(generations)
     generations.end(inner)
     assert not on(generations)
+    generations.end(outer)
+    assert on(generations) and not outer.__dict__
 
 
-def test_a_copy_neither_ends_it_nor_begins_another() -> None:
+def test_a_copy_neither_ends_it_nor_begins_another_until_it_is_over() -> None:
     """ADetailer ends and begins copies of a generation around what it makes inside."""
     generations, p = Generations(), P()
     generations.begin(p, OFF)
@@ -43,27 +38,20 @@ def test_a_copy_neither_ends_it_nor_begins_another() -> None:
     assert not on(generations)
     generations.begin(copy(p), OFF)
     assert not on(generations)
+    other = copy(p)
     generations.end(p)
+    assert on(generations)
+    generations.begin(other, OFF)
+    assert not on(generations)
+    generations.end(other)
     assert on(generations)
 
 
 def test_one_that_failed_is_over_when_the_host_lets_go_of_it() -> None:
     generations, outer, inner = Generations(), P(), P()
-    generations.begin(outer, Settings())
+    generations.begin(outer, ON)
     generations.begin(inner, OFF)
-    assert not on(generations)
     del inner
     assert on(generations)
     del outer
     assert generations.innermost is None
-
-
-def test_a_copy_of_one_that_is_over_is_another() -> None:
-    generations, p = Generations(), P()
-    generations.begin(p, Settings())
-    other = copy(p)
-    generations.end(p)
-    generations.begin(other, OFF)
-    assert not on(generations)
-    generations.end(other)
-    assert on(generations)

@@ -2,15 +2,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import weakref
 from typing import Any
 
 import pytest
-import torch
 
-from lib_onediff.core.guard import Guard, outcome_of
+from lib_onediff.core.guard import Guard
 from lib_onediff.hosts.hooks import ClassPatch
 
 
@@ -59,17 +56,6 @@ def test_a_fault_leaves_the_rest_of_the_generation_to_the_host(console: Any) -> 
     assert module.forward(5) == 6 and calls == [1, 5] and len(console.records) == 1
 
 
-def test_where_nobody_tells_of_generations_a_fault_costs_one_call() -> None:
-    guard, calls = Guard(), []
-
-    def fails_once(original: Any, module: Any, x: int) -> int:
-        calls.append(x)
-        return broken(original, module, x) if len(calls) == 1 else -x
-
-    module = patched(fails_once, guard, []).owner()
-    assert [module.forward(x) for x in (1, 2)] == [2, -2] and guard.faults
-
-
 def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() -> None:
     guard, told = Guard(), []
     ours = KeyError("ours")
@@ -93,43 +79,6 @@ def test_what_the_host_raises_is_its_own(console: Any) -> None:
     assert told == [] and guard.faults == [] and not guard.suspended and console.records == []
 
 
-def test_a_fault_after_the_hosts_own_error_is_still_the_hosts_error() -> None:
-    def swallows(original: Any, module: Any, x: int) -> int:
-        try:
-            return original(module, x)
-        except ValueError as error:
-            raise KeyError("ours") from error
-
-    with pytest.raises(ValueError, match="the host's own"):
-        patched(swallows, Guard(), []).owner().forward(-1)
-
-
-def test_nothing_that_failed_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    # pytest keeps what was logged.
-    monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)
-
-    class Large:
-        pass
-
-    def fails(original: Any, module: Any, x: int) -> int:
-        large = Large()
-        kept.append(weakref.ref(large))
-        raise IndexError(str(x))
-
-    kept: list[Any] = []
-    guard = Guard()
-    patched(fails, guard, []).owner().forward(1)
-    gc.collect()
-    assert kept[0]() is None and guard.faults
-
-
-def test_a_fault_while_the_reason_is_told_costs_nothing() -> None:
-    patch = ClassPatch(type("P", (Owner,), {"forward": Owner.forward}), "forward", broken, Guard(), "the test",
-                       lambda module, reason: [][1])
-    patch.apply()
-    assert patch.owner().forward(1) == 2
-
-
 def test_hooks_return_what_the_host_can_go_on_with(console: Any) -> None:
     guard = Guard()
 
@@ -151,18 +100,6 @@ def test_hooks_return_what_the_host_can_go_on_with(console: Any) -> None:
     assert len(console.records) == 3, "the same fault is logged once"
 
 
-def test_an_end_of_the_process_is_nobodys_fault() -> None:
-    guard = Guard()
-
-    @guard.hook("the page")
-    def page() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        page()
-    assert guard.faults == []
-
-
 def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(console: Any) -> None:
     """The runtime runs the host where its route fails, and returns; the VAE's decode that follows is the host's too."""
     guard, told = Guard(), []
@@ -181,21 +118,3 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(con
     assert vae.owner().forward(1) == 2 and told == guard.faults
     guard.resume()
     assert vae.owner().forward(1) == -1
-
-
-def test_an_outcome_is_taken_by_who_waits_and_keeps_nothing_alive_after_that() -> None:
-    assert outcome_of(lambda: 5).result() == 5
-    kept: list[weakref.ref[Any]] = []
-
-    def work() -> None:
-        tensor = torch.ones(2)
-        kept.append(weakref.ref(tensor))
-        raise LookupError("broken")
-
-    gc.disable()
-    try:
-        with contextlib.suppress(LookupError):
-            outcome_of(work).result()
-        assert kept[0]() is None, "a cycle holds the exception, and with it what the work had made"
-    finally:
-        gc.enable()

@@ -1,20 +1,20 @@
 """Guidance that ends early in whole diffusers pipelines, which call with the negative prompt's rows first."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import diffusers
 import pytest
 import torch
-from builders import LCM, SMALL, SMALL_XL, a_call, diffusers_unet, randomise, relative_error, served
+from builders import LCM, SMALL, SMALL_XL, a_call, diffusers_unet, relative_error, served
 from test_diffusers_patches import images, load_ip_adapters
-from test_public_api_pipelines import inputs, picture, pipeline, quiet
+from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
 from lib_onediff.core.rows import half_of
 from lib_onediff.core.sampling import UNANNOUNCED
-from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, TWO_HALVES, arguments_of_prompt
+from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
@@ -70,7 +70,6 @@ def compiled(name: str, layout: dict[str, Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "layout", "more", "early"), [
-    ("StableDiffusionPipeline", SMALL, {}, 6), ("StableDiffusionXLPipeline", SMALL_XL, {}, 6),
     ("StableDiffusionXLImg2ImgPipeline", SMALL_XL, {"steps": 16}, 6),
     ("StableDiffusionInpaintPipeline", SMALL, {"steps": 16}, 6),
     ("StableDiffusionPipeline", SMALL, {"num_images_per_prompt": 2}, 6),
@@ -88,7 +87,7 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
             if index < 12 - early:
                 expected = oracle(**given, return_dict=False)[0]
             else:
-                expected = oracle(**arguments_of_prompt(given, rows), return_dict=False)[0].repeat(2, 1, 1, 1)
+                expected = oracle(**arguments_of_prompt(given, rows, batch), return_dict=False)[0].repeat(2, 1, 1, 1)
         assert relative_error(output, expected) < 1e-5, index
     exact = generate(compiled(name, layout, guidance_end=1.0), **more)
     assert told() == (0, "") and relative_error(found, exact) > 1e-3
@@ -106,39 +105,15 @@ def test_an_ip_adapters_rows_and_masks(called: list[Called]) -> None:
     assert told() == (6, "")
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]
-        alone = arguments_of_prompt(given, half_of(batch, is_first=False))
+        alone = arguments_of_prompt(given, half_of(batch, is_first=False), batch)
         with torch.no_grad():
             expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
         assert relative_error(output[-len(expected):], expected) < 1e-5, index
 
 
-def test_a_controlnets_residuals(called: list[Called]) -> None:
-    from diffusers import ControlNetModel
-
-    pipe, oracle = pipeline("StableDiffusionPipeline", SMALL), diffusers_unet(**SMALL, sample_size=8)
-    controlnet = randomise(ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(4,) * 4))
-    with_control = diffusers.StableDiffusionControlNetPipeline(
-        **pipe.components, controlnet=controlnet, requires_safety_checker=False
-    )
-    with_control.set_progress_bar_config(disable=True)
-    runtime.stepping.policies = step_policies()
-    lib_onediff.compile_pipe(with_control, ignores=("vae",), guidance_end=0.5)
-    given = inputs("StableDiffusionPipeline", 64, 64)
-    with_control(**{
-        **given, "image": picture(64, 64), "num_inference_steps": STEPS, "output_type": "latent",
-        "control_guidance_end": 0.8,
-    })
-    assert told() == (6, "")
-    for index, (given, output) in enumerate(called):
-        alone = arguments_of_prompt(given, half_of(2, is_first=False))
-        with torch.no_grad():
-            expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
-        assert relative_error(output[-len(expected):], expected) < 1e-5, index
-
-
-@pytest.mark.parametrize(("layout", "scale"), [(SMALL, 1.0), (SMALL, 0.0), (LCM, 7.5)], ids=["1", "0", "built in"])
-def test_without_guidance_there_is_nothing_to_leave_out(layout: dict[str, Any], scale: float) -> None:
-    generate(compiled("StableDiffusionPipeline", layout), guidance_scale=scale)
+@pytest.mark.parametrize(("layout", "more"), [(SMALL, {"guidance_scale": 1.0}), (LCM, {})], ids=["off", "distilled"])
+def test_without_guidance_there_is_nothing_to_leave_out(layout: dict[str, Any], more: dict[str, Any]) -> None:
+    generate(compiled("StableDiffusionPipeline", layout), steps=16, **more)
     assert told() == (0, f"Guidance end rests: {NO_GUIDANCE}")
 
 
@@ -156,13 +131,9 @@ def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
 
 def test_a_unet_without_its_pipeline() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), guidance_end=0.5)
+    call = replace(a_call(unet), timestep=torch.full((2,), 500.0))
     with lib_onediff.sampling(unet):
-        served(unet, a_call(unet))
+        served(unet, call)
     assert told()[1] == f"Guidance end rests: {NO_PIPELINE}"
-    served(unet, a_call(unet))
+    served(unet, call)
     assert told()[1] == f"Guidance end rests: {UNANNOUNCED}"
-
-
-def test_the_pipelines_are_diffusers_own() -> None:
-    for name in TWO_HALVES:
-        assert isinstance(getattr(diffusers, name).do_classifier_free_guidance, property), name

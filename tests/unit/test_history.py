@@ -2,19 +2,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
-import shutil
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import LDM_UNET, a_call, diffusers_output, diffusers_unet, served, shared_unet
+from builders import a_call, diffusers_output, diffusers_unet, served, shared_unet
 from store_builders import FILE, opened, opened_as, row, uses
 
 import lib_onediff
@@ -22,23 +17,14 @@ from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store import history as history_module
-from lib_onediff.store.history import VERDICTS, History, verdict_name
+from lib_onediff.store.history import History
 from lib_onediff.store.machine import Fingerprint, source_digest
-from lib_onediff.store.store import LIMITS
 
 WEIGHTS = "weights and sources"
 KEY = ShapeKey(
     architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
     device=torch.device("cuda", 0), inputs=(), control=(), upcast_attention=False,
 )
-OTHERS: list[dict[str, Any]] = [
-    {"architecture": "sdxl"}, {"height": 128}, {"width": 72}, {"height": 32, "width": 128}, {"batch": 1},
-    {"tokens": 154}, {"dtype": torch.bfloat16}, {"latent_dtype": torch.float32}, {"device": torch.device("cpu")},
-    {"device": torch.device("cuda", 1)}, {"inputs": ("y",)}, {"control": ((2, 4, 64, 64), (), ())},
-    {"control": (None, (), ())}, {"upcast_attention": True}, {"backend": "eager"},
-    {"precision": (("TF32 in matmul", True),)}, {"part": "full"}, {"depth": 3},
-    {"patches": ("patches[attn2_patch] by somebody",)}, {"additions": ("FreeU at stages 0",)},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +127,6 @@ def test_what_0_2_0_has_written_is_taken_over(tmp_path: Path) -> None:
     assert opened(tmp_path).pins() == {("SD1", "512x512"), ("SD2 v", "72x72")}
 
 
-@pytest.mark.parametrize("stored", [None, "512x512", [1, 2], [["SD1"]], {"SD1": "512x512"}, [None], True])
-def test_pins_that_anybody_has_written(stored: object) -> None:
-    chosen = {"pinned": stored, "pinned 8x8": True, "pinned 8x8 SD1": 1, "pinned 64x64 SD1": True}
-    assert history_module.stored_pins(chosen) == {("SD1", "64x64")}
-
-
 def test_the_digest_is_that_of_the_sources_that_compute(tmp_path: Path) -> None:
     def digest(changes: dict[str, str]) -> str:
         for name, text in changes.items():
@@ -162,58 +142,7 @@ def test_the_digest_is_that_of_the_sources_that_compute(tmp_path: Path) -> None:
     assert Fingerprint.of().onediff == f"{lib_onediff.__version__} {source_digest()}"
 
 
-@pytest.mark.gpu
-def test_the_fingerprint_of_a_gpu() -> None:
-    gpu = Fingerprint.of()
-    assert gpu.gpu == torch.cuda.get_device_name()
-    assert gpu.driver[:1].isdigit() and "." in gpu.driver
-
-
 # --- verdicts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("backend", "change"), [("cudagraph", {}), *(("native", change) for change in OTHERS)])
-def test_another_shape_or_backend_is_another_verdict(tmp_path: Path, backend: str, change: dict[str, Any]) -> None:
-    other = dataclasses.replace(KEY, **change)
-    history = opened(tmp_path)
-    history.keep_verdict("native", KEY, WEIGHTS, 1e-3)
-    assert history.verdict(backend, other, WEIGHTS) is None
-    history.keep_verdict(backend, other, WEIGHTS, 2e-3)
-    later = opened(tmp_path)
-    for known in (history, later, later):
-        assert (known.verdict("native", KEY, WEIGHTS), known.verdict(backend, other, WEIGHTS)) == (1e-3, 2e-3)
-
-
-def test_every_field_of_a_shape_counts() -> None:
-    changed = {name for change in OTHERS for name in change}
-    assert changed == {field.name for field in dataclasses.fields(ShapeKey)}
-
-
-@pytest.mark.parametrize("value", [None, True, "1e-3", [1e-3], math.nan, math.inf, -1e-3], ids=repr)
-def test_what_is_no_error_is_no_verdict(tmp_path: Path, value: Any) -> None:
-    history = opened(tmp_path)
-    if isinstance(value, float):
-        history.keep_verdict("native", KEY, WEIGHTS, value)
-        assert history.verdict("native", KEY, WEIGHTS) is None
-    history._save(VERDICTS, verdict_name("native", KEY, WEIGHTS), value)
-    assert opened(tmp_path).verdict("native", KEY, WEIGHTS) is None
-
-
-def test_the_verdicts_that_were_not_used_for_longest_make_room(tmp_path: Path) -> None:
-    """As many LoRAs leave them: one for each."""
-    [most] = [most for _, _, which, most in LIMITS if VERDICTS in which]
-    history = opened(tmp_path)
-    history.tune("layout", "nhwc")
-    for number in range(most):
-        history.keep_verdict("native", KEY, f"LoRA {number}", 1e-3)
-    later = opened(tmp_path)
-    assert later.verdict("native", KEY, "LoRA 0") == 1e-3
-    for number in range(most, most + 10):
-        later.keep_verdict("native", KEY, f"LoRA {number}", 1e-3)
-    last = opened(tmp_path)
-    known = [number for number in range(most + 10) if last.verdict("native", KEY, f"LoRA {number}")]
-    assert known == [0, *range(11, most + 10)]
-    assert last.tuned() == {"layout": "nhwc"}, "what was tuned is no verdict"
 
 
 def test_a_purge_takes_the_resolutions_of_a_model_and_no_others(tmp_path: Path) -> None:
@@ -241,16 +170,6 @@ def test_a_purge_takes_the_resolutions_of_a_model_and_no_others(tmp_path: Path) 
             assert known.tuned() == {"tile": 64}
     history.keep([Entry(keys["SDXL", 64], "SDXL", uses=3)])
     assert [found.uses for found in history.rows()] == [3], "its uses count from the first again"
-
-
-def test_a_purge_of_a_model_takes_verdicts_of_its_architectures(tmp_path: Path) -> None:
-    """Also where no image has made a row of it."""
-    history = opened(tmp_path)
-    history.keep_verdict("native", KEY, WEIGHTS, 1e-3)
-    history.forget(model="SD1")
-    assert history.verdict("native", KEY, WEIGHTS) == 1e-3
-    history.forget(model="SD1", architectures=["sd1"])
-    assert history.verdict("native", KEY, WEIGHTS) is opened(tmp_path).verdict("native", KEY, WEIGHTS) is None
 
 
 @pytest.mark.usefixtures("host_timed_often")
@@ -284,51 +203,6 @@ def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known
     assert second["host_ms"] == pytest.approx(first["host_ms"])
 
 
-A_PROCESS = """
-import json, sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[1], sys.argv[2]]
-import torch
-torch.set_num_threads(1)
-import lib_onediff
-assert lib_onediff.__file__.startswith(sys.argv[1])
-from builders import a_call, ldm_output, ldm_unet, relative_error
-from lib_onediff.options.settings import Settings
-from lib_onediff.runtime.runtime import runtime
-runtime.history.open(Path(sys.argv[3]))
-unet = ldm_unet(num_res_blocks=1, channel_mult=[1, 2], attention_resolutions=[2])
-runtime.adopt(unet, Settings(backend="eager"))
-call = a_call(unet)
-with torch.no_grad():
-    output = runtime.run(unet, call, lambda: ldm_output(unet, call))
-    told = lib_onediff.status()
-    error = relative_error(runtime.run(unet, call, lambda: ldm_output(unet, call)), ldm_output(unet, call))
-print(json.dumps([told["route"], told["reason"], told["relative_error"], error]))
-"""
-
-
-def test_sources_that_an_update_has_broken_are_checked_and_not_used(tmp_path: Path) -> None:
-    """With ldm's UNet, which is imported in a moment."""
-    pytest.importorskip(LDM_UNET, reason="stable-diffusion-sdkit is not installed")
-    package, tests = Path(lib_onediff.__file__).parent, Path(__file__).parent
-    ours = tmp_path / "extension"
-    shutil.copytree(package, ours / "lib_onediff")
-
-    def in_a_process() -> tuple[str, str, float | None, float]:
-        ended = subprocess.run(
-            [sys.executable, "-c", A_PROCESS, str(ours), str(tests), str(tmp_path / "cache")], cwd=ours, check=True,
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""},
-        )
-        return tuple(json.loads(ended.stdout.splitlines()[-1]))
-
-    route, reason, known, error = in_a_process()
-    assert (route, reason) == ("plain", "") and known < 1e-5 and error < 1e-5
-    operators = ours / "lib_onediff" / "ops" / "torch_ops.py"
-    right = "functional.gelu(gate)"
-    assert right in operators.read_text()
-    operators.write_text(operators.read_text().replace(right, "functional.relu(gate) + 1"))
-    route, reason, known, error = in_a_process()
-    assert route == "host" and "differs from the model's own forward" in reason and error < 1e-5
 
 
 # --- what Triton compiles ---------------------------------------------------------------------------------------------
@@ -356,20 +230,6 @@ def test_triton_keeps_its_files_in_the_cache_folder(tmp_path: Path, triton_varia
     assert len(list(folder.rglob("kernel.cubin"))) == 2, "a resolution's purge compiles nothing anew"
     history.forget()
     assert [kernel.parent.name for kernel in folder.rglob("kernel.cubin")] == ["BEING-WRITTEN"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="on Windows a folder's mode tells nothing")
-@pytest.mark.parametrize("which", ["cache/compiled", "cache", "."])
-def test_where_others_can_write_triton_keeps_them_at_home(tmp_path: Path, which: str, triton_variable: str) -> None:
-    """They are run as they lie."""
-    (tmp_path / "cache" / "compiled").mkdir(parents=True)
-    (tmp_path / which).chmod(0o777)
-    opened(tmp_path / "cache").keep_compiled()
-    assert os.environ[triton_variable] == "/elsewhere"
-    # In a folder such as /tmp nobody can rename what is not theirs.
-    (tmp_path / which).chmod(0o1777)
-    opened(tmp_path / "cache").keep_compiled()
-    assert (os.environ[triton_variable] == "/elsewhere") == (which == "cache/compiled")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="to make a link takes rights on Windows")

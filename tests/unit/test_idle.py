@@ -13,7 +13,7 @@ from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm import idle as idle_module
-from lib_onediff.prewarm.idle import IdleWarmUp, count_ready
+from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import WantedSize
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -76,22 +76,6 @@ def test_what_is_used_the_most_is_made_ready_one_at_a_time(rig: Rig) -> None:
     assert len(rig.webui.calls) == made, "it is done once"
 
 
-def test_what_is_ready_is_left_alone(rig: Rig) -> None:
-    rig.warmup.add([Size(64, 64)], "panel")
-    wait_until_idle(rig.warmup)
-    rig.idle.follow(True)
-    until(lambda: len(rig.states()) == 3 and not rig.warmup.busy())
-    assert [job.source for job in rig.warmup.jobs()] == ["panel", "idle", "idle"]
-
-
-def test_nothing_happens_while_pictures_are_made(rig: Rig) -> None:
-    rig.idle.follow(True)
-    for _ in range(12):
-        time.sleep(IDLE / 3)
-        rig.idle.disturb()
-    assert rig.webui.calls == [] and rig.states() == []
-
-
 def test_it_stops_as_soon_as_a_picture_begins_and_begins_again_later(rig: Rig) -> None:
     rig.idle.follow(True)
     until(lambda: rig.webui.calls)
@@ -103,16 +87,6 @@ def test_it_stops_as_soon_as_a_picture_begins_and_begins_again_later(rig: Rig) -
     rig.idle.disturb()
     until(lambda: len(rig.webui.calls) > made)
     until(lambda: {size for size, state in rig.states() if state == "done"} == {"64x64", "72x64", "80x64 x2"})
-
-
-def test_what_others_have_queued_goes_on(rig: Rig) -> None:
-    rig.idle.follow(True)
-    until(lambda: rig.webui.calls)
-    with rig.webui.lock:
-        (job,) = rig.warmup.add([Size(128, 64)], "panel")
-        rig.idle.disturb()
-    wait_until_idle(rig.warmup)
-    assert next(now for now in rig.warmup.jobs() if now.id == job.id).state == "done"
 
 
 def test_it_does_not_drive_one_size_out_for_another(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,26 +110,3 @@ def test_the_thread_lives_while_the_setting_is_on(rig: Rig) -> None:
     rig.idle.stop()
     time.sleep(2 * IDLE)
     assert rig.webui.calls == []
-
-
-def test_switched_off_in_the_middle(rig: Rig) -> None:
-    rig.wanted = [WantedSize(Size(64 + 8 * step, 64), 77) for step in range(20)]
-    rig.idle.follow(True)
-    until(lambda: rig.webui.calls)
-    rig.idle.follow(False)
-    assert threads() == [] and not rig.warmup.busy()
-
-
-def test_a_fault_ends_up_in_the_log(
-    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(idle_module.log, "propagate", True)
-    monkeypatch.setattr(rig.idle, "_most_used", lambda: 1 / 0)
-    rig.idle.follow(True)
-    until(lambda: "idle warm-up failed" in caplog.text)
-    assert len(threads()) == 1
-
-
-def test_a_graph_counts_more_than_plain_launches() -> None:
-    runtime.purge()
-    assert count_ready(runtime.rows()) == 0

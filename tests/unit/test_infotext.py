@@ -32,37 +32,11 @@ def every_setting() -> list[Settings]:
     ]
 
 
-def test_form() -> None:
-    assert infotext.describe(Settings()) == "on"
-    assert infotext.describe(Settings(enabled=False)) == "off"
-    assert infotext.describe(Settings(backend="eager", low_bit_only=True)) == "on; backend eager; low_bit_only on"
-
-
-def test_what_holds_for_the_whole_webui_is_not_told() -> None:
-    assert infotext.describe(Settings(memory_budget=512, prewarm="512x512")) == "on"
-    assert "memory_budget" not in infotext.options_of_a_run()
-
-
-def test_round_trip() -> None:
-    for settings in every_setting():
-        assert Settings.from_mapping(infotext.parse(infotext.describe(settings))) == settings
-
-
 def test_hosts_need_not_quote_it() -> None:
     for settings in every_setting():
         text = infotext.describe(settings)
         assert infotext_utils.quote(text) == text
         assert not re.search(r'[,:\n"]', text)
-
-
-@pytest.mark.parametrize("switched_on", [True, False])
-def test_round_trip_through_the_standalone_hosts_infotext(switched_on: bool) -> None:
-    settings = Settings(enabled=switched_on, backend="eager", low_bit_only=True)
-    written = {"Steps": 20, "Sampler": "Euler a", "Size": "64x64", infotext.KEY: infotext.describe(settings)}
-    line = ", ".join(f"{name}: {infotext_utils.quote(value)}" for name, value in written.items())
-    read = infotext_utils.parse_generation_parameters(f"a fox: on, a hill\nNegative prompt: rain\n{line}")
-    assert Settings.from_mapping(infotext.parse(read[infotext.KEY])) == settings
-    assert pasting().switch(read) is switched_on
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -112,18 +86,6 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
         assert per_run(run) == per_run(settings)
 
 
-@pytest.mark.parametrize("pasted", [Settings(), Settings(enabled=False), Settings(deepcache_interval=2, low_bit="fp8")])
-def test_what_is_pasted_holds_no_option_but_those_that_it_writes_down(pasted: Settings) -> None:
-    """Whatever else is set later counts, and the accordion shows what does not."""
-    arguments = read_by_the_accordion(infotext.describe(pasted), Settings())
-    later = Settings(backend="eager", low_bit="int8", guidance_end=0.5, deepcache_interval=5)
-    run = settings_of_run(arguments, later)
-    written = pasted.changed_from(Settings())
-    assert arguments[1] == AS_IN_SETTINGS and all(name in arguments[2] for name in written if name != "enabled")
-    assert per_run(run) == per_run(later) | written
-    assert not settings_of_run(arguments, Settings(enabled=False)).enabled
-
-
 @pytest.mark.parametrize(("text", "standing", "arguments"), [
     ("on", Settings(), [True, AS_IN_SETTINGS, ""]),
     ("off", Settings(), [False, AS_IN_SETTINGS, ""]),
@@ -156,33 +118,3 @@ def test_paste_fields_are_the_same_in_both_tabs() -> None:
     assert [component for component, _ in one] == ["a", "b", "c"]
     names = [target for _, target in one]
     assert all(target in names for _, target in other) and len(set(names)) == 3
-
-
-def pasted(text: str, checked: bool, standing: Settings) -> list[Any]:
-    """What the standalone host's button puts into prompt, width, sampler and the accordion."""
-    gradio = pytest.importorskip("gradio")
-    with gradio.Blocks() as page:
-        prompt, width = gradio.Textbox(), gradio.Slider(64, 2048, value=512)
-        sampler, enabled = gradio.Dropdown(["Euler", "Heun"], value="Euler"), gradio.Checkbox(checked)
-        accordion = enabled, gradio.Dropdown([AS_IN_SETTINGS], value=AS_IN_SETTINGS), gradio.Textbox("")
-        fields = [(prompt, "Prompt"), (width, "Size-1"), (sampler, "Sampler"), *pasting(standing).fields(*accordion)]
-        infotext_utils.connect_paste(gradio.Button("Read infotext"), fields, prompt)
-    functions = page.fns.values() if isinstance(page.fns, dict) else page.fns
-    (paste,) = (function.fn for function in functions)
-    return [update.get("value", "unchanged") for update in paste(text)]
-
-
-@pytest.mark.parametrize("text, expected", [
-    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72, OneDiff: off; low_bit_only on",
-     ["a fox", 64.0, "Heun", False, AS_IN_SETTINGS, "low_bit off; low_bit_only on"]),
-    ("a fox\nSteps: 3, Sampler: Heun, OneDiff: on; deepcache_interval 3; deepcache_hires off, Size: 64x72",
-     ["a fox", 64.0, "Heun", True, AS_IN_SETTINGS, "deepcache_interval 3; low_bit off"]),
-    ("a fox\nSteps: 3, Sampler: Heun, Size: 64x72", ["a fox", 64.0, "Heun", *["unchanged"] * 3]),
-    ("a fox\nSteps: 3, Sampler: Heun, Size-1: wide, OneDiff: maybe",
-     ["a fox", "unchanged", "Heun", *["unchanged"] * 3]),
-    ("a fox", ["a fox", *["unchanged"] * 5]),
-    ("", ["", *["unchanged"] * 5]),
-])
-@pytest.mark.parametrize("checked", [True, False])
-def test_pasting_on_the_standalone_hosts_page(text: str, expected: list[Any], checked: bool) -> None:
-    assert pasted(text, checked, Settings(low_bit="int8")) == expected

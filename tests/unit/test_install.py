@@ -112,65 +112,38 @@ def fake_torch(tmp_path) -> Path:
 # The WebUI's line
 
 
-def test_line_names_this_torch():
+def test_line_names_this_torch_and_reads_it_without_importing_it(fake_torch):
     answer = run_install(REPOSITORY)
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert answer.stdout.count("\n") == 1
-    assert answer.stdout.startswith(f"OneDiff: torch {metadata.version('torch')}")
-    assert "eager" in answer.stdout and answer.stdout.isascii()
-
-
-def test_line_reads_torch_without_importing_it(fake_torch):
+    assert (answer.returncode, answer.stderr, answer.stdout.count("\n")) == (0, "", 1)
+    assert answer.stdout.startswith(f"OneDiff: torch {metadata.version('torch')}") and answer.stdout.isascii()
     answer = run_install(REPOSITORY, PYTHONPATH=str(fake_torch), CUDA_VISIBLE_DEVICES="")
     assert (answer.returncode, answer.stderr) == (0, "")
     assert answer.stdout.startswith("OneDiff: torch 2.7.1+cu128, no NVIDIA GPU, ")
     assert answer.stdout.endswith("; backends: eager (native and cudagraph need an NVIDIA GPU).\n")
 
 
-def test_line_survives_a_broken_torch(fake_torch):
-    (fake_torch / "torch" / "version.py").unlink()
-    answer = run_install(REPOSITORY, PYTHONPATH=str(fake_torch))
-    assert (answer.returncode, answer.stderr.count("Traceback"), answer.stdout.count("\n")) == (0, 1, 1)
-    assert answer.stdout.startswith("OneDiff: cannot tell what is installed here (FileNotFoundError")
-
-
 @pytest.mark.parametrize(
     ("torch_version", "cuda_build", "driver_cuda", "triton_version", "backends"),
     [
         ("2.7.1+cu128", "12.8", (12, 4), "3.3.1", "native, cudagraph, eager"),
-        ("2.7.1+cu128", "12.8", (12, 4), "3.3.1.post21", "native, cudagraph, eager"),
         ("2.7.1+cu128", "12.8", (12, 4), None, "cudagraph, eager (native needs triton 3.0 or newer)"),
-        ("2.3.1+cu121", "12.1", (12, 4), "2.3.1", "cudagraph, eager (native needs triton 3.0 or newer)"),
-        ("2.1.2+cu121", "12.1", (12, 4), "2.1.0", "cudagraph, eager (native needs triton 3.0 or newer)"),
         ("2.1.2", "12.1", (12, 4), None, "cudagraph, eager (native needs triton 3.0 or newer)"),
         (
             "2.13.0+cpu", None, None, None,
             "eager (native and cudagraph need an NVIDIA GPU and a CUDA build of torch)",
         ),
         ("2.13.0+cpu", None, (13, 0), "3.7.0", "eager (native and cudagraph need a CUDA build of torch)"),
-        ("2.3", "12.1", None, "2.3.0", "eager (native and cudagraph need an NVIDIA GPU)"),
         (
             "2.13.0+cu130", "13.0", (12, 4), "3.7.0",
             "eager (native and cudagraph need a newer NVIDIA driver: this one serves CUDA 12.4, torch wants 13.0)",
         ),
         ("2.1.1+cu121", "12.1", (12, 4), None, "none (OneDiff needs torch 2.1.2 or newer)"),
-        ("2.0.1", "11.7", (12, 4), None, "none (OneDiff needs torch 2.1.2 or newer)"),
         (None, None, (12, 4), None, "none (OneDiff needs torch 2.1.2 or newer)"),
     ],
 )
 def test_backends(torch_version, cuda_build, driver_cuda, triton_version, backends):
     found = install.describe_backends(torch_version, cuda_build, driver_cuda, triton_version)
     assert found == backends.replace("triton 3", "triton-windows 3" if os.name == "nt" else "triton 3")
-
-
-@pytest.mark.gpu
-def test_line_names_the_gpu():
-    import torch
-
-    answer = run_install(REPOSITORY)
-    assert torch.cuda.get_device_name(0) in answer.stdout
-    line = answer.stdout
-    assert line.endswith("; backends: native, cudagraph, eager.\n") or "OneDiff is fast on this GPU with" in line
 
 
 # Arguments
@@ -180,8 +153,6 @@ def test_line_names_the_gpu():
     ("arguments", "sentence"),
     [
         (["--demo", "--port", "0"], "a port is a whole number from 1 to 65535, not '0'"),
-        (["--demo", "--port", "65536"], "a port is a whole number from 1 to 65535, not '65536'"),
-        (["--demo", "--port", "http"], "a port is a whole number from 1 to 65535, not 'http'"),
         (["--demo", "--model", "no-such.safetensors"], "there is no file or folder no-such.safetensors"),
         (["--demo", "--prot", "7860"], "unrecognized arguments: --prot 7860"),
         (["--demmo"], "install.py takes --demo, --test or nothing, not '--demmo'."),
@@ -238,26 +209,6 @@ def test_arguments_folder_and_exit_code_reach_pytest_and_the_users_arguments_cou
     assert json.loads(answer.stdout) == [str(checkout), *install.SIDE_BY_SIDE, *words]
 
 
-def test_demo_starts_the_host_with_an_absolute_model(installed):
-    checkout, environment = installed
-    (checkout.parent / "model.ckpt").touch()
-    run_install(checkout, "--demo", **environment)
-    words = ["--port", "7861", "--gradio-auth", "ann:zoë", "--api-auth", "b:c", "--allowed-hosts", "sd.example"]
-    answer = run_install(checkout, "--demo", "--model", "model.ckpt", *words, **EMPTY_PACKAGE_INDEX)
-    assert (answer.returncode, answer.stderr) == (7, "")
-    expected = ["--model", str(checkout.parent / "model.ckpt"), "--host", "127.0.0.1", *words]
-    assert json.loads(answer.stdout) == [str(checkout), *expected]
-
-
-def test_what_was_removed_from_the_venv_comes_back(installed):
-    checkout, environment = installed
-    python = checkout / install.VENV_PYTHON.relative_to(REPOSITORY)
-    subprocess.run([python, "-m", "pip", "uninstall", "--yes", "tiny-host"], check=True, capture_output=True)
-    answer = run_install(checkout, "--test", **environment)
-    assert "Successfully installed tiny-host-1.0" in answer.stdout and answer.returncode == 7
-    assert "Making .venv" not in answer.stdout
-
-
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
 def test_ctrl_c_is_the_hosts_own(installed):
     checkout, environment = installed
@@ -311,52 +262,6 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
     assert online.returncode == 7
 
 
-def test_pips_retries_are_not_shown(installed):
-    checkout, _ = installed
-    project = checkout / "pyproject.toml"
-    project.write_text(TINY_PYPROJECT.replace('"pytest==1.0"', '"pytest==1.0", "not-there"'))
-    nobody = {**EMPTY_PACKAGE_INDEX, "PIP_NO_INDEX": "", "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "1"}
-    answer = run_install(checkout, "--test", **nobody)
-    project.write_text(TINY_PYPROJECT)
-    assert answer.returncode == 1
-    assert answer.stderr.startswith("pip cannot reach its package index") and answer.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("interrupted", ["installed_distributions", "run_pip"])
-def test_ctrl_c_before_anything_was_changed_leaves_a_complete_venv_alone(tmp_path, monkeypatch, interrupted):
-    monkeypatch.setattr(install, "VENV", tmp_path)
-    monkeypatch.setattr(install, "LOCK", tmp_path / "lock")
-    monkeypatch.setattr(install, "is_installed", lambda extra, wanted: False)
-    monkeypatch.setattr(install, "installed_distributions", lambda: ["pip 1.0"])
-
-    def ctrl_c(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(install, interrupted, ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
-        install.prepare_venv("demo")
-    assert install.LOCK.read_text() == "", "the next start would empty it"
-
-
-def test_a_failed_addition_leaves_a_complete_venv_alone(installed):
-    checkout, environment = installed
-    project = checkout / "pyproject.toml"
-    project.write_text(TINY_PYPROJECT.replace('"pytest==1.0"', '"pytest==1.0", "not-there"'))
-    failed = run_install(checkout, "--test", **environment)
-    project.write_text(TINY_PYPROJECT)
-    assert failed.returncode == 1 and "finds no not-there" in failed.stderr
-    answer = run_install(checkout, "--test", **environment)
-    assert (answer.returncode, answer.stderr) == (7, "") and "Installing" not in answer.stdout
-
-
-@pytest.mark.parametrize("module", ["venv", "ensurepip"])
-def test_a_python_without_venv_says_what_to_install(tmp_path, monkeypatch, module):
-    monkeypatch.setattr(install, "VENV", tmp_path / ".venv")
-    monkeypatch.setattr(install, "find_spec", lambda name: None if name == module else object())
-    with pytest.raises(install.CannotInstall, match=r"apt install python3\.\d+-venv"):
-        install.make_venv()
-
-
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [
@@ -374,9 +279,6 @@ def test_a_python_without_venv_says_what_to_install(tmp_path, monkeypatch, modul
 )
 def test_why_failed(output, sentence):
     assert sentence in install.why_failed(output)
-
-
-def test_an_unknown_failure_is_not_explained_away():
     assert install.why_failed("ERROR: Cannot install tiny-host==1.0 because these versions conflict.") is None
 
 

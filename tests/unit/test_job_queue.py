@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 
 from lib_onediff.options.sizes import Size
-from lib_onediff.prewarm.job import QUEUED, RUNNING, Call, Job, Shape, check_tokens, rows_with_jobs
-from lib_onediff.prewarm.queue import Estimates, JobQueue, known_times
-from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, rows_of
+from lib_onediff.prewarm.job import RUNNING, Call, Job, Shape, rows_with_jobs
+from lib_onediff.prewarm.queue import Estimates, JobQueue
+from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.store.history import HistoryRow
 
 SHAPES = (Shape(2, 77), Shape(1, 77))
@@ -47,31 +47,6 @@ def test_only_what_is_queued_moves() -> None:
     assert queue.cancel(jobs[2].id) and not queue.move(jobs[2].id, 1)
 
 
-def test_what_is_asked_for_later_comes_last() -> None:
-    queue, jobs = a_queue(64, 72)
-    queue.move(jobs[0].id, 1)
-    queue.add([(Size(80, 64), 77, SHAPES)], "API", {})
-    assert widths(queue) == [72, 64, 80]
-
-
-def test_another_length_of_the_prompt_is_another_job() -> None:
-    queue, (job,) = a_queue(64)
-    (same,) = queue.add([(Size(64, 64), 77, SHAPES)], "API", {})
-    (longer,) = queue.add([(Size(64, 64), 154, (Shape(2, 154),))], "API", {})
-    assert same == job and longer.id != job.id and (longer.tokens, longer.total) == (154, 3)
-
-
-@pytest.mark.parametrize("tokens", [77, 154, 231])
-def test_usual_lengths(tokens: int) -> None:
-    check_tokens(tokens)
-
-
-@pytest.mark.parametrize("tokens", [0, -77, 76, 78, 308, 10**9])
-def test_other_lengths_are_a_sentence(tokens: int) -> None:
-    with pytest.raises(ValueError, match="77, 154 or 231 tokens, not"):
-        check_tokens(tokens)
-
-
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
@@ -90,27 +65,11 @@ def test_progress_of_a_job() -> None:
     assert (queue.get(job).what, queue.get(job).estimated_seconds) == ("", None)
 
 
-def test_a_cancelled_job_counts_no_more() -> None:
-    queue, (job,) = a_queue(64)
-    queue.take()
-    assert queue.cancel(job.id)
-    queue.advance(job, job.calls_left()[0], 0.25, 1)
-    queue.say(job, "checking")
-    queue.end(job, "done", "")
-    now = queue.get(job)
-    assert (now.state, now.done, now.what) == ("cancelled", 0, "")
-
-
 # --- estimates --------------------------------------------------------------------------------------------------------
 
 
 def a_call(width: int, latents: int, number: int) -> Call:
     return Call(Size(width, 64), Shape(latents, 77), number)
-
-
-def test_nothing_is_known_at_first() -> None:
-    assert Estimates().seconds([a_call(64, 2, 0)], {}) is None
-    assert Estimates().seconds([], {}) == 0
 
 
 def test_what_was_measured_of_the_shape_counts() -> None:
@@ -130,31 +89,6 @@ def test_else_this_sessions_calls_by_their_size() -> None:
     estimates.note(a_call(64, 2, 1), 200.0)
     estimates.note(a_call(64, 2, 1), 2.0)
     assert estimates.seconds([a_call(64, 2, 1)], {}) == pytest.approx(2.0), "one that had to wait spoils nothing"
-
-
-def test_a_queued_job_tells_how_long_it_will_take() -> None:
-    queue, (first,) = a_queue(64)
-    queue.take()
-    for call in first.calls_left():
-        queue.advance(first, call, 1.0, 1)
-    (second,) = queue.add([(Size(128, 64), 77, SHAPES)], "panel", {})
-    assert second.estimated_seconds == pytest.approx(2 * 6 * 3 / 4, rel=0.5)
-    (third,) = queue.add([(Size(72, 64), 77, SHAPES)], "panel", {
-        ("72x64", 2, 77): (1000.0, 3000.0), ("72x64", 1, 77): (500.0, 1500.0),
-    })
-    assert third.estimated_seconds == pytest.approx(4 + 2 + 1 + 2 + 1 + 0.5)
-
-
-def test_history_is_what_is_known() -> None:
-    history = [
-        HistoryRow("one", "SD1", "64x64", 2, 77, "float16", step_ms=10.0, host_ms=20.0),
-        HistoryRow("two", "SDXL", "64x64", 2, 77, "float16", step_ms=90.0),
-        HistoryRow("one", "SD1", "64x64", 1, 77, "float16"),
-    ]
-    rows = rows_of([], history)
-    assert known_times(rows, "SD1") == {("64x64", 2, 77): (10.0, 20.0)}
-    assert known_times(rows, "SDXL") == {("64x64", 2, 77): (90.0, None)}
-    assert known_times(rows, "SD2") == {}
 
 
 # --- the table with the queue -----------------------------------------------------------------------------------------
@@ -180,27 +114,3 @@ def test_rows_show_what_is_being_made_ready() -> None:
     for job in jobs:
         queue.cancel(job.id)
     assert rows_with_jobs(rows, queue.jobs(), "SD1") == rows
-
-
-def test_rows_of_a_model_that_nobody_knows() -> None:
-    queue, _ = a_queue(64, 72)
-    told = rows_with_jobs([a_row("64x64", "SD1"), a_row("64x64", "SDXL")], queue.jobs(), None)
-    assert [(row.resolution, row.model, row.state) for row in told] == [
-        ("72x64", "", "queued"), ("64x64", "SD1", "queued"), ("64x64", "SDXL", "queued"),
-    ]
-
-
-def test_a_running_job_is_told_before_a_queued_one() -> None:
-    queue, (job, _) = a_queue(64, 72)
-    queue.take()
-    queue.add([(Size(64, 64, 2), 77, SHAPES)], "panel", {})
-    assert rows_with_jobs([], queue.jobs(), "SD1")[0].state == "warming 0 %"
-    assert {now.state for now in queue.jobs()} == {RUNNING, QUEUED} and job.share == 0
-
-
-def test_a_row_of_decodes_alone_is_no_place_for_a_job() -> None:
-    decode = [HistoryRow("architecture", "VAE decoder", "64x64", 1, 0, "float16", step_ms=10.0)]
-    queue, _ = a_queue(64)
-    told = rows_with_jobs(rows_of([], decode), queue.jobs(), "SD1")
-    assert [(row.model, row.state) for row in told] == [("SD1", "queued"), ("VAE decoder", "on disk")]
-    assert isinstance(told[1].shapes[0], ShapeRow)

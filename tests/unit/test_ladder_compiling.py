@@ -8,21 +8,18 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from backend_names import CUDAGRAPH, EAGER, NATIVE
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
-from ladder_builders import Weather, entry_of, error, now, reason, seem_to_have_a_gpu, small_xl
+from ladder_builders import CUDAGRAPH, EAGER, NATIVE, Weather, entry_of, error, now, pretend_a_gpu, reason, small_xl
 from torch import nn
 
 import lib_onediff
-from lib_onediff.core.call import UNetCall
 from lib_onediff.core.table import State
-from lib_onediff.devices.cuda.native import Native
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -45,33 +42,18 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    compiler, native = Compiler(), Native(runtime.tuning_cache)
-    known = runtime.devices.named(NATIVE)
-    monkeypatch.setattr(runtime.devices, "all", tuple(
-        native if device is known else device for device in runtime.devices.all
-    ))
-    prepare = native.prepare
-    seem_to_have_a_gpu(monkeypatch, Weather())
-    monkeypatch.setattr(native, "prepare", lambda network, waits, measures=False: prepare(network, waits))
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    compiler, native = Compiler(), runtime.devices.named(NATIVE)
+    pretend_a_gpu(monkeypatch, Weather(), is_compiled=False)
+    for name, nothing in (("_compiled", set()), ("_pending", set()), ("_failed", {})):
+        monkeypatch.setattr(native, name, nothing)
     monkeypatch.setitem(
         sys.modules, "lib_onediff.devices.cuda.compile_kernels",
         SimpleNamespace(compile_kernels=compiler.compile_kernels),
     )
-    return compiler
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(SECONDS * 100):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("it took too long")
-
-
-def settled() -> None:
-    """Wait until the thread that compiles has nothing to do."""
-    runtime.devices.named(NATIVE)._worker.submit(lambda: None).result(SECONDS)
+    yield compiler
+    compiler.may_end.set()
+    native.finish()
 
 
 def test_the_host_serves_until_the_kernels_are_there(compiler: Compiler) -> None:
@@ -81,22 +63,13 @@ def test_the_host_serves_until_the_kernels_are_there(compiler: Compiler) -> None
         assert torch.equal(served(unet, call), diffusers_output(unet, call))
         assert now()[1] == "host" and "kernels are being compiled" in reason()
     assert entry_of(NATIVE).state is State.COLD, "nothing is wrong with the shape"
-    compiler.may_end.set()
-    settled()
-    assert error(unet, call) < CLOSE
-    assert now() == ("native", "plain")
-    assert compiler.networks == 1
-
-
-def test_one_that_is_patient_waits_for_them(compiler: Compiler) -> None:
-    unet = small_xl()
-    call = a_call(unet)
-    served(unet, call)
-    assert now()[1] == "host"
     threading.Timer(0.2, compiler.may_end.set).start()
     with runtime.wait_for_compile():
         assert error(unet, call) < CLOSE
+        assert now() == ("native", "plain"), "who is patient waits for them"
+    assert error(unet, call) < CLOSE
     assert now() == ("native", "plain")
+    assert compiler.networks == 1
 
 
 def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler) -> None:
@@ -105,7 +78,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
     unet = small_xl()
     call = a_call(unet)
     served(unet, call)
-    settled()
+    runtime.devices.named(NATIVE).finish()
     for _ in range(2):
         assert error(unet, call) < CLOSE
         assert now() == ("cudagraph", "plain")
@@ -113,10 +86,15 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
     assert error(unet, a_call(unet, 8, 16)) < CLOSE
     assert now() == ("cudagraph", "plain")
     assert compiler.networks == 1, "it is not tried again for every size"
+    compiler.fault = None
+    other = lib_onediff.compile_unet(diffusers_unet())
+    with runtime.wait_for_compile():
+        assert error(other, a_call(other)) < CLOSE
+    assert now() == ("native", "plain"), "another network's kernels compile"
 
 
 def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(runtime.devices.named(NATIVE)._made, NATIVE, raising=False)
+    monkeypatch.delitem(runtime.devices.named(NATIVE)._made, NATIVE)
     monkeypatch.setitem(sys.modules, "lib_onediff.devices.cuda.low_bit.operators", None)
     compiler.may_end.set()
     unet = small_xl()
@@ -124,40 +102,6 @@ def test_a_triton_that_cannot_be_imported(compiler: Compiler, monkeypatch: pytes
         assert error(unet, a_call(unet)) < CLOSE
     assert now() == ("cudagraph", "plain")
     assert "Triton cannot be imported" in reason()
-
-
-def test_another_network_lives_on_when_one_does_not_compile(compiler: Compiler) -> None:
-    compiler.fault = RuntimeError("ptxas died")
-    compiler.may_end.set()
-    first = small_xl()
-    with runtime.wait_for_compile():
-        served(first, a_call(first))
-        assert now()[0] == "cudagraph"
-        compiler.fault = None
-        second = lib_onediff.compile_unet(diffusers_unet())
-        assert error(second, a_call(second)) < CLOSE
-        assert now() == ("native", "plain")
-
-
-def test_two_threads_wait_for_one_compilation(compiler: Compiler) -> None:
-    unets = [small_xl(), small_xl()]
-    errors: list[float] = []
-
-    def work(index: int) -> None:
-        call = a_call(unets[index], seed=index)
-        output = served(unets[index], call)
-        errors.append(relative_error(output, diffusers_output(unets[index], call)))
-
-    with runtime.wait_for_compile():
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: compiler.networks == 1)
-        compiler.may_end.set()
-        for thread in threads:
-            thread.join(SECONDS)
-    assert len(errors) == 2 and max(errors) < CLOSE
-    assert compiler.networks == 1
 
 
 def test_what_does_not_compile_keeps_no_unet_alive(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,35 +142,6 @@ def test_backends_may_take_turns_between_calls(weather: Weather) -> None:
         assert torch.equal(value, before[name]) and value.is_contiguous(), name
 
 
-def test_weights_may_change_between_calls_of_the_native_backend(weather: Weather) -> None:
-    unet = small_xl()
-    call = a_call(unet)
-    served(unet, call)
-    with torch.no_grad():
-        for module in unet.modules():
-            if isinstance(module, nn.Conv2d):
-                module.weight.mul_(1.2)
-    assert error(unet, call) < CLOSE
-    unet.conv_in.weight = nn.Parameter(2 * unet.conv_in.weight.detach().clone(memory_format=torch.contiguous_format))
-    assert error(unet, call) < CLOSE
-    unet.load_state_dict({name: 0.9 * value for name, value in unet.state_dict().items()})
-    assert error(unet, call) < CLOSE
-    assert now()[0] == "native" and convolutions_lie(unet, torch.channels_last)
-
-
-def test_a_sampling_that_the_host_serves_finds_its_own_layout_after_one_of_ours(weather: Weather) -> None:
-    unet = diffusers_unet(**SMALL_XL)
-    call = a_call(unet)
-    lib_onediff.compile_unet(unet, backend=NATIVE)
-    with lib_onediff.sampling(unet):
-        served(unet, call)
-    assert now() == ("native", "plain") and convolutions_lie(unet, torch.channels_last)
-    with lib_onediff.sampling(unet):
-        for _ in range(2):
-            by_the_host(unet, call)
-            assert convolutions_lie(unet, torch.contiguous_format)
-
-
 def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weather: Weather) -> None:
     unet = small_xl()
     call = a_call(unet)
@@ -239,11 +154,3 @@ def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weat
             for others in calls:
                 unet(*given, added_cond_kwargs=added, **others)
                 assert now()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)
-
-
-def by_the_host(unet: nn.Module, call: UNetCall) -> None:
-    added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
-    with torch.no_grad():
-        arguments = {"of_somebody": 1.0}
-        unet(call.latent, call.timestep, call.context, added_cond_kwargs=added, cross_attention_kwargs=arguments)
-    assert now()[1] == "host"

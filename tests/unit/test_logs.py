@@ -5,11 +5,10 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 from builders import a_call, served, shared_unet
 
 import lib_onediff
-from lib_onediff.core.logs import DEBUG_VARIABLE, debug_wanted, show_on_console
+from lib_onediff.core.logs import DEBUG_VARIABLE, show_on_console
 from lib_onediff.runtime.call_stats import CallStats
 
 
@@ -32,20 +31,6 @@ def test_no_name_makes_lines_of_its_own_or_commands_the_console(console: Any) ->
     assert lines() == ["OneDiff: a?[2J?OneDiff: all is well??.ckpt is loaded"]
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("true", True), ("0", False), ("", False), ("off", False)])
-def test_the_variable(value: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEBUG_VARIABLE, value)
-    assert debug_wanted() is wanted
-
-
-def test_one_line_per_change_of_route(console: Any) -> None:
-    lines, call_stats = console(), CallStats()
-    for route, reason in [("plain", ""), ("plain", ""), ("host", "because"), ("host", "because"), ("plain", "")]:
-        call_stats.note(route, reason)
-    # The route that comes back within the same moments has been told already.
-    assert lines() == ["OneDiff: plain route", "OneDiff: host route (because)"]
-
-
 def test_two_routes_that_take_turns_within_a_step_are_two_lines(console: Any) -> None:
     lines, call_stats = console(), CallStats()
     for _ in range(20):
@@ -66,22 +51,3 @@ def test_debug_tells_every_call_binding_and_its_time(console: Any) -> None:
     assert sum("plain route" in line and "64x64, batch 2, 77 tokens" in line for line in told) == 2
     assert any("bound" in line and "MiB copied in" in line for line in told)
     assert all(line[2] == line[5] == ":" and line[8] == "." and "OneDiff: " in line for line in told), told
-
-
-def test_showing_twice_shows_every_line_once(console: Any) -> None:
-    lines = console()
-    show_on_console()
-    CallStats().note("plain", "")
-    assert lines() == ["OneDiff: plain route"]
-    assert not logging.getLogger("onediff").propagate
-
-
-def test_without_debug_a_picture_costs_one_line(console: Any) -> None:
-    lines = console()
-    unet = shared_unet("SD1")
-    lib_onediff.compile_unet(unet)
-    with torch.no_grad():
-        for seed in range(5):
-            served(unet, a_call(unet, seed=seed))
-    lib_onediff.uncompile_unet(unet)
-    assert len(lines()) <= 1

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from builders import (
-    CONTEXT_WIDTH,
-    POOLED_WIDTH,
     SMALL_XL,
     a_call,
     diffusers_output,
@@ -17,7 +15,6 @@ from builders import (
     served,
 )
 from torch import Tensor, nn
-from vae_builders import diffusers_vae
 
 import lib_onediff
 from lib_onediff.core.call import UNetCall
@@ -188,16 +185,6 @@ def test_what_becomes_of_loras_between_calls() -> None:
         assert all(relative_error(output, other) > SHOWS for other in outputs[index + 1:])
 
 
-def test_a_merged_lora_that_is_disabled_is_taken_out_by_the_host() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-    fused(unet)
-    is_ours(unet)
-    unet.disable_lora()
-    served(unet, a_call(unet))
-    assert "takes a merged LoRA" in lib_onediff.status()["reason"]
-    assert relative_error(is_ours(unet, seed=1), without(unet, seed=1)) < CLOSE
-
-
 def dora(unet: Any) -> None:
     add(unet, use_dora=True)
 
@@ -224,11 +211,6 @@ def replaced(unet: Any, path: str) -> None:
     layer.forward = lambda *given: 2 * type(layer).forward(layer, *given)
 
 
-def padded(unet: Any) -> None:
-    add(unet, ["conv1"])
-    unet.mid_block.resnets[0].conv1.base_layer.padding_mode = "circular"
-
-
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "DoRA": (dora, "the LoRA a is not a plain one (DoraLinearVariant)"),
     "LoHa": (other_kind("LoHa"), "peft.tuners.loha.layer.Linear"),
@@ -239,7 +221,6 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "another forward within": (
         lambda unet: replaced(unet, f"{TO_QUERY}.base_layer"), f"{TO_QUERY}.base_layer has a forward of its own"
     ),
-    "tiling of a layer alone": (padded, "the LoRA a is built differently from those we know"),
     "training": (lambda unet: add(unet, lora_dropout=1e-9) or unet.train(), "drops values"),
 }
 
@@ -305,37 +286,3 @@ def test_fused_projections() -> None:
     with torch.no_grad():
         attention.to_q.weight /= 2
     assert relative_error(is_ours(unet, seed=4), without(unet, seed=4)) < CLOSE
-
-
-def pipeline() -> Any:
-    """Without text encoders: it is given embeddings."""
-    import diffusers
-
-    pipe = diffusers.StableDiffusionXLPipeline(
-        vae=diffusers_vae(), unet=diffusers_unet(**SMALL_XL, sample_size=8), scheduler=diffusers.DDIMScheduler(),
-        text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    pipe.load_lora_weights({f"unet.{key}": value for key, value in files(pipe.unet, 1, 3).items()}, adapter_name="a")
-    return pipe
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_pipeline_that_scales_its_loras() -> None:
-    generator = torch.Generator().manual_seed(0)
-    given = {name: torch.randn(1, *shape, generator=generator) for name, shape in {
-        "prompt_embeds": (77, CONTEXT_WIDTH), "negative_prompt_embeds": (77, CONTEXT_WIDTH),
-        "pooled_prompt_embeds": (POOLED_WIDTH,), "negative_pooled_prompt_embeds": (POOLED_WIDTH,),
-    }.items()}
-    pipe, other = lib_onediff.compile_pipe(pipeline()), pipeline()
-    pictures = []
-    for scale in (1.0, 0.5, 0.5):
-        given |= {"num_inference_steps": 3, "output_type": "latent", "width": 32, "height": 32}
-        given["cross_attention_kwargs"] = {"scale": scale}
-        mine, theirs = (
-            one(**given, generator=torch.Generator().manual_seed(0)).images for one in (pipe, other)
-        )
-        assert lib_onediff.status()["route"] != "host" and relative_error(mine, theirs) < 3 * CLOSE  # in as many steps
-        pictures.append(mine)
-    assert torch.equal(*pictures[1:]) and relative_error(*pictures[:2]) > SHOWS
-    lib_onediff.uncompile_pipe(pipe)

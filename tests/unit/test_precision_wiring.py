@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         stood.append(SWITCHES[FP16_REDUCTION].read())
         return geglu(tokens, reader)
 
-    for module in ("card_route", "block_route", "vae.fallback"):
+    for module in ("card_route", "block_route", "vae.decode"):
         monkeypatch.setattr(f"lib_onediff.runtime.{module}.flags_for", as_on_a_gpu)
     monkeypatch.setattr(torch_ops, "geglu", watched)
     yield stood

@@ -4,31 +4,8 @@ from __future__ import annotations
 import pytest
 
 from lib_onediff.options.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_size, parse_sizes
-from lib_onediff.prewarm.presets import FAMILIES, families_for, most_used
+from lib_onediff.prewarm.presets import families_for, most_used
 from lib_onediff.store.history import HistoryRow
-
-BUCKETS = "1024x1024 1152x896 896x1152 1216x832 832x1216 1344x768 768x1344 1536x640 640x1536"
-
-
-def sizes_of(family: int, label: str) -> list[str]:
-    return [str(size) for preset in FAMILIES[family].presets if preset.label == label for size in preset.sizes]
-
-
-def test_what_the_presets_are() -> None:
-    assert sizes_of(0, "All 4") == ["512x512", "512x768", "768x512", "768x768"]
-    assert " ".join(sizes_of(2, "All 9")) == BUCKETS
-    assert sizes_of(0, "512x512 → 1024x1024") == ["512x512", "1024x1024"]
-    assert sizes_of(2, "832x1216 → 1248x1824") == ["832x1216", "1248x1824"]
-    for family in FAMILIES:
-        labels = [preset.label for preset in family.presets]
-        assert len(set(labels)) == len(labels)
-        assert all(preset.label == str(preset.sizes[0]) for preset in family.presets if len(preset.sizes) == 1)
-
-
-def test_sdxl_was_trained_at_about_a_million_pixels() -> None:
-    for width, _, height in (size.partition("x") for size in sizes_of(2, "All 9")):
-        assert 0.93 < int(width) * int(height) / 2**20 <= 1.01
-        assert int(width) % 64 == int(height) % 64 == 0
 
 
 @pytest.mark.parametrize("model, names", [
@@ -54,12 +31,6 @@ def test_the_most_used_come_first_each_once() -> None:
     assert most_used(rows, "SD1", 0) == [] == most_used([], "SD1", 9)
 
 
-def test_only_the_loaded_model_counts() -> None:
-    rows = [row("1024x1024", 900, model="SDXL"), row("512x512", 1), row("512x512", 70, model="VAE decoder", tokens=0)]
-    assert most_used(rows, "SD1", 9) == [(Size(512, 512), 77)]
-    assert most_used(rows, None, 9) == []
-
-
 @pytest.mark.parametrize("batch, pictures", [(1, 1), (2, 1), (3, 3), (4, 2), (16, 8)])
 def test_pictures_of_a_batch(batch: int, pictures: int) -> None:
     assert most_used([row("512x512", 5, batch=batch)], "SD1", 1) == [(Size(512, 512, pictures), 77)]
@@ -68,10 +39,6 @@ def test_pictures_of_a_batch(batch: int, pictures: int) -> None:
 @pytest.mark.parametrize("tokens, wanted", [(154, 154), (231, 231), (308, 77), (75, 77)])
 def test_the_usual_length_of_the_prompt(tokens: int, wanted: int) -> None:
     assert most_used([row("512x512", 5, tokens=tokens), row("512x512", 4)], "SD1", 1)[0].tokens == wanted
-
-
-def test_a_size_made_ready_and_never_used_is_not_among_them() -> None:
-    assert most_used([row("512x512", 0), row("64x64", 1)], "SD1", 9) == [(Size(64, 64), 77)]
 
 
 def test_what_no_user_could_ask_for_is_left_out() -> None:
@@ -130,8 +97,3 @@ def test_a_long_text_is_not_quoted_whole() -> None:
     with pytest.raises(ValueError) as caught:
         parse_size("9" * 10000)
     assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("size", [Size(512, 768), Size(832, 1216, 2), Size(64, 4096, LARGEST_BATCH)])
-def test_a_size_is_written_as_it_is_read(size: Size) -> None:
-    assert parse_size(str(size)) == size

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +10,13 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, served
 from graph_builders import PretendedCard, PretendedGraphs
-from ladder_builders import Weather, attached, error, now, reason
+from ladder_builders import Weather, error, now, reason
 from torch import Tensor, nn
 
 from lib_onediff.core.call import UNetCall
 from lib_onediff.devices.cuda.graphs.allocations import PIECE, most_in_use
-from lib_onediff.devices.cuda.graphs.device_memory import LEAST, MOST, Card
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
-from lib_onediff.runtime.graphs import memory_pressure as pressure
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.runtime import runtime
 
@@ -54,28 +51,12 @@ def fill_after(card: PretendedCard, size: int) -> None:
     leave(card, card.spare(torch.device("cpu")) - size)
 
 
-def test_room_enough_costs_nothing(unet: nn.Module, card: PretendedCard) -> None:
-    make_ready(unet, (8, 8))
-    emptied = card.emptied
-    runtime.pressure.before_sampling("another architecture", 0)
-    runtime.pressure.before_decode(torch.empty(1, 4, 8, 8))
-    assert states() == {"64x64": "ready"} and card.emptied == emptied
-
-
-def test_other_architectures_go_first(unet: nn.Module, card: PretendedCard) -> None:
-    other = attached()
-    make_ready(other, (8, 16))
-    make_ready(unet, (8, 8))
-    fill_after(card, 32 << 20)
-    runtime.begin_sampling(unet)
-    assert states() == {"64x64": "ready", "128x64": "proved"}
-    runtime.begin_sampling(unet)
-    assert states() == {"64x64": "ready", "128x64": "proved"}, "that was enough"
-
-
 def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
     make_ready(unet, (16, 16), (8, 8))
     runtime.pin("64x64", runtime.rows()[0].model, True)
+    emptied = card.emptied
+    runtime.begin_sampling(unet)
+    assert set(states().values()) == {"ready"} and card.emptied == emptied, "room enough costs nothing"
     shared = runtime.services.graphs.shared()
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
@@ -84,16 +65,6 @@ def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
     assert set(states().values()) == {"proved"} and runtime.services.graphs.shared() == 0
-
-
-def test_a_decode_needs_more_than_a_sampling(unet: nn.Module, card: PretendedCard) -> None:
-    make_ready(unet, (8, 8))
-    leave(card, 2 * card.spare(torch.device("cpu")))
-    runtime.begin_sampling(unet)
-    runtime.pressure.before_decode(torch.empty(1, 4, 32, 32))
-    assert states() == {"64x64": "ready"}
-    runtime.pressure.before_decode(torch.empty(1, 4, 128, 128))
-    assert states() == {"64x64": "proved"}
 
 
 def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: PretendedCard) -> None:
@@ -108,18 +79,6 @@ def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: P
         assert error(unet, a_call(unet)) < CLOSE
         assert now() == ("native", route)
     assert runtime.rows()[0].reason == ""
-
-
-def test_other_architectures_make_room_for_a_graph(unet: nn.Module, card: PretendedCard) -> None:
-    other = attached()
-    make_ready(other, (12, 12))
-    for _ in range(2):
-        served(unet, a_call(unet))
-    needs = runtime.rows()[0].needs
-    runtime.purge(["64x64"])
-    leave(card, needs // 2 + card.spare(torch.device("cpu")))
-    make_ready(unet, (8, 8))
-    assert states() == {"64x64": "ready", "96x96": "proved"}
 
 
 def test_a_host_that_runs_out_of_memory_is_run_once_more(
@@ -142,18 +101,6 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
 
 
-def test_a_host_that_runs_out_without_us_gets_its_own_error(card: PretendedCard) -> None:
-    attempts = []
-
-    def host() -> None:
-        attempts.append(True)
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory: tried to allocate")
-
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="tried to allocate"):
-        runtime.pressure.run_host(host)
-    assert len(attempts) == 1
-
-
 def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: PretendedCard) -> None:
     make_ready(unet, (8, 8))
     for _ in range(2):
@@ -168,31 +115,6 @@ def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: Pret
     assert now() == ("native", "plain")
     assert states() == {"80x64": "proved", "64x64": "proved"} and runtime.services.graphs.shared() == 0
     assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
-
-
-def test_what_is_spared() -> None:
-    card = Card()
-    assert card.spare(torch.device("cpu")) == LEAST
-    sizes = {2: LEAST, 16: GIBIBYTE // 2, 141: MOST}
-    for total, spare in sizes.items():
-        assert PretendedCard(PretendedGraphs(), total * GIBIBYTE).spare(torch.device("cpu")) == spare
-
-
-def test_a_unet_that_its_host_takes_away_between_pictures_is_noticed(
-    unet: nn.Module, card: PretendedCard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pressure, "SECONDS_BETWEEN_LOOKS", 0.01)
-    make_ready(unet, (8, 8))
-    emptied = card.emptied
-    runtime.keep_history()
-    watcher = runtime.pressure._watcher
-    time.sleep(0.1)
-    assert watcher.is_alive() and runtime.services.graphs.devices() and card.emptied == emptied, "nothing has happened"
-    for parameter in unet.parameters():
-        parameter.data = parameter.data.clone()
-    watcher.join(30)
-    assert not watcher.is_alive() and not runtime.services.graphs.devices() and card.emptied > emptied
-    assert states() == {"64x64": "proved"}
 
 
 def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_image(
@@ -212,39 +134,19 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     assert card.emptied > emptied and not runtime.managed_unet(unet).ready_keys()
 
 
-def test_a_card_whose_cache_cannot_be_emptied_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+def test_the_most_that_is_in_use_at_a_time() -> None:
+    def events(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
+        """(address, bytes); no bytes: it is given back."""
+        return [
+            {"action": name, "addr": address, "size": size} for address, size in sizes
+            for name in (("alloc",) if size else ("free_requested", "free_completed"))
+        ]
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
-    Card().empty_cache()
-
-
-def alloc(address: int, size: int) -> dict[str, Any]:
-    return {"action": "alloc", "addr": address, "size": size}
-
-
-def free(address: int) -> list[dict[str, Any]]:
-    return [{"action": name, "addr": address, "size": 0} for name in ("free_requested", "free_completed")]
-
-
-def test_the_most_at_a_time_and_not_the_sum() -> None:
-    events = [alloc(1, 4 * PIECE), alloc(2, PIECE), *free(1), alloc(1, 3 * PIECE), *free(2), *free(1)]
-    assert most_in_use(events) == 5 * PIECE
-
-
-def test_what_was_there_before_does_not_count_when_it_is_freed() -> None:
-    assert most_in_use([*free(7), alloc(1, PIECE), *free(8)]) == PIECE
-
-
-def test_in_the_pieces_that_torch_hands_out() -> None:
-    assert most_in_use([alloc(1, 1), alloc(2, PIECE + 1)]) == 3 * PIECE
-
-
-def test_other_events_are_nothing() -> None:
-    assert most_in_use([{"action": "segment_alloc", "addr": 1, "size": 10 * PIECE}, alloc(1, PIECE)]) == PIECE
     assert most_in_use([]) == 0
+    # What was there before does not count when it is freed.
+    in_turn = events((7, 0), (1, 4 * PIECE), (2, PIECE), (1, 0), (1, 3 * PIECE), (2, 0), (1, 0))
+    assert most_in_use([*in_turn, {"action": "segment_alloc", "addr": 1, "size": 10 * PIECE}]) == 5 * PIECE
+    assert most_in_use(events((1, 1), (2, PIECE + 1))) == 3 * PIECE, "in the pieces that torch hands out"
 
 
 def resident_bytes() -> int:

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
-from panel_builders import Seen, text_of
+from panel_builders import text_of
 
 from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.job import Job
@@ -41,23 +40,9 @@ def test_pending_jobs_can_be_cancelled_and_moved() -> None:
     ]
 
 
-def test_many_jobs_are_cut_short_and_pending_ones_stay() -> None:
-    jobs = [Job(number, Size(64 + 8 * number, 64), "panel", "done" if number < 30 else "queued", 0, 6)
-            for number in range(40)]
-    text = text_of(progress.jobs_html(jobs))
-    assert text.count("queued") == 10 and text.count("done in") == 8 and "more jobs" not in text
-    text = text_of(progress.jobs_html(jobs[30:] * 3))
-    assert text.count("queued") == 25 and "and 5 more jobs" in text
-
-
-def test_reasons_are_shown_as_text() -> None:
-    evil = "<script>alert('x')</script>"
-    assert "<script" not in progress.job_html(Job(1, Size(64, 64), "panel", "failed", reason=evil))
-    assert "<script" not in progress.sentence(evil)
-
-
-@pytest.mark.parametrize("size", [Size(72, 64), Size(64, 64)])
-def test_watching_one_size(seen: Seen, size: Size) -> None:
-    with seen.webui.lock:
-        seen.warmup.add([Size(64, 64), Size(72, 64)], "panel")
-        assert [job.size for job in next(progress.watch(seen.warmup, [size]))] == [size]
+def test_what_came_of_the_jobs() -> None:
+    states = ["done", "done", "failed", "cancelled"]
+    jobs = [Job(number, Size(64, 64), "panel", state) for number, state in enumerate(states)]
+    assert progress.outcome_of(jobs) == "2 sizes warmed up, 1 failed, 1 cancelled."
+    assert progress.outcome_of(jobs[:1]) == "1 size warmed up."
+    assert progress.outcome_of(jobs[2:3]) == "1 failed."

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import builders
@@ -14,8 +14,6 @@ from lib_onediff.core.table import Entry, State, Verdict
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
-
-MEBIBYTE = 2**20
 
 
 def an_entry(
@@ -34,10 +32,6 @@ def an_entry(
     return entry
 
 
-def test_no_entries_no_rows() -> None:
-    assert rows_of([]) == []
-
-
 def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
     rows = rows_of([
         an_entry(64, 72, last_used=10), an_entry(64, 72, batch=1, last_used=40), an_entry(72, 64, last_used=20),
@@ -47,24 +41,6 @@ def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
         ("SD1", "64x72", 40), ("SDXL", "64x72", 30), ("SD1", "72x64", 20),
     ]
     assert [(shape.batch, shape.tokens) for shape in rows[0].shapes] == [(1, 77), (2, 77), (2, 154)]
-
-
-def test_sums() -> None:
-    (row,) = rows_of([an_entry(bytes=3 * MEBIBYTE, uses=7), an_entry(batch=1, bytes=MEBIBYTE, uses=1)])
-    assert (row.bytes, row.uses) == (4 * MEBIBYTE, 8)
-
-
-def test_times_are_those_of_the_shape_that_is_used_most() -> None:
-    (row,) = rows_of([
-        an_entry(batch=1, own=(1.0, 3.0, 2.0), host=(8.0,), uses=3), an_entry(own=(6.0,) * 3, host=(9.0,) * 3, uses=20),
-        an_entry(tokens=154, uses=99),
-    ])
-    assert (row.step_ms, row.host_ms, row.ratio, row.ratio_range) == (6.0, 9.0, 1.5, (1.5, 1.5))
-
-
-def test_after_warming_up_times_are_those_of_the_guided_call() -> None:
-    (row,) = rows_of([an_entry(own=(6.0,), uses=3, last_used=1), an_entry(batch=1, own=(2.0,), uses=3, last_used=2)])
-    assert row.step_ms == 6.0
 
 
 def test_state_is_the_best_and_the_reason_the_latest() -> None:
@@ -84,19 +60,6 @@ def test_state_is_the_best_and_the_reason_the_latest() -> None:
     assert row_of(ready, proved).reason == ""
 
 
-def test_rows_are_plain_values() -> None:
-    (row,) = rows_of([an_entry(own=(1.0,), state=State.READY, relative_error=1e-3)])
-    shape = row.shapes[0]
-    assert (shape.dtype, type(row.state), shape.relative_error, shape.control) == ("float16", str, 1e-3, False)
-    values = [*asdict(row).values(), *asdict(shape).values()]
-    assert all(value is None or type(value) in (str, int, float, bool, tuple) for value in values)
-
-
-def test_a_shape_with_a_controlnet_is_told_apart() -> None:
-    (row,) = rows_of([an_entry(), an_entry(control=Control(middle=(torch.empty(2, 4, 1, 1),)))])
-    assert sorted(shape.control for shape in row.shapes) == [False, True]
-
-
 def test_rows_of_the_runtime() -> None:
     unet = builders.shared_unet("small")
     diffusers_host.attach(unet)
@@ -112,12 +75,3 @@ def test_rows_of_the_runtime() -> None:
     assert [shape.batch for shape in square.shapes] == [1, 2]
     assert square.last_used >= wide.last_used >= began
     assert square.model and square.step_ms > 0 and square.host_ms > 0 and square.ratio is None
-
-
-def test_many_rows() -> None:
-    entries = [
-        an_entry(64 + 8 * (number % 25), 64 + 8 * (number // 25), batch=batch, own=(1.0,) * 32, host=(2.0,))
-        for number in range(500) for batch in (1, 2)
-    ]
-    rows = rows_of(entries)
-    assert len(rows) == 500 and all(len(row.shapes) == 2 for row in rows)

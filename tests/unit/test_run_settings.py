@@ -8,6 +8,8 @@ import pytest
 
 from lib_onediff.options.presets import AS_IN_SETTINGS, BALANCED, EXACT, with_preset
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.ui import run_settings
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
 
@@ -92,3 +94,46 @@ def test_what_a_run_asks_for_while_onediff_is_off_in_the_settings(arguments: Any
 def test_the_sentence_names_the_option_as_the_settings_tab_does() -> None:
     label = Settings.__dataclass_fields__["enabled"].metadata["label"]
     assert f"Settings > OneDiff > {label})" in OFF_IN_SETTINGS
+
+
+# --- in force while a host samples ------------------------------------------------------------------------------------
+
+
+class Generation:
+    """A stand-in for StableDiffusionProcessing that notes the settings in force while it encodes and samples."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def init(self) -> None:
+        self.seen.append(runtime.status()["enabled"])
+
+    def sample(self, fail: bool = False) -> str:
+        self.seen.append(runtime.status()["enabled"])
+        if fail:
+            raise RuntimeError("sampling failed")
+        return "latents"
+
+
+def test_settings_hold_from_the_first_encode_to_the_end_of_sampling_only() -> None:
+    p = Generation()
+    run_settings.use_for_sampling(p, Settings(enabled=False))
+    p.init()
+    assert p.sample() == "latents"
+    with pytest.raises(RuntimeError, match="sampling failed"):
+        p.sample(fail=True)
+    run_settings.restore_sampling(p)
+    assert runtime.status()["enabled"] is True and runtime.settings == Settings()
+    p.init()
+    p.sample()
+    assert p.seen == [False, False, False, True, True]
+    assert "sample" not in p.__dict__ and "init" not in p.__dict__
+
+
+def test_somebody_elses_wrapper_stays() -> None:
+    p = Generation()
+    run_settings.use_for_sampling(p, Settings(enabled=False))
+    ours = p.sample
+    p.sample = lambda: ours()
+    run_settings.restore_sampling(p)
+    assert p.sample() == "latents" and p.seen == [False]

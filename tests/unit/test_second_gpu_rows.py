@@ -13,16 +13,11 @@ from torch import Tensor
 from two_cpus import (
     SECOND,
     Image,
-    TwoCpus,
-    change_in_place,
     exact,
     near,
 )
 
-from lib_onediff.core.additions import ImagePrompt
 from lib_onediff.core.call import Control, UNetCall
-from lib_onediff.core.table import Entry
-from lib_onediff.families.unet.forward import transformer_blocks
 from lib_onediff.weights.scan import HostTraits
 
 
@@ -73,20 +68,6 @@ def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
     assert not near(output, exact(two, call))
 
 
-def test_an_image_prompt_is_cut() -> None:
-    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
-    call, parts, column = two.call(), {}, 0
-    for block, _ in transformer_blocks(two.runtime.layout_of(two.unet), 8, 8):
-        query = block.cross_attention.query
-        parts[query.path], column = (column, 2 * query.out_features), column + 2 * query.out_features
-    prompted = replace(call, image_prompts=(ImagePrompt(torch.randn(2, 4, column), parts),))
-    for image in (one, two):
-        image.begin()
-    output = two.run(prompted)
-    assert two.second["split"] and near(output, one.run(prompted))
-    assert not near(output, exact(two, call))
-
-
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_first_use_is_checked_in_every_row(row: int) -> None:
     """A host that answers otherwise in one row is what an error of ours there looks like."""
@@ -97,59 +78,6 @@ def test_a_first_use_is_checked_in_every_row(row: int) -> None:
     wrong[row] += 1
     image.run(call, lambda: wrong)
     assert "differs from the model's own forward" in image.second["reason"] and image.second["calls"] == 0
-
-
-@pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
-def test_deepcache_keeps_a_feature_on_each_card(traits: HostTraits) -> None:
-    one, two = (Image.of(traits=traits, second_gpu=option, **EVERY_THIRD) for option in ("off", "auto"))
-    for image in (one, two):
-        image.begin()
-    first = two.call(STEPS[0])
-    for time in STEPS[:9]:
-        call = two.call(time)
-        call = call if traits is WEBUI else replace(call, context=first.context)
-        assert near(two.run(call), one.run(call))
-        assert two.second["split"]
-    passes = [image.runtime.status()["deepcache"] for image in (one, two)]
-    assert passes[0] == passes[1] and passes[0]["cached"] > 3
-    assert two.runtime.call_stats.calls == one.runtime.call_stats.calls
-
-
-def test_weights_that_change_in_mid_sampling_make_the_next_step_whole_on_each_card() -> None:
-    one, two = (Image.of(second_gpu=option, **EVERY_THIRD) for option in ("off", "auto"))
-    for image in (one, two):
-        image.begin()
-    for step, time in enumerate(STEPS[:6]):
-        if step == 2:
-            with torch.no_grad():
-                change_in_place(one.unet)
-                change_in_place(two.unet)
-        call = two.call(time)
-        assert near(two.run(call), one.run(call)), step
-        assert two.second["split"]
-    assert two.runtime.status()["deepcache"] == one.runtime.status()["deepcache"]
-
-
-def test_two_different_cards_share_by_what_was_measured() -> None:
-    image = Image.of(cards=TwoCpus(equal=False))
-    names = ("a", "b", "c", "d")
-    image.begin()
-    for _ in range(2):
-        image.run(image.call(names=names))
-    assert image.second["split"].endswith("2+2 rows")
-    (pair,) = image.runtime.two_gpus._pairs.values()
-    ((shape, entries),) = pair.entries.items()
-    first, second = (Entry(entry.key) for entry in entries)
-    first.own.remember(20.0)
-    second.own.remember(60.0)
-    pair.entries[shape] = first, second
-    image.begin()
-    call = image.call(names=names)
-    # The call that begins a sampling is still shared as before.
-    image.run(call)
-    pair.entries[shape] = first, second
-    assert near(image.run(call), exact(image, call))
-    assert image.second["split"].endswith("3+1 rows")
 
 
 def test_two_threads_get_their_own_rows() -> None:

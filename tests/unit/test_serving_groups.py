@@ -78,46 +78,6 @@ def test_every_request_gets_its_own_image_in_groups_of_one_shape() -> None:
     run(serve())
 
 
-def test_the_oldest_goes_first_and_takes_others_of_its_shape_with_it() -> None:
-    async def serve() -> None:
-        replicas = Replicas()
-        replicas.go.clear()
-        groups = Groups(replicas.make, Limits(group=3), lanes=1)
-        a, b = SIZES[:2]
-        order = [a, b, a, b, b, b, a, a]
-        asked = asyncio.create_task(answers(groups, [request(seed, *size) for seed, size in enumerate(order)]))
-        await asyncio.sleep(0.01)
-        replicas.go.set()
-        await asked
-        assert [[now.seed for now in group] for group in replicas.made] == [[0, 2, 6], [1, 3, 4], [5], [7]]
-
-    run(serve())
-
-
-def test_guidance_decides_the_shape_and_steps_and_prompts_do_not() -> None:
-    shapes = {request(guidance=1.0).shape, request(guidance=7.5).shape, request(width=768).shape}
-    assert len(shapes) == 3
-    assert request(steps=5).shape == replace(request(guidance=2.0), prompt="else").shape
-
-
-def test_one_lane_is_looked_for_anew_whenever_a_request_comes() -> None:
-    """Also where it comes in the very moment in which a lane finds nothing left."""
-    async def serve() -> None:
-        replicas = Replicas()
-        groups = Groups(replicas.make, Limits(), lanes=1)
-
-        async def one_after_the_other(first: int) -> None:
-            for seed in range(first, first + 50):
-                assert (await groups.ask(request(seed)))[0] == str(seed).encode()
-                for _ in range(seed % 5):
-                    await asyncio.sleep(0)
-
-        await asyncio.gather(*(one_after_the_other(100 * number) for number in range(4)))
-        assert (groups.answered, replicas.most_at_once) == (200, 1)
-
-    run(serve())
-
-
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
@@ -134,14 +94,6 @@ def test_what_is_too_much_is_refused_with_a_sentence(changes: dict[str, Any]) ->
         assert replicas.made == []
 
     run(serve())
-
-
-def test_what_is_just_allowed_is_made() -> None:
-    most = request(seed=2**32 - 1, width=1536, height=1536, steps=50, guidance=30.0)
-    assert Limits().accept(most) == most
-    assert Limits().accept(request(seed=0)).seed == 0
-    drawn = {Limits().accept(request(seed=None)).seed for _ in range(20)}
-    assert None not in drawn and len(drawn) > 15
 
 
 def test_a_full_queue_refuses() -> None:
@@ -189,47 +141,6 @@ def test_a_request_below_which_every_replica_ends_is_given_up() -> None:
         assert isinstance(got[2], Refused) and got[2].status == 503
         assert [answer for answer in got if answer is not got[2]] == [b"%d" % seed for seed in range(8) if seed != 2]
         assert replicas.ends_at[2] == 99 - 3 and groups.answered == 8
-
-    run(serve())
-
-
-def test_an_image_that_fails_is_not_tried_again_and_holds_up_nobody() -> None:
-    async def serve() -> None:
-        replicas = Replicas(fails_at=(1,))
-        got = await answers(Groups(replicas.make, Limits(), lanes=1), [request(seed) for seed in range(3)])
-        assert (got[0], got[2]) == (b"0", b"2") and got[1].status == 500 and str(got[1]) == "It failed."
-        assert sum(len(group) for group in replicas.made) == 3
-
-    run(serve())
-
-
-def test_makers_that_answer_too_little_or_too_much() -> None:
-    async def serve() -> None:
-        counts = iter((0, 3, 1))
-
-        async def make(requests: list[Request]) -> Images:
-            for _ in range(next(counts)):
-                yield b"image"
-
-        groups = Groups(make, Limits(), lanes=1)
-        assert await answers(groups, [request(1)]) == [b"image"]
-        assert await answers(groups, [request(2)]) == [b"image"]
-        assert groups.answered == 2
-
-    run(serve())
-
-
-def test_who_hangs_up_is_not_made() -> None:
-    async def serve() -> None:
-        replicas = Replicas()
-        replicas.go.clear()
-        groups = Groups(replicas.make, Limits(group=1), lanes=1)
-        asked = [asyncio.create_task(groups.ask(request(seed))) for seed in range(3)]
-        await asyncio.sleep(0.01)
-        asked[1].cancel()
-        replicas.go.set()
-        assert (await asked[0])[0] == b"0" and (await asked[2])[0] == b"2"
-        assert [group[0].seed for group in replicas.made] == [0, 2]
 
     run(serve())
 

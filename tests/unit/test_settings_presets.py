@@ -1,7 +1,6 @@
 """The four presets, and the page that puts one into the settings."""
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,10 @@ import pytest
 
 pytest.importorskip("gradio")
 
-import gradio
 
 from lib_onediff.demo.modules.options import OptionInfo, Options
 from lib_onediff.options.presets import (
     BALANCED,
-    EXACT,
-    FAST,
     FORMER_NAMES,
     PRESETS,
     preset_in_force,
@@ -26,7 +22,7 @@ from lib_onediff.options.presets import (
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
-from lib_onediff.ui.presets import PresetsPanel, build_presets_page
+from lib_onediff.ui.presets import PresetsPanel
 
 DOCUMENTATION = Path(__file__).parents[2] / ".readme"
 
@@ -45,10 +41,6 @@ def test_a_preset_sets_what_it_names_and_resets_the_rest(name: str) -> None:
     made = with_preset(before, name)
     assert made == Settings(backend="eager", memory_budget=7, **PRESETS[name].values)
     assert preset_in_force(made) == name and preset_in_force(before) == ""
-
-
-def test_exact_is_lossless() -> None:
-    assert with_preset(Settings(), EXACT) == Settings()
 
 
 @pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
@@ -76,21 +68,6 @@ def page(tmp_path: Path) -> Page:
     return Page(tmp_path)
 
 
-def test_use(page: Page) -> None:
-    page.opts.set("onediff_backend", "eager")
-    table, told, to_show = page.panel.use(BALANCED)
-    assert "The settings are those of &#x27;Balanced&#x27; now. Changed: DeepCache interval, DeepCache depth." in told
-    assert runtime.settings == Settings(backend="eager", **PRESETS[BALANCED].values)
-    assert json.loads(page.file.read_text())["onediff_deepcache_interval"] == 3
-    shown = json.loads(to_show)
-    assert shown["onediff_deepcache_interval"] == 3 and "onediff_backend" not in shown
-    assert table.count("in force</span>") == 1 and f'<th scope="row">{BALANCED} <span' in table
-    assert "<code>deepcache_interval 3</code>; <code>deepcache_depth 3</code>" in table
-    assert "were those of" in page.panel.use(BALANCED)[1]
-    page.opts.set("onediff_enabled", False)
-    assert "OneDiff is switched off in the settings (" in page.panel.use(FAST)[1]
-
-
 @pytest.mark.parametrize("name", ["Fastest", None, ["x"]])
 def test_a_name_that_is_none(page: Page, name: Any) -> None:
     _, told, to_show = page.panel.use(name)
@@ -101,10 +78,3 @@ def test_what_cannot_be_saved_is_said(page: Page) -> None:
     page.file.mkdir()
     assert "hold until the WebUI ends" in page.panel.use(BALANCED)[1]
     assert runtime.settings.deepcache_interval == 3
-
-
-def test_it_is_built(page: Page) -> None:
-    with gradio.Blocks() as built, gradio.Tab("Presets") as tab:
-        build_presets_page(page.panel, tab.select)
-    ids = {getattr(block, "elem_id", None) for block in built.blocks.values()}
-    assert {"onediff_preset_chosen", "onediff_preset_use", "onediff_presets_table", "onediff_presets_told"} <= ids

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import html
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import gradio
 from lib_onediff.demo.modules.options import OptionInfo, Options
 from lib_onediff.options.option import check_value
 from lib_onediff.options.presets import preset_options
-from lib_onediff.options.settings import GROUPS, Settings, host_key
+from lib_onediff.options.settings import Settings, host_key
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
 
@@ -26,33 +25,6 @@ def the_options() -> tuple[Options, list[Settings]]:
     opts, told = Options({}), []
     settings_tab.add_options(opts, OptionInfo, lambda: told.append(runtime.settings))
     return opts, told
-
-
-def test_kinds_of_components() -> None:
-    opts, _ = the_options()
-    kinds = {key: info.component for key, info in opts.data_labels.items()}
-    with gradio.Blocks():
-        for key, info in opts.data_labels.items():
-            assert info.component(value=getattr(opts, key), label=info.label, **info.arguments()).value == info.default
-    assert kinds["onediff_enabled"] is gradio.Checkbox and kinds["onediff_backend"] is gradio.Radio
-    assert kinds["onediff_memory_budget"] is gradio.Number
-    assert opts.data_labels["onediff_memory_budget"].component_args == {"precision": 0}
-    assert kinds["onediff_prewarm"] is kinds["onediff_folder_in_use"] is gradio.Textbox
-    for option in fields(Settings):
-        number = type(option.default) in (int, float) and option.name != "memory_budget"
-        assert (kinds[host_key(option.name)] is gradio.Slider) == number, "a range that is known is a slider's"
-    end = opts.data_labels["onediff_guidance_end"].component_args
-    assert end == {"minimum": 0.0, "maximum": 1.0, "step": 0.01}
-
-
-def test_the_page_has_its_options_in_groups() -> None:
-    opts, _ = the_options()
-    groups = {host_key(option.name): option.metadata["group"] for option in fields(Settings)}
-    shown = [groups[key] for key in opts.data_labels if key in groups]
-    assert list(dict.fromkeys(shown)) == list(GROUPS) and shown == sorted(shown, key=GROUPS.index)
-    keys = list(opts.data_labels)
-    assert keys[keys.index("onediff_folder_in_use") - 1] == "onediff_memory_budget"
-    assert len(fields(Settings)) <= 14
 
 
 def test_a_row_depends_on_values_that_the_other_option_takes() -> None:
@@ -160,20 +132,6 @@ def test_a_whole_number_as_a_client_of_the_api_reads_it() -> None:
     opts.set("onediff_deepcache_depth", 1.0)
     assert opts.onediff_deepcache_depth == runtime.settings.deepcache_depth == 1
     assert type(runtime.settings.deepcache_depth) is int
-
-
-def test_the_sentence_is_shown_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(gradio, "Warning", shown.append)
-    opts, _ = the_options()
-    opts.set("onediff_prewarm", "wide")
-    assert len(shown) == 1 and "'wide' is not a size" in shown[0]
-
-
-def test_changes_are_told() -> None:
-    opts, told = the_options()
-    opts.set("onediff_prewarm", "64x64, 72x64 x2")
-    assert [settings.prewarm for settings in told] == ["", "64x64, 72x64 x2"]
 
 
 # --- set by our own pages ---------------------------------------------------------------------------------------------

@@ -5,10 +5,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,21 +16,18 @@ import torch
 pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
 
-from diffusers import DDIMScheduler
 from PIL import Image
 from tiny_model import tiny_sd15_pipeline
 from tiny_sdxl import tiny_sdxl_pipeline
 
-from lib_onediff.demo import errors, generation_tab, limits, listening, offline
+from lib_onediff.demo import generation_tab, limits, listening, offline
 from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import (
     call_queue,
-    infotext_utils,
     modules_importable,
     options,
     processing,
-    script_callbacks,
     sd_samplers,
     shared,
 )
@@ -46,14 +39,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     return LoadedModel(tiny_sd15_pipeline(), "small")
-
-
-@pytest.fixture
-def callbacks() -> Iterator[None]:
-    """Start and end without registered functions."""
-    script_callbacks.clear_callbacks()
-    yield
-    script_callbacks.clear_callbacks()
 
 
 def generate(model: LoadedModel, kind: type = processing.StableDiffusionProcessingTxt2Img, **changes: Any) -> Any:
@@ -91,14 +76,6 @@ def test_every_sampler_makes_a_repeatable_picture(model: LoadedModel, name: str)
     assert [image.tobytes() for image in first] == [image.tobytes() for image in again]
     assert first[0].tobytes() != first[1].tobytes()
     assert numpy.asarray(first[0]).std() > 10
-
-
-def test_schedulers_keep_the_models_prediction_type() -> None:
-    config = dict(DDIMScheduler(prediction_type="v_prediction", beta_start=0.00085).config)
-    for name in sd_samplers.visible_sampler_names():
-        scheduler = sd_samplers.make_scheduler(name, config, [1])
-        assert scheduler.config.prediction_type == "v_prediction"
-        assert scheduler.config.beta_start == config["beta_start"]
 
 
 def test_interrupt_stops_after_the_step(model: LoadedModel) -> None:
@@ -157,15 +134,6 @@ def test_failures_are_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPa
     call_queue.queue_lock.release()
 
 
-def test_models_refuse_what_they_cannot_do() -> None:
-    inpainting = LoadedModel(tiny_sd15_pipeline(in_channels=9), "paint")
-    with pytest.raises(Refusal, match="inpainting model"):
-        inpainting.pipeline_for("Text2Image")
-    refiner = LoadedModel(SimpleNamespace(unet=tiny_sdxl_pipeline().unet, text_encoder=None), "refine")
-    with pytest.raises(Refusal, match="refiner"):
-        refiner.pipeline_for("Text2Image")
-
-
 # --- the modules API -----------------------------------------------------------------------------------------------
 
 
@@ -179,16 +147,6 @@ def test_modules_are_importable_only_inside() -> None:
         with pytest.raises(RuntimeError), modules_importable():
             pass
     assert not [name for name in sys.modules if name.split(".")[0] == "modules"]
-
-
-def test_callbacks_swallow_what_scripts_raise(callbacks: None, capsys: pytest.CaptureFixture[str]) -> None:
-    called = []
-    script_callbacks.on_model_loaded(lambda model: 1 / 0)
-    script_callbacks.on_model_loaded(called.append)
-    script_callbacks.call_all("model_loaded", "the model")
-    assert called == ["the model"]
-    told = capsys.readouterr().err
-    assert "division by zero" in told and "model_loaded" in told and "Traceback" not in told
 
 
 def test_hooks_swallow_what_scripts_raise_and_get_their_arguments() -> None:
@@ -211,24 +169,6 @@ def test_hooks_swallow_what_scripts_raise_and_get_their_arguments() -> None:
     runner.in_generation("process", SimpleNamespace(script_args=(0, "a", "b", "c")))
     runner.in_generation("postprocess", SimpleNamespace(script_args=(0, "a", "b", "c")), "processed")
     assert seen == [("b", "c")]
-
-
-def test_queue_is_first_come_first_served() -> None:
-    lock, order = call_queue.FIFOLock(), []
-
-    def work(number: int) -> None:
-        with lock:
-            order.append(number)
-
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(5)]
-    with lock:
-        assert lock.acquire(blocking=False) is False
-        for worker in workers:
-            worker.start()
-            time.sleep(0.05)
-    for worker in workers:
-        worker.join(5)
-    assert order == [0, 1, 2, 3, 4]
 
 
 def make_options() -> options.Options:
@@ -258,19 +198,6 @@ def test_damaged_options_are_set_aside(tmp_path: Path, content: str) -> None:
     assert not file.exists() and file.with_suffix(".damaged").exists()
 
 
-def test_eight_clients_may_set_options_at_once(tmp_path: Path) -> None:
-    opts, file = make_options(), tmp_path / "config.json"
-
-    def work(number: int) -> None:
-        for turn in range(50):
-            assert opts.set_and_save({"share": float(number), "kind": "ab"[turn % 2]}, str(file))[1] == []
-            json.loads(file.read_text(encoding="utf-8"))
-
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(work, range(8))) == [None] * 8
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
 def test_what_happens_to_options_is_told(tmp_path: Path) -> None:
     opts = make_options()
     changed, problems = opts.set_and_save({"kind": "z", "on": False, "share": "much"}, str(tmp_path / "config.json"))
@@ -278,11 +205,6 @@ def test_what_happens_to_options_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     changed, problems = opts.set_and_save({"kind": "b"}, str(tmp_path / "file" / "config.json"))
     assert changed == ["Kind"] and "could not be saved" in problems[0]
-
-
-def test_console_lines_of_ours_are_what_they_look_like(capsys: pytest.CaptureFixture[str]) -> None:
-    errors.report("The model a\x1b[31m.ckpt\rfailed")
-    assert capsys.readouterr().err == "*** The model a?[31m.ckpt\n*** failed\n"
 
 
 def test_saved_values_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
@@ -297,23 +219,6 @@ def test_saved_values_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
     assert opts.later == 7
 
 
-def test_refused_change_is_undone() -> None:
-    opts = make_options()
-    opts.data_labels["on"].onchange = lambda: 1 / 0
-    assert opts.set("on", False) is False
-    assert opts.on is True
-
-
-@pytest.mark.parametrize("prompt", ["a fox", "a fox, red\nin two lines", ""])
-def test_infotext_reads_back(callbacks: None, prompt: str) -> None:
-    text = f'{prompt}\nNegative prompt: rain\nSteps: 3, Sampler: Euler a, Size: 64x72, Note: "a, b: c"'.strip()
-    parsed = infotext_utils.parse_generation_parameters(text)
-    assert parsed["Prompt"] == prompt
-    assert parsed["Negative prompt"] == "rain"
-    assert (parsed["Size-1"], parsed["Size-2"], parsed["Note"]) == ("64", "72", "a, b: c")
-    assert infotext_utils.quote("a, b: c") == '"a, b: c"'
-
-
 # --- the server ----------------------------------------------------------------------------------------------------
 
 
@@ -325,12 +230,6 @@ def test_first_free_port_is_taken() -> None:
         assert listening.is_loopback(first)
         with pytest.raises(listening.CannotListen, match=str(ports[0])):
             listening.listen("127.0.0.1", ports[0])
-
-
-def test_open_address_is_shown_as_one_to_click() -> None:
-    with listening.listen("0.0.0.0", 0) as listener:
-        assert listening.url_of(listener).startswith("http://localhost:")
-        assert not listening.is_loopback(listener)
 
 
 def test_page_loses_references_to_other_hosts() -> None:

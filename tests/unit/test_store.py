@@ -2,13 +2,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import multiprocessing
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -17,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from store_builders import FILE, NEXT_FILE, opened, row, uses
+from store_builders import FILE, opened, row, uses
 
 import lib_onediff
 from lib_onediff.store.history import History
@@ -70,25 +67,6 @@ def test_uses_add_up_and_what_is_known_later_wins(tmp_path: Path) -> None:
     ]
 
 
-def test_every_part_of_a_shape_tells_rows_apart_and_the_most_used_come_first(tmp_path: Path) -> None:
-    history = opened(tmp_path)
-    others = [("architecture", "sdxl"), ("model", "SDXL"), ("resolution", "64x64"), ("batch", 4), ("tokens", 154),
-              ("dtype", "float32")]
-    rows = [row(), *(dataclasses.replace(row(), uses=9 - place, **{name: value})
-                     for place, (name, value) in enumerate(others))]
-    for one in rows:
-        history.record(one)
-    assert history.rows() == [*rows[1:], rows[0]]
-
-
-def test_values_that_are_no_ordinary_numbers_or_text(tmp_path: Path) -> None:
-    history = opened(tmp_path)
-    history.record(dataclasses.replace(row(), model="caf\udce9 ü 模型", relative_error=math.inf))
-    history.commit()
-    (found,) = opened(tmp_path).rows()
-    assert found.model == "caf? ü 模型" and found.relative_error == math.inf
-
-
 def test_only_the_newest_stay(tmp_path: Path) -> None:
     most = LIMITS[0][-1]
     history = opened(tmp_path)
@@ -122,17 +100,6 @@ def test_threads_record_while_another_commits(tmp_path: Path) -> None:
     stop.set()
     committer.join()
     assert uses(history) == uses(opened(tmp_path)) == {"512x512": 2000}
-
-
-def test_a_write_ahead_log_and_nothing_held_open_between_images(tmp_path: Path) -> None:
-    history = opened(tmp_path)
-    history.record(row())
-    history.commit()
-    with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as connection:
-        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    if Path("/proc/self/fd").is_dir():
-        links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-        assert not [link for link in links if link.exists() and str(link.readlink()).startswith(str(tmp_path))]
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -244,29 +211,3 @@ def test_several_processes_find_no_file_or_a_damaged_one_at_once(tmp_path: Path,
         assert any(receiver.recv() for _ in processes) == is_damaged
         assert len(list(folder.glob("*.sqlite3"))) == 1 + is_damaged, "all of them go on in the same file"
         assert uses(opened(folder)) == {"512x512": 4}
-
-
-@forks
-def test_a_process_killed_while_it_begins_anew_leaves_a_file_that_opens(tmp_path: Path) -> None:
-    chance, begun = random.Random(7), 0
-    for attempt in range(KILLS):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        for ending in ("", "-wal"):
-            (folder / f"{FILE}{ending}").write_bytes(chance.randbytes(9000))
-        receiver, sender = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=open_and_write, args=(folder, 0.0, sender))
-        process.start()
-        while attempt % 2 and not (folder / NEXT_FILE).exists():
-            time.sleep(0.0005)
-        time.sleep(chance.uniform(0, 0.012))
-        process.kill()
-        process.join()
-        begun += (folder / NEXT_FILE).exists()
-        history = opened(folder)
-        before = uses(history).get("512x512", 0)
-        assert before >= receiver.poll()
-        history.record(row())
-        history.commit()
-        assert uses(opened(folder)) == {"512x512": before + 1}
-    assert begun >= KILLS // 2, "some must have been killed after it"

@@ -83,26 +83,6 @@ def test_a_file_that_is_damaged_while_it_is_used(tmp_path: Path, healthy: Path, 
     assert row() in history.rows() and row() in opened(tmp_path).rows()
 
 
-@pytest.mark.parametrize("wrong", [
-    "step_ms = 'fast'", "uses = x'ff00'", "last_used = 'today'", "last_used = 9e999", "uses = -5", "batch = 'two'",
-])
-def test_a_value_that_cannot_be_ours_costs_its_row_alone(tmp_path: Path, healthy: Path, wrong: str) -> None:
-    run_in(Path(shutil.copy(healthy, tmp_path / FILE)), f"UPDATE history SET {wrong} WHERE resolution = '7x8'")
-    assert uses(opened(tmp_path)) == {f"{number}x8": 1 for number in range(200) if number != 7}
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "{", "NaN", '"\\ud800"'])
-def test_a_finding_written_by_another_hand_breaks_nothing(tmp_path: Path, healthy: Path, text: str) -> None:
-    connection = sqlite3.connect(shutil.copy(healthy, tmp_path / FILE), isolation_level=None)
-    connection.execute("UPDATE finding SET value = ?", (text,))
-    connection.close()
-    history = opened(tmp_path)
-    history.tuned()
-    history.tune("layout", "nchw")
-    history.commit()
-    assert opened(tmp_path).tuned() == {"layout": "nchw"}
-
-
 # The late ones are seeds at which an earlier version failed.
 @pytest.mark.parametrize("seed", [*range(40), 151, 155, 318, 1431])
 def test_bytes_changed_at_random(tmp_path: Path, healthy: Path, seed: int) -> None:
@@ -139,24 +119,6 @@ def test_a_log_of_the_damaged_file_is_not_taken_for_the_new_ones(tmp_path: Path,
     other.record(row())
     other.commit()
     assert uses(history) == {"512x512": 2}
-
-
-@pytest.mark.parametrize("name", ["onediff-2-.sqlite3", "onediff-2-x.sqlite3", "onediff-2-².sqlite3",
-                                  "onediff-2--5.sqlite3", "onediff-1.sqlite3"])
-def test_a_file_whose_name_has_no_number_is_no_store(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("somebody else's, or an earlier version's")
-    history = opened(tmp_path)
-    assert history.trouble is None and (tmp_path / FILE).exists()
-    history.forget()
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
-
-
-def test_an_empty_file_is_a_new_store(tmp_path: Path) -> None:
-    (tmp_path / FILE).touch()
-    history = opened(tmp_path)
-    history.record(row())
-    history.commit()
-    assert history.trouble is None
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SQLite's drivers have other names here")

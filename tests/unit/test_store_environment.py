@@ -8,13 +8,11 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from store_builders import FILE, opened, row, uses
+from store_builders import FILE, opened, row
 
 import lib_onediff
 from lib_onediff.store import store as store_module
@@ -130,14 +128,6 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     assert after == [None, None, 1, ["layout"], [["SD1", "1x1"], ["SD1", "2x2"]]]
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    history = opened(tmp_path)
-    tmp_path.chmod(0o755)
-    assert history.trouble is not None and "cannot be written" in history.trouble
-
-
 @pytest.mark.parametrize("kind", ["the folder is a file", "the folder is below a file", "the file is a folder",
                                   "the folder is a dead link", "the name is too long"])
 def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
@@ -207,25 +197,6 @@ def test_only_the_first_access_waits_long_for_another_programs_lock(
     other.close()
     history.commit()
     assert history.trouble is None and opened(tmp_path).rows() == [row()]
-
-
-def test_a_short_lock_is_waited_for_and_recording_waits_for_nothing(tmp_path: Path) -> None:
-    history = opened(tmp_path)
-    holder = sqlite3.connect(tmp_path / FILE, isolation_level=None)
-    holder.execute("BEGIN EXCLUSIVE")
-    history.record(row())
-    with ThreadPoolExecutor() as pool:
-        commit = pool.submit(history.commit)
-        time.sleep(0.3)
-        began = time.perf_counter()
-        for number in range(100):
-            history.tune(f"tile {number}", number)
-            history.record(row("64x64"))
-        assert time.perf_counter() - began < 0.2 and not commit.done()
-        holder.execute("ROLLBACK")
-        holder.close()
-        commit.result()
-    assert uses(opened(tmp_path)) == {"512x512": 1, "64x64": 100} and history.trouble is None
 
 
 def test_a_folder_that_is_deleted_while_it_is_used(tmp_path: Path) -> None:

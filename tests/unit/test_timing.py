@@ -2,26 +2,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import a_call, diffusers_output, shared_unet
-from panel_builders import ROW, changed, text_of
 
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
 from lib_onediff.runtime import verify
-from lib_onediff.runtime.rows import ratio_values, resolution_row
+from lib_onediff.runtime.rows import resolution_row
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import judge
 from lib_onediff.store.history import history_row
-from lib_onediff.ui.cache.table import table_html
-from lib_onediff.ui.cache.totals import chart_html
-from lib_onediff.ui.status import described
 
 CPU = torch.device("cpu")
 CALL = UNetCall(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))
@@ -44,10 +39,6 @@ def test_few_times_are_no_timing() -> None:
     assert stopwatch(5.0, 9.0, 6.0).timing == Timing(6.0, 5.0, 9.0)
 
 
-def test_one_stray_time_hardly_moves_what_many_say() -> None:
-    assert stopwatch(*[5.0] * 9, 500.0).timing == Timing(5.0, 5.0, 5.0)
-
-
 def test_times_of_another_route_are_forgotten() -> None:
     watch = Stopwatch()
     for _ in range(ENOUGH):
@@ -55,18 +46,6 @@ def test_times_of_another_route_are_forgotten() -> None:
     assert watch.timing is not None
     watch.time(CPU, lambda: None, "graph")
     assert watch.timing is None and watch.median_ms is not None
-
-
-def test_what_an_earlier_process_has_measured_holds_until_this_one_has() -> None:
-    watch = Stopwatch()
-    watch.remember(5.0)
-    assert (watch.median_ms, watch.timing) == (5.0, Timing(5.0))
-    watch._times.append(100.0)
-    assert watch.timing == Timing(5.0)
-    ratio = Ratio.of(Timing(2.0, 1.0, 4.0), watch.timing)
-    assert ratio == Ratio(2.5) and ratio_values(ratio) == {"ratio": 2.5, "ratio_range": None}, "half is no spread"
-    watch._times.extend([100.0] * ENOUGH)
-    assert watch.timing == Timing(100.0, 100.0, 100.0)
 
 
 def test_a_ratio_needs_enough_times_on_both_sides() -> None:
@@ -117,23 +96,6 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
     judge(entry, torch.ones(2, 4, 8, 8), host, nobody_waits=nobody_waits)
     assert (host.calls, len(entry.host._times)) == (1 + timed, timed)
     assert (entry.host.timing is not None) == (timed == ENOUGH)
-
-
-# --- what is shown ------------------------------------------------------------------------------------------------
-
-
-def test_the_page_shows_a_ratio_with_its_spread_or_none() -> None:
-    shape = dataclasses.replace(ROW.shapes[0], ratio_range=(1.8, 2.2))
-    known, unknown = changed(ROW, shapes=(shape,), ratio_range=(1.8, 2.2)), changed(ROW, ratio=None)
-    assert text_of(table_html([known])).count("2.00x 1.80 to 2.20") == 2
-    assert "12.3 ms, 2.0x faster" in text_of(chart_html([known]))
-    assert chart_html([unknown]) == ""
-    status = {"route": "plain", "step_ms": 12.345, "host_ms": 24.69, "resolution": "", "model": "", "backend": ""}
-    speed = lambda **known: dict(described({**status, **known}))["Speed"]  # noqa: E731
-    assert speed(ratio=2.0, ratio_range=(1.8, 2.2)) == "2.0x faster (12.3 ms vs 24.7 ms)"
-    assert speed(ratio=None) == "too few steps timed yet"
-    assert speed(ratio=None, host_ms=None) == "the WebUI was not timed for these steps"
-    assert speed(ratio=None, route="host") == "\N{EN DASH}"
 
 
 def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:

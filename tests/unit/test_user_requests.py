@@ -41,23 +41,6 @@ def another_process(folder: Path) -> tuple[History, TuningCache]:
     return history, tuning_cache
 
 
-def test_pins_outlive_the_process(unet: nn.Module, store: Path) -> None:
-    served(unet, a_call(unet))
-    [row] = runtime.rows()
-    assert not row.pinned and not row.shapes[0].pinned
-    assert runtime.pin(row.resolution, row.model, True)
-    [row] = runtime.rows()
-    assert row.pinned and row.shapes[0].pinned
-    assert another_process(store)[0].pins() == {(row.model, "64x64")}
-    assert runtime.pin(row.resolution, row.model, False)
-    assert another_process(store)[0].pins() == frozenset() and not runtime.rows()[0].pinned
-
-
-def test_only_what_is_known_can_be_pinned(unet: nn.Module) -> None:
-    assert not runtime.pin("64x64", "SDXL", True)
-    assert runtime.history.pins() == frozenset()
-
-
 def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
@@ -72,14 +55,6 @@ def test_purging_the_disk_leaves_graphs_and_pins(unet: nn.Module, store: Path) -
     assert runtime.tuning_cache.get("kernel addition, small, float16") is None, "it is measured again"
     assert history.pins() == runtime.history.pins() != frozenset()
     assert runtime.rows()[0].state == State.READY.value
-
-
-def test_purging_everything_leaves_pins(unet: nn.Module, store: Path) -> None:
-    served(unet, a_call(unet))
-    runtime.pin("64x64", runtime.rows()[0].model, True)
-    runtime.purge()
-    assert runtime.rows() == []
-    assert another_process(store)[0].pins() == runtime.history.pins() != frozenset()
 
 
 def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:

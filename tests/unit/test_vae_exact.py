@@ -18,7 +18,7 @@ from lib_onediff.families.registry import read_decoder
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.runtime.vae.precision import WatchedOperators
 from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")

@@ -31,9 +31,8 @@ from vae_precision_builders import (
 from lib_onediff.core.table import State
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae import fallback, precision
-from lib_onediff.runtime.vae.overflow import NOT_FINITE, ONE_COLOUR, SATURATED, look_at
-from lib_onediff.runtime.vae.precision import KnownVaes, verdict_name
+from lib_onediff.runtime.vae import precision
+from lib_onediff.runtime.vae.precision import NOT_FINITE, ONE_COLOUR, SATURATED, KnownVae, look_at
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
@@ -195,7 +194,7 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
 
 def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a CPU many times as long."""
-    monkeypatch.setattr(fallback, "SLOW_ON_CPU", precision.SLOW_ON_CPU)
+    monkeypatch.setattr(precision, "SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
     runtime.configure(chosen("fp16"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -219,8 +218,9 @@ def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
 def test_a_store_that_anybody_has_written(stored: Any) -> None:
-    runtime.tuning_cache.set(verdict_name("abc", torch.float16), stored)
-    assert KnownVaes(runtime.tuning_cache).saw("abc", torch.float16) is None
+    vae = KnownVae(runtime.tuning_cache, "abc", {})
+    vae.remember(torch.float16, stored)
+    assert vae.saw(torch.float16) is None
 
 
 @pytest.mark.parametrize(("spoil", "peaks", "saw"), [
@@ -238,9 +238,7 @@ def test_a_store_that_anybody_has_written(stored: Any) -> None:
 def test_what_is_seen_of_a_decode(spoil: Any, peaks: list[float], saw: str | None, format: Any) -> None:
     picture = torch.rand(2, 3, 8, 8).half().contiguous(memory_format=format)
     spoil(picture)
-    found = look_at(picture, torch.rand(2, 4, 1, 1), [torch.tensor(peak).half() for peak in peaks])
-    assert (found.saw, found.latent_is_finite) == (saw, True)
-    assert not look_at(picture, torch.full((2, 4, 1, 1), float("inf")), []).latent_is_finite
+    assert look_at(picture, [torch.tensor(peak).half() for peak in peaks]) == saw
 
 
 def foreign(host: Host, latent: Tensor, reason: str = "Decoder.forward was replaced by somebody") -> Tensor:

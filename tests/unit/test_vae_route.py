@@ -11,7 +11,7 @@ import pytest
 import torch
 from backend_names import NATIVE
 from builders import relative_error
-from ladder_builders import seem_to_have_a_gpu
+from ladder_builders import pretend_a_gpu
 from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
 from vae_precision_builders import Host, decode
@@ -51,9 +51,9 @@ def test_only_the_first_decode_at_a_size_asks_the_host(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (lambda picture: 1.01 * picture, "it differs from the VAE's own image by 9.9e-03 (rounding explains 1e-04)"),
-    (lambda picture: picture[:, :, :-1], "the VAE's own image is (1, 3, 11, 12) in float32, ours is (1, 3, 12, 12)"),
-    (lambda picture: picture.half(), "the VAE's own image is (1, 3, 12, 12) in float16"),
+    (lambda picture: 1.01 * picture, "it differs from the model's own forward by 9.9e-03 (rounding explains 1e-04)"),
+    (lambda picture: picture[:, :, :-1], "it is (1, 3, 12, 12) in torch.float32, not (1, 3, 11, 12)"),
+    (lambda picture: picture.half(), "it is (1, 3, 12, 12) in torch.float32, not (1, 3, 12, 12) in torch.float16"),
 ], ids=["values", "shape", "type"])
 def test_a_first_picture_unlike_the_hosts_is_the_hosts(change: Any, reason: str) -> None:
     """As a wrong forward of ours would look to the check."""
@@ -194,7 +194,7 @@ class Stand:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
-    seem_to_have_a_gpu(monkeypatch, stand)
+    pretend_a_gpu(monkeypatch, stand)
     monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", lambda *args, **more: stand.ready())
     return stand
 

@@ -6,20 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_history import KEY
 from torch import nn
 
-from lib_onediff.core.affine import QuantizedWeight
 from lib_onediff.core.table import ShapeTable
 from lib_onediff.core.weak_dictionary import WeakDictionary
-from lib_onediff.steps.features import Place, Record
-from lib_onediff.store.history import History
-from lib_onediff.weights.low_bit import INT8, LowBitWeights
 
 SECONDS = 0.5
 
@@ -65,28 +59,6 @@ def test_entries_that_are_forgotten_while_others_come() -> None:
     while_another_adds(lambda number: table.entry(key(number)), table.entries)
 
 
-def test_an_entry_that_comes_while_others_are_forgotten_stays() -> None:
-    table, lost = ShapeTable(), []
-
-    def add(number: int) -> None:
-        new = dataclasses.replace(KEY, tokens=number)
-        table.entry(new)
-        if new not in table.by_key():
-            lost.append(number)
-
-    while_another_adds(add, lambda: table.forget({key(0), key(1)}))
-    assert not lost
-
-
-def test_verdicts_that_are_forgotten_while_others_come(tmp_path: Path) -> None:
-    history = History()
-    for number in range(500):
-        history.keep_verdict("native", key(number), "weights", 1e-3)
-    while_another_adds(
-        lambda number: history.keep_verdict("native", key(number), "weights", 1e-3), lambda: history.forget(["8x8"])
-    )
-
-
 def test_modules_that_come_while_others_are_looked_at() -> None:
     modules = [nn.Identity() for _ in range(1000)]
     known: WeakDictionary[nn.Module, int] = WeakDictionary({module: 0 for module in modules[:500]})
@@ -103,15 +75,3 @@ def test_a_module_that_is_gone_is_not_among_them() -> None:
     known: WeakDictionary[nn.Module, int] = WeakDictionary({here: 1, gone: 2})
     del gone
     assert known.items() == [(here, 1)] and list(known) == known.keys() == [here] and known.values() == [1]
-
-
-def test_weights_in_eight_bits_that_are_counted_while_they_are_made() -> None:
-    weights = LowBitWeights.__new__(LowBitWeights)
-    weights._kept = {}
-    one = QuantizedWeight(torch.zeros(1), torch.zeros(1))
-    while_another_adds(lambda number: weights._kept.__setitem__((str(number), INT8), one), lambda: weights.bytes)
-
-
-def test_deep_features_that_are_counted_while_others_come() -> None:
-    place = Place()
-    while_another_adds(lambda number: place.records.__setitem__(number, Record()), place.bytes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import builders
-from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_idle, webui
+from test_warmup import SECONDS, SmallWebUI, queue, webui
 
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.sizes import Size
@@ -58,24 +58,6 @@ class UnfairWebUI(SmallWebUI):
             pass
 
 
-def test_nothing_runs_while_a_picture_is_made(webui: SmallWebUI, queue: WarmUp) -> None:
-    with webui.lock:
-        (job,) = queue.add([SMALL], "panel")
-        time.sleep(0.2)
-        assert webui.calls == [] and queue.jobs()[0].done == 0
-    assert finished(queue, job).state == "done"
-
-
-def test_a_picture_waits_for_one_call_at_most(webui: SmallWebUI, queue: WarmUp) -> None:
-    queue.add([Size(128, 128), Size(128, 64), Size(64, 128)], "panel")
-    while not webui.calls:
-        time.sleep(0.001)
-    asked = len(webui.calls)
-    with webui.lock:
-        assert len(webui.calls) <= asked + 1
-        assert queue.busy()
-
-
 def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
     unet = builders.diffusers_unet()
     webui = UnfairWebUI(unet)
@@ -93,25 +75,6 @@ def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
     queue.stop(SECONDS)
     diffusers_host.detach(unet)
     assert max(passed_by) <= 1, passed_by
-
-
-def test_worker_lives_while_there_is_work(queue: WarmUp) -> None:
-    for _ in range(2):
-        queue.add([SMALL], "panel")
-        wait_until_idle(queue)
-        deadline = time.monotonic() + SECONDS
-        while any(thread.name == "onediff-warm-up" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_stop_can_wait(webui: SmallWebUI, queue: WarmUp) -> None:
-    queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
-    while not webui.calls:
-        time.sleep(0.001)
-    queue.stop(SECONDS)
-    assert not any(thread.name == "onediff-warm-up" for thread in threading.enumerate())
-    assert len(webui.calls) < 20
 
 
 def test_the_program_can_end_in_the_middle() -> None:

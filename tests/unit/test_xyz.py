@@ -103,13 +103,6 @@ def test_registering_twice_adds_nothing_and_unloading_leaves_the_plot_as_found()
     assert plot.axis_options is listed and listed == others
 
 
-def test_a_webui_without_a_plot_is_left_alone() -> None:
-    scripts_data = [SimpleNamespace(module=SimpleNamespace(axis_options="none")), SimpleNamespace()]
-    xyz.add_axes(scripts_data, Settings)
-    xyz.remove_axes(scripts_data)
-    assert scripts_data == [SimpleNamespace(module=SimpleNamespace(axis_options="none")), SimpleNamespace()]
-
-
 def test_choices_are_offered_and_can_all_be_drawn() -> None:
     for option in fields(Settings):
         if not option.metadata["per_run"]:
@@ -125,12 +118,6 @@ def test_choices_are_offered_and_can_all_be_drawn() -> None:
         for word in axis.choices() if axis.choices else [str(option.default)]:
             meant = {"on": True, "off": False}[word] if isinstance(option.default, bool) else type(option.default)(word)
             assert getattr(settings_with(**{option.name: word}), option.name) == meant
-
-
-def test_presets_are_offered_also_by_their_former_names() -> None:
-    axis = axis_of(xyz.PRESET)
-    assert axis.choices() == ["Off", *PRESETS]
-    assert settings_with(preset="Speed first") == settings_with(preset=FAST)
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), [
@@ -222,13 +209,6 @@ def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: st
 ])
 def test_numbers_and_ranges_are_handed_on(name: str, text: str, parts: list[str]) -> None:
     assert axis_of(name).prepare(text) == parts
-
-
-def test_what_counting_adds_up_to_is_rounded() -> None:
-    axis, p = axis_of("guidance_end"), Generation()
-    axis.confirm(p, [0.1 + 0.2, 1.0000000000000002])
-    axis.apply(p, 0.1 + 0.2, [])
-    assert xyz.settings_of_cell(p, OWN).guidance_end == 0.3
 
 
 def test_while_onediff_is_switched_off_nothing_is_drawn() -> None:

@@ -107,10 +107,10 @@ def change_in_place(unet: nn.Module) -> None:
         parameter.mul_(1.05)
 
 
-def change_one_layer(unet: nn.Module) -> None:
-    unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k.weight.mul_(3)
-
-
 def change_by_data(unet: nn.Module) -> None:
     for parameter in unet.parameters():
         parameter.data = parameter.data * 1.05
+
+
+def change_one_layer(unet: nn.Module) -> None:
+    unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k.weight.mul_(3)

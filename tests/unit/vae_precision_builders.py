@@ -14,9 +14,9 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae import fallback
+from lib_onediff.runtime.vae import precision
 from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.overflow import WatchedOperators
+from lib_onediff.runtime.vae.precision import WatchedOperators
 from lib_onediff.weights.scan import HostTraits
 
 LIMIT = torch.finfo(torch.float16).max
@@ -28,7 +28,7 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No verdict on any VAE; and float16 where it is asked for, as on a GPU."""
-    monkeypatch.setattr(fallback, "SLOW_ON_CPU", ())
+    monkeypatch.setattr(precision, "SLOW_ON_CPU", ())
     runtime.tuning_cache.clear()
     yield
     runtime.tuning_cache.clear()

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from demo_images import from_base64, to_base64
-from demo_prompts import long_prompts
 from fastapi import APIRouter, FastAPI, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
@@ -205,7 +204,7 @@ def add_rest(page: Any, app: FastAPI) -> None:
 
 
 def with_rest() -> None:
-    """Have the demo of this process serve the routes too, and take prompts of any length."""
+    """Have the demo of this process serve the routes too."""
     load = scripts.load_scripts
 
     def load_scripts() -> None:
@@ -213,7 +212,6 @@ def with_rest() -> None:
         script_callbacks.on_app_started(add_rest)
 
     scripts.load_scripts = load_scripts
-    processing.StableDiffusionProcessing.prompts = long_prompts
 
 
 if __name__ == "__main__":

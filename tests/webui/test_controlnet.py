@@ -112,14 +112,6 @@ def test_settings_of_the_unit(webui: WebUI, controlnet: str, changes: dict[str, 
         assert_different(whole, on, str(changes))
 
 
-def test_two_units(webui: WebUI, controlnet: str) -> None:
-    request = controlled(webui, controlnet)
-    unit = request["alwayson_scripts"]["ControlNet"]["args"][0]
-    request["alwayson_scripts"]["ControlNet"]["args"].append({**unit, "weight": 0.4})
-    on = run_on(webui, request, routes=ROUTES[webui.kind])
-    assert_same(on, run(webui, request, enabled=False))
-
-
 def test_another_prompt_and_lora_between(webui: WebUI, sd15: Models, controlnet: str) -> None:
     lora = f"a red fox in the snow <lora:{sd15.need('lora-a')}:1>"
     request = {**controlled(webui, controlnet), "prompt": lora}

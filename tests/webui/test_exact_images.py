@@ -1,17 +1,137 @@
-"""Hires fix, img2img and inpainting with the extension on and off."""
+"""txt2img, hires fix, img2img and inpainting with the extension on and off: the same images, every UNet call by the
+whole-UNet route, and every decode ours."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from PIL import Image
 from webui_client import WebUI, encode, gradient, start_from
-from webui_compare import assert_different, need, on_and_off, run_on
-from webui_models import Models
+from webui_compare import Run, assert_different, assert_same, need, on_and_off, run, run_on, steps_of
+from webui_models import Models, stem
+
+# One token a word in every tokenizer; a chunk takes 75.
+LETTERS = "a b c d e f g h i j k l m n o p q r s t u v w x y z "
+WORDS_110, WORDS_190 = (" ".join((LETTERS * 8).split()[:count]) for count in (110, 190))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, by what differs from PICTURE.
+
+    needs: a feature that some host lacks. fewer_calls: how many calls less than steps the sampler makes.
+    parted: the prompts are of different token counts, which some hosts give to the UNet in two calls.
+    elsewhere: architectures beside SD1.5 differ from it here.
+    """
+
+    name: str
+    request: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
+    fewer_calls: int = 0
+    parted: bool = False
+    elsewhere: bool = False
+
+    def least_calls(self, webui: WebUI) -> int:
+        calls = steps_of(self.request) - self.fewer_calls
+        return 2 * calls if self.parted and webui.kind == "a1111" else calls
+
+
+def size(width: int, height: int) -> Case:
+    return Case(f"{width}x{height}", {"width": width, "height": height}, elsewhere=True)
+
+
+def prompts(name: str, prompt: str, negative: str, **more: Any) -> Case:
+    given = {"needs": "long prompts", "parted": True, **more}
+    return Case(name, {"prompt": prompt, "negative_prompt": negative}, **given)
+
+
+def sampler(name: str, fewer_calls: int = 0, elsewhere: bool = False) -> Case:
+    return Case(name, {"sampler_name": name, "steps": 4}, fewer_calls=fewer_calls, elsewhere=elsewhere)
+
+
+CASES = [
+    size(64, 64), size(72, 88), size(192, 64),
+    Case("batch 2", {"batch_size": 2}, elsewhere=True),
+    Case("two batches of 2 at 72x88", {"n_iter": 2, "batch_size": 2, "width": 72, "height": 88}),
+    prompts("154 tokens, short negative", WORDS_110, "rain"),
+    prompts("77 tokens, long negative", "a fox", WORDS_110),
+    prompts("231 tokens, 154 of negative", WORDS_190, WORDS_110, elsewhere=True),
+    prompts("231 tokens, long negative", WORDS_190, WORDS_190[::-1], parted=False),
+    prompts("AND of two", "a fox :1.1 AND a castle at night :0.7", "rain", needs="AND prompts", parted=False,
+            elsewhere=True),
+    prompts("AND of long and short", f"a fox AND {WORDS_110}", "rain", needs="AND prompts", parted=False),
+    Case("cfg 1", {"cfg_scale": 1}, elsewhere=True),
+    sampler("Euler"), sampler("DPM++ 2M"), sampler("DPM++ SDE", elsewhere=True), sampler("Heun"),
+    sampler("DDIM", fewer_calls=1), sampler("UniPC"), sampler("LCM"),
+    Case("tiling at 72x88", {"tiling": True, "width": 72, "height": 88}, needs="tiling"),
+]
+
+
+def check(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, int]:
+    """on_and_off, and how many decodes the run with the extension on made: ours, and with the extension off none."""
+    before = webui.status()["vae"]["calls"]
+    on, _ = on_and_off(webui, request, least_calls)
+    after = webui.status()["vae"]
+    ours, hosts = (after["calls"][route] - before[route] for route in ("ours", "host"))
+    assert ours == hosts > 0 and after["reason"] == "OneDiff is switched off", after
+    return on, ours
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_txt2img(webui: WebUI, sd15: Models, case: Case) -> None:
+    need(webui, case.needs)
+    check(webui, case.request, case.least_calls(webui))
+
+
+@pytest.fixture(scope="module", params=["sdxl", "sd2", "inpaint"])
+def other_architecture(request: pytest.FixtureRequest, models: Models) -> Iterator[str]:
+    """Another checkpoint is loaded; SD1.5 again afterwards."""
+    name = models.use(request.param)
+    infotext = run_on(models.webui, {}).pictures.info["infotexts"][0]
+    assert f"Model: {stem(name)}," in infotext, infotext
+    yield request.param
+    models.use("sd15")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.elsewhere], ids=lambda case: case.name)
+def test_other_architectures(webui: WebUI, other_architecture: str, case: Case) -> None:
+    need(webui, case.needs)
+    check(webui, case.request, case.least_calls(webui))
+    assert other_architecture != "inpaint" or "inpainting" in webui.status()["model"]
+
+
+@pytest.mark.parametrize(("before", "change"), [
+    ({}, {"seed": 8}), ({}, {"prompt": "a castle at night"}), ({}, {"negative_prompt": "a castle at night"}),
+    ({}, {"cfg_scale": 1}), ({}, {"tiling": True}),
+    # A prompt is cut off nowhere.
+    *(({"prompt": words}, {"prompt": words[:-1] + "0"}) for words in (WORDS_110, WORDS_190)),
+], ids=str)
+def test_what_the_cases_vary_shows_in_the_image(
+    webui: WebUI, sd15: Models, before: dict[str, Any], change: dict[str, Any]
+) -> None:
+    """If these made no difference, a route that ignores them would pass the comparison."""
+    need(webui, "tiling" if "tiling" in change else "long prompts" if before else "")
+    assert_different(run_on(webui, before), run_on(webui, {**before, **change}), str(change))
+
+
+def test_switched_off_for_all(webui: WebUI, sd15: Models) -> None:
+    """Out of the WebUI altogether: not even a decode is seen."""
+    plain, _ = check(webui, {})
+    with webui.options(onediff_enabled=False):
+        before = webui.status()["vae"]["calls"]
+        made = run(webui, {})
+        assert_same(made, plain)
+        assert webui.status()["vae"]["calls"] == before and sum(made.calls.values()) == webui.status()["hooks"] == 0
+    check(webui, {})
+
+
+# --- other passes -----------------------------------------------------------------------------------------------------
 
 
 def hires(webui: WebUI, upscaler: str, **changes: Any) -> dict[str, Any]:
-    """A request whose second pass has 3 steps, at 1.5 times the size unless told otherwise."""
+    """A request whose second pass has 3 steps, at 1.5 times the size unless the changes say otherwise."""
     request = {
         "enable_hr": True, "hr_upscaler": upscaler, "hr_scale": 1.5, "hr_second_pass_steps": 3,
         "denoising_strength": 0.7, "hr_cfg": 7,
@@ -27,83 +147,48 @@ def hires(webui: WebUI, upscaler: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("changes", [
-    {},
-    {"hr_cfg": 1},
-    {"hr_resize_x": 88, "hr_resize_y": 72},
-    {"batch_size": 2, "n_iter": 2},
-    {"hr_prompt": "a castle at night", "hr_negative_prompt": "fog"},
-    {"hr_sampler_name": "DPM++ 2M"},
+    {}, {"hr_cfg": 1}, {"hr_resize_x": 88, "hr_resize_y": 72}, {"batch_size": 2, "n_iter": 2},
+    {"hr_prompt": "a castle at night", "hr_negative_prompt": "fog"}, {"hr_sampler_name": "DPM++ 2M"},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
 def test_hires_fix(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str, Any]) -> None:
+    """Between pixels and pixels an upscaler needs the first pass decoded, within the sampling."""
     need(webui, "hires fix")
-    batches = changes.get("n_iter", 1)
-    on, _ = on_and_off(webui, hires(webui, upscaler, **changes), least_calls=6 * batches)
+    on, decodes = check(webui, hires(webui, upscaler, **changes), 6 * changes.get("n_iter", 1))
+    assert changes or decodes == (1 if upscaler == "Latent" else 2) or webui.is_neo
     expected = (changes["hr_resize_x"], changes["hr_resize_y"]) if "hr_resize_x" in changes else (96, 96)
-    if webui.is_neo:
-        # Its copy with a translated page rounds to 64, others to 8.
-        assert all(abs(made - wanted) <= 32 for made, wanted in zip(on.pictures.image.size, expected, strict=True))
-    else:
-        assert on.pictures.image.size == expected
-
-
-def test_hires_prompt_shows_in_the_picture(webui: WebUI, sd15: Models) -> None:
-    need(webui, "hires fix")
-    plain = run_on(webui, hires(webui, "Latent"), 6)
-    other = run_on(webui, hires(webui, "Latent", hr_prompt="a castle at night"), 6)
-    assert_different(plain, other, "the hires prompt")
+    # Neo's copy with a translated page rounds to 64, others to 8.
+    slack = 32 if webui.is_neo else 0
+    assert all(abs(made - wanted) <= slack for made, wanted in zip(on.pictures.image.size, expected, strict=True))
+    if "hr_prompt" in changes:
+        assert_different(run_on(webui, hires(webui, upscaler), 6), on, "the hires prompt")
 
 
 @pytest.mark.parametrize("changes", [
-    {},
-    {"denoising_strength": 0.9, "width": 72, "height": 88},
-    {"batch_size": 2},
-    {"n_iter": 2},
-    {"sampler_name": "DPM++ 2M"},
-    {"cfg_scale": 1},
+    {}, {"denoising_strength": 0.9, "width": 72, "height": 88}, {"batch_size": 2, "n_iter": 2},
+    {"sampler_name": "DPM++ 2M"}, {"cfg_scale": 1},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 def test_img2img(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
     request = {**start_from(gradient(64, 64)), **changes}
-    steps = int(request["steps"] * request["denoising_strength"])
-    on_and_off(webui, request, least_calls=steps * changes.get("n_iter", 1))
+    check(webui, request, int(request["steps"] * request["denoising_strength"]) * changes.get("n_iter", 1))
 
 
 def masked(**changes: Any) -> dict[str, Any]:
-    """Inpainting of the right half, starting from the original picture."""
+    """Inpainting of the right half, starting from the original image."""
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (32, 0, 64, 64))
     given = {"mask": encode(mask), "mask_blur": 2, "inpainting_fill": 1, "inpaint_full_res": False}
     return {**start_from(gradient(64, 64)), **given, **changes}
 
 
-def no_mask_here(webui: WebUI) -> None:
-    if webui.is_standalone:
-        pytest.skip("the standalone host takes no masks: --webui URL")
-
-
 @pytest.mark.parametrize("changes", [
-    {},
-    {"inpainting_fill": 2},
-    {"inpaint_full_res": True},
-    {"width": 88, "height": 72, "batch_size": 2},
+    {}, {"inpainting_fill": 2}, {"inpaint_full_res": True}, {"width": 88, "height": 72, "batch_size": 2},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("role", ["sd15", "inpaint"])
 def test_inpainting(webui: WebUI, sd15: Models, role: str, changes: dict[str, Any]) -> None:
-    no_mask_here(webui)
+    need(webui, "masks")
     sd15.use(role)
-    on_and_off(webui, masked(**changes), least_calls=3)
-
-
-@pytest.mark.parametrize("role", ["sd15", "inpaint"])
-def test_mask_shows_in_the_picture(webui: WebUI, sd15: Models, role: str) -> None:
-    no_mask_here(webui)
-    sd15.use(role)
-    all_of_it = encode(Image.new("L", (64, 64), 255))
-    assert_different(run_on(webui, masked(), 3), run_on(webui, masked(mask=all_of_it), 3), "the mask")
-
-
-def test_txt2img_with_an_inpainting_checkpoint(webui: WebUI, sd15: Models) -> None:
-    sd15.use("inpaint")
-    on_and_off(webui, {"width": 72, "height": 88})
-    run_on(webui, {})
-    assert "inpainting" in webui.status()["model"]
+    on, _ = on_and_off(webui, masked(**changes), least_calls=3)
+    if not changes:
+        all_of_it = encode(Image.new("L", (64, 64), 255))
+        assert_different(on, run_on(webui, masked(mask=all_of_it), 3), "the mask")

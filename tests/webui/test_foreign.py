@@ -197,38 +197,20 @@ def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, 
     return request, plain
 
 
-@pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
-def test_functions_of_the_hosts_protocol_run_within_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
-    request, plain_request = prepared(webui, foreign)
-    plain, on = assert_within(webui, request, plain_request, foreign.reason)
+@pytest.mark.parametrize("foreign", [*WITHIN, *OURS], ids=lambda foreign: foreign.name)
+def test_it_runs_within_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+    plain, on = assert_within(webui, *prepared(webui, foreign), foreign.reason)
+    assert foreign in WITHIN or PATCHES not in on.reason, "ours computes it itself"
     if foreign.doubles_calls:
         assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
     else:
         assert_different(plain, on, foreign.name)
 
 
-@pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
-def test_between_graphs_they_do_the_same(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
+@pytest.mark.parametrize("foreign", [*WITHIN, *OURS, *UNTOUCHED], ids=lambda foreign: foreign.name)
+def test_with_graphs_it_does_the_same(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
     plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
-    if not foreign.doubles_calls:
-        assert_different(plain, on, foreign.name)
-
-
-@pytest.mark.parametrize("foreign", OURS, ids=lambda foreign: foreign.name)
-def test_what_is_known_is_computed_by_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
-    request, plain_request = prepared(webui, foreign)
-    plain, on = assert_within(webui, request, plain_request, foreign.reason)
-    assert PATCHES not in on.reason
-    if foreign.doubles_calls:
-        assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
-    else:
-        assert_different(plain, on, foreign.name)
-
-
-@pytest.mark.parametrize("foreign", OURS, ids=lambda foreign: foreign.name)
-def test_what_is_known_is_part_of_the_graph(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
-    plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
-    assert PATCHES not in on.reason
+    assert foreign in WITHIN or PATCHES not in on.reason, "it is part of the graph"
     if not foreign.doubles_calls:
         assert_different(plain, on, foreign.name)
 
@@ -240,14 +222,6 @@ def test_what_leaves_the_unet_alone_stays_ours(webui: WebUI, sd15: Models, forei
     assert_different(run_on(webui, plain_request), made, foreign.name)
 
 
-@pytest.mark.parametrize("foreign", UNTOUCHED, ids=lambda foreign: foreign.name)
-def test_what_leaves_the_unet_alone_runs_as_a_graph(
-    webui: WebUI, sd15: Models, foreign: Foreign, graphs: None
-) -> None:
-    plain, on = assert_between_graphs(webui, *prepared(webui, foreign))
-    assert_different(plain, on, foreign.name)
-
-
 @pytest.mark.parametrize("checkpoint", ["sd15", "sdxl"])
 @pytest.mark.parametrize("foreign", REFERENCES, ids=lambda foreign: foreign.name)
 def test_references_run_around_our_blocks(webui: WebUI, sd15: Models, foreign: Foreign, checkpoint: str) -> None:
@@ -256,12 +230,6 @@ def test_references_run_around_our_blocks(webui: WebUI, sd15: Models, foreign: F
     plain, on = assert_within(webui, request, plain_request, foreign.reason, ("blocks",))
     assert on.served(("blocks",)) == 2 * plain.served(WHOLE_UNET)
     assert_different(plain, on, foreign.name)
-
-
-def test_what_freeu_leaves_costs_nothing(webui: WebUI, sd15: Models) -> None:
-    request, plain_request = prepared(webui, next(one for one in WITHIN if one.name == "FreeU of A1111"))
-    run_on(webui, request)
-    assert "skips by" not in run_on(webui, plain_request).reason
 
 
 def test_hypernetwork(webui: WebUI, sd15: Models) -> None:

@@ -45,20 +45,24 @@ def long_run(webui: WebUI, **changes: Any) -> dict[str, Any]:
     return {**LONG, "steps": steps, **one_run(enabled=True), **changes}
 
 
-def test_interrupt(webui: WebUI, sd15: Models) -> None:
+def test_progress_and_interrupt(webui: WebUI, sd15: Models) -> None:
+    """The image comes as far as it is, and the interrupt ends with its generation."""
     plain = run_on(webui, {})
     before = webui.calls()
     request = long_run(webui)
     generation = InBackground(webui, request)
     generation.wait_for_step(3)
+    seen = webui.get("/sdapi/v1/progress")
+    assert 0 < seen["progress"] < 1 and seen["state"]["sampling_steps"] == request["steps"]
     assert webui.post("/sdapi/v1/interrupt").status_code == 200
     assert len(generation.pictures().images) == 1
     after = webui.calls()
     served = sum(after[route] - before[route] for route in ("plain", "graph"))
     assert 3 <= served < request["steps"], "the interrupt came too late or too early to tell anything"
     assert after["host"] == before["host"] and after["blocks"] == before["blocks"]
+    assert webui.get("/sdapi/v1/progress")["progress"] == 0
     assert_same(run_on(webui, {}), plain)
-    on_and_off(webui, {"width": 72, "height": 88})
+    on_and_off(webui, {"width": 72, "height": 88, "n_iter": 2})
 
 
 def test_skip(webui: WebUI, sd15: Models) -> None:

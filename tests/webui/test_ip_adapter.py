@@ -129,36 +129,28 @@ def only_forge(webui: WebUI) -> None:
         pytest.skip("Forge's and Forge Neo's: give the address of one with --webui URL")
 
 
-@pytest.mark.parametrize("case", IP_ADAPTERS, ids=lambda case: case.name)
-def test_ip_adapter(webui: WebUI, sd15: Models, case: Case) -> None:
+def reason_for(webui: WebUI, case: Case) -> str:
+    """What the reason says of who runs; skips what only Forge and Forge Neo have."""
+    if case in LLLITES:
+        only_forge(webui)
+        return BY_LLLITE
+    return BY_IP_ADAPTER[webui.kind]
+
+
+@pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
+def test_at_every_attention(webui: WebUI, sd15: Models, case: Case) -> None:
     request, without = prepared(webui, sd15, case)
-    plain, on = assert_within(webui, request, without, BY_IP_ADAPTER[webui.kind], ROUTES[webui.kind])
+    reason = reason_for(webui, case)
+    plain, on = assert_within(webui, request, without, reason, ROUTES[webui.kind])
     assert_different(plain, on, case.name)
 
 
-@pytest.mark.parametrize("case", IP_ADAPTERS, ids=lambda case: case.name)
-def test_ip_adapter_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
+@pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
+def test_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
     only_forge(webui)
-    request, without = prepared(webui, sd15, case)
+    reason, (request, without) = reason_for(webui, case), prepared(webui, sd15, case)
     with graphs_on_a_cpu(webui):
-        plain, on = assert_between_graphs(webui, request, without, BY_IP_ADAPTER[webui.kind])
-    assert_different(plain, on, case.name)
-
-
-@pytest.mark.parametrize("case", LLLITES, ids=lambda case: case.name)
-def test_control_lllite(webui: WebUI, sd15: Models, case: Case) -> None:
-    only_forge(webui)
-    request, without = prepared(webui, sd15, case)
-    plain, on = assert_within(webui, request, without, BY_LLLITE)
-    assert_different(plain, on, case.name)
-
-
-@pytest.mark.parametrize("case", LLLITES, ids=lambda case: case.name)
-def test_control_lllite_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
-    only_forge(webui)
-    request, without = prepared(webui, sd15, case)
-    with graphs_on_a_cpu(webui):
-        plain, on = assert_between_graphs(webui, request, without, BY_LLLITE)
+        plain, on = assert_between_graphs(webui, request, without, reason)
     assert_different(plain, on, case.name)
 
 

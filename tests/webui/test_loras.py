@@ -65,36 +65,20 @@ def test_lora_on_and_off_in_turn_with_the_extension(webui: WebUI, lora_a: str) -
 def test_another_lora_in_the_hires_pass(webui: WebUI, lora_a: str, lora_b: str, first: str, second: str) -> None:
     names = {"a": lora_a, "b": lora_b}
     prompts = [with_lora(names[which], 1) if which else PROMPT for which in (first, second)]
-    on_and_off(webui, hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[1]), least_calls=6)
+    on, _ = on_and_off(webui, hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[1]), least_calls=6)
+    if first != second:
+        same = run_on(webui, hires(webui, "Latent", prompt=prompts[0], hr_prompt=prompts[0]), 6)
+        assert_different(same, on, "the LoRA of the hires pass")
 
 
-def test_lora_of_the_hires_pass_shows(webui: WebUI, lora_a: str, lora_b: str) -> None:
-    made = [
-        run_on(webui, hires(webui, "Latent", hr_prompt=prompt), 6)
-        for prompt in (PROMPT, with_lora(lora_a, 1), with_lora(lora_b, 1))
-    ]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert_different(made[one], made[other], "the LoRA of the hires pass")
-
-
-def test_lora_in_img2img_sizes_and_batches(webui: WebUI, lora_a: str) -> None:
-    on_and_off(webui, {"prompt": with_lora(lora_a, 0.8), "width": 72, "height": 88, "batch_size": 2, "n_iter": 2})
-
-
-def test_locon(webui: WebUI, sd15: Models) -> None:
+@pytest.mark.parametrize(("role", "checkpoint"), [("locon", "sd15"), ("sdxl-lora", "sdxl")])
+def test_other_kinds(webui: WebUI, sd15: Models, role: str, checkpoint: str) -> None:
     need(webui, "LoRA")
-    name = sd15.need("locon")
+    name = sd15.need(role)
+    sd15.use(checkpoint)
     plain = run_on(webui, {"prompt": PROMPT})
-    with_it, _ = on_and_off(webui, {"prompt": with_lora(name, 1)})
-    assert_different(plain, with_it, "the LoCon")
-    assert_same(run_on(webui, {"prompt": PROMPT}), plain)
-
-
-def test_sdxl_lora(webui: WebUI, sd15: Models) -> None:
-    need(webui, "LoRA")
-    name = sd15.need("sdxl-lora")
-    sd15.use("sdxl")
-    plain = run_on(webui, {"prompt": PROMPT})
-    with_it, _ = on_and_off(webui, {"prompt": with_lora(name, 1)})
-    assert_different(plain, with_it, "the LoRA")
+    sizes = {"width": 72, "height": 88, "batch_size": 2, "n_iter": 2}
+    for request in ({}, sizes):
+        with_it, _ = on_and_off(webui, {**request, "prompt": with_lora(name, 1)})
+        assert_different(run_on(webui, {**request, "prompt": PROMPT}), with_it, f"the {role}")
     assert_same(run_on(webui, {"prompt": PROMPT}), plain)

@@ -9,7 +9,6 @@ import base64
 import contextlib
 import io
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -95,39 +94,6 @@ def test_nested_generation_has_the_settings_of_its_run(
     off = run_off(webui, nested, least_calls=3 + len(crops))
     assert largest_difference(off.pictures, run_without(webui, nested).pictures) == 0
     run_on(webui, {"width": crops[1][0], "height": crops[1][1]})
-
-
-def test_a_hundred_crops_of_random_sizes(webui: WebUI, sd15: Models, unit: int) -> None:
-    """What is kept grows with the sizes that there were, not with the crops, and a pinned size stays."""
-    draw = random.Random(100)
-    largest = 128 if unit == 64 else 256
-    crops = [[unit * draw.randint(64 // unit, largest // unit) for _ in range(2)] for _ in range(100)]
-    ours = run_on(webui, {})
-    model = next(row for row in webui.get("/onediff/v1/shapes")["rows"] if row["resolution"] == "64x64")["model"]
-    before = webui.get(f"{ROUTE}/table")
-    with pinned(webui, model, "64x64"):
-        # In several generations: a hundred crops of a full-size network on a CPU outlast one request.
-        for first in range(0, len(crops), 10):
-            some = crops[first:first + 10]
-            run_on(webui, planned(crops=some), least_calls=3 + len(some))
-        after = webui.get(f"{ROUTE}/table")
-        # A crop's UNet, its encode and its decode; another prompt length there is none.
-        assert after["entries"] - before["entries"] <= 3 * len({tuple(crop) for crop in crops})
-        rows = webui.get("/onediff/v1/shapes")["rows"]
-        kept = [row for row in rows if (row["model"], row["resolution"]) == (model, "64x64")]
-        assert len(kept) == 1 and kept[0]["pinned"] and kept[0]["state"] in ("proved", "ready")
-        assert [model, "64x64"] in after["pins"]
-    assert_same(run_on(webui, {}), ours)
-
-
-@contextlib.contextmanager
-def pinned(webui: WebUI, model: str, resolution: str) -> Iterator[None]:
-    key = {"model": model, "resolution": resolution}
-    assert webui.post("/onediff/v1/pin", {**key, "pinned": True}).status_code == 200
-    try:
-        yield
-    finally:
-        webui.post("/onediff/v1/pin", {**key, "pinned": False})
 
 
 def test_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list[list[int]]) -> None:

@@ -14,7 +14,6 @@ from webui_attacks import Site, another_site, event_of_page, wait_for_event
 from webui_client import PICTURE, WebUI
 from webui_process import HostProcess
 
-JSON = {"content-type": "application/json"}
 SANDBOXED = """
 const done = arguments[arguments.length - 1];
 addEventListener('message', message => done(message.data), {once: true});
@@ -69,7 +68,7 @@ def test_post_without_a_kind_from_another_sites_page_changes_nothing(from_site: 
     from_site.execute_async_script(SEND, f"{standalone.url}/queue/join", json.dumps(body))
     from_site.execute_async_script(SEND, f"{standalone.url}/run/predict", json.dumps(body))
     # What was queued would be done by now: the queue is looked at 20 times a second.
-    time.sleep(2)
+    time.sleep(0.5)
     assert saves(standalone) is before
 
 
@@ -95,7 +94,7 @@ def test_page_under_another_name_for_this_machine_reads_nothing(standalone: WebU
         found.driver.execute_async_script(SEND, f"http://rebound.test:{port}/queue/join", json.dumps(body))
         told = found.driver.execute_async_script(FETCH, f"http://rebound.test:{port}/sdapi/v1/options")
         assert "onediff_enabled" not in told
-        time.sleep(2)
+        time.sleep(0.5)
         assert saves(standalone) is before
     finally:
         found.quit()
@@ -128,47 +127,25 @@ def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: 
     assert site.asked == []
 
 
-FOREIGN = [
-    {"Origin": "http://127.0.0.1:1"}, {"Origin": "null"}, {"Origin": "https://evil.example"}, {"Origin": ""},
-    {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Host": "evil.example"},
-    {"Host": "evil.example", "Origin": "http://evil.example"}, {"Origin": "null", "Sec-Fetch-Site": "same-origin"},
-    {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}, {"Host": ""},
-]
-PATHS = [
-    "/", "/config", "/info", "/queue/data?session_hash=x", "/queue/status", "/file=/etc/hostname", "/theme.css",
-    "/user", "/openapi.json", "/sdapi/v1/options", "/onediff/v1/status", "/internal/ping", "/assets/none",
-    "/logout",
-]
-POSTS = [
-    "/queue/join", "/run/predict", "/api/predict", "/call/predict", "/upload", "/login", "/cancel", "/reset",
-    "/component_server", "/sdapi/v1/txt2img", "/sdapi/v1/interrupt", "/onediff/v1/release",
-]
 
 
-@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+# Which headers are whose is unit-tested; these are every door of a standalone host.
+@pytest.mark.parametrize("headers", [
+    {"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"},
+], ids=str)
 def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str]) -> None:
-    for path in PATHS:
+    for path in ("/", "/config", "/queue/data?session_hash=x", "/file=/etc/hostname", "/openapi.json", "/logout",
+                 "/sdapi/v1/options", "/onediff/v1/status"):
         answer = requests.get(standalone.url + path, headers=headers, timeout=60)
-        assert answer.status_code == 403, path
-        assert set(answer.json()) == {"detail"} and "access-control-allow-origin" not in answer.headers
-    for path in POSTS:
-        for method in ("POST", "OPTIONS"):
-            answer = requests.request(method, standalone.url + path, headers={**JSON, **headers}, data="{}", timeout=60)
-            assert answer.status_code == 403, path
-            assert "access-control-allow-origin" not in answer.headers
+        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers, path
+    for path in ("/queue/join", "/run/predict", "/upload", "/login", "/sdapi/v1/txt2img", "/onediff/v1/release"):
+        answer = requests.post(standalone.url + path, headers=headers, json={}, timeout=60)
+        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers, path
+        told = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")
+        assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 403")), "a large body is not read"
 
 
-@pytest.mark.parametrize("given", [None, "text/plain", "application/x-www-form-urlencoded", "text/json"])
-def test_body_of_a_browser_says_that_it_is_json(standalone: WebUI, given: str | None) -> None:
-    kind = {} if given is None else {"content-type": given}
-    for sign in ({"Origin": standalone.url}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):
-        for path in POSTS:
-            if path not in ("/login", "/upload"):
-                answer = requests.post(standalone.url + path, headers={**kind, **sign}, data=b"{}", timeout=60)
-                assert answer.status_code == 415, path
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "127.1.2.3", "[::1]:7860", "LOCALHOST:1", "192.168.0.7"])
+@pytest.mark.parametrize("host", ["localhost", "127.1.2.3", "[::1]:7860", "192.168.0.7"])
 def test_programs_and_own_pages_may(standalone: WebUI, host: str) -> None:
     body, before = {**PICTURE, "steps": 1}, saves(standalone)
     for headers in ({}, {"Origin": f"http://{host}"}, {"Origin": f"https://{host}", "Sec-Fetch-Site": "same-origin"}):
@@ -186,26 +163,24 @@ def test_link_on_another_sites_page_shows_the_page(standalone: WebUI) -> None:
         assert requests.get(standalone.url + path, headers={**link, **changed}, timeout=60).status_code == 403
 
 
-@pytest.mark.parametrize("flags, known, unknown", [
-    (("--host", "0.0.0.0", "--api-auth", "ann:one"), ["my.box.lan", "127.0.0.1"], []),
-    (("--host", "0.0.0.0", "--api-auth", "ann:one", "--allowed-hosts", "my.box.lan"),
-     ["my.box.lan", "127.0.0.1"], ["evil.example"]),
-    (("--allowed-hosts", "proxy.example,my.box.lan"), ["proxy.example", "my.box.lan:80"], ["evil.example"]),
-])
-def test_hosts_that_others_reach_work_under_their_names(
-    tmp_path, flags: tuple[str, ...], known: list[str], unknown: list[str]
-) -> None:
+def test_hosts_that_others_reach_work_under_their_names(tmp_path) -> None:
+    flags = ("--host", "0.0.0.0", "--api-auth", "ann:one", "--allowed-hosts", "my.box.lan")
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path), *flags) as host:
         url = host.url()
-        for name in known:
+        for name in ("my.box.lan", "127.0.0.1"):
             own = {"Host": name, "Origin": f"http://{name}"}
             assert requests.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 200
             answer = requests.post(f"{url}/sdapi/v1/interrupt", headers=own, auth=("ann", "one"), timeout=60)
             assert answer.status_code == 200
             foreign = {"Host": name, "Origin": "http://evil.example"}
             assert requests.post(f"{url}/sdapi/v1/interrupt", headers=foreign, timeout=60).status_code == 403
-        for name in unknown:
-            assert requests.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 403
+        assert requests.get(f"{url}/", headers={"Host": "evil.example"}, timeout=60).status_code == 403
+        # Nor is a body read before the login.
+        head = "POST /sdapi/v1/txt2img HTTP/1.1\r\n"
+        assert answer_to_head(url, f"{head}Content-Length: 100000").startswith("HTTP/1.1 401")
+        part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
+        told = answer_to_head(url, f"{head}Transfer-Encoding: chunked", 2 * part)
+        assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))
 
 
 def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
@@ -214,21 +189,3 @@ def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(f"{head}\r\nHost: {host}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
         return connection.recv(4096).decode()
-
-
-@pytest.mark.parametrize("path", ["/sdapi/v1/txt2img", "/queue/join", "/upload", "/onediff/v1/release"])
-def test_large_bodies_are_not_read(standalone: WebUI, path: str) -> None:
-    told = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")
-    assert told.startswith("HTTP/1.1 413")
-
-
-@pytest.mark.parametrize("account", ["--api-auth", "--gradio-auth"])
-def test_bodies_are_not_read_before_the_login(tmp_path, account: str) -> None:
-    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path), account, "ann:one") as host:
-        url = host.url()
-        paths = ["/sdapi/v1/txt2img", *(["/queue/join", "/upload"] if account == "--gradio-auth" else [])]
-        for path in paths:
-            assert answer_to_head(url, f"POST {path} HTTP/1.1\r\nContent-Length: 100000").startswith("HTTP/1.1 401")
-            part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
-            told = answer_to_head(url, f"POST {path} HTTP/1.1\r\nTransfer-Encoding: chunked", 2 * part)
-            assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401")), path

@@ -1,10 +1,12 @@
-"""OneDiff on the page of a WebUI: the accordion and the settings, used as a user does."""
+"""OneDiff on the page of a WebUI, used as a user does: generating, the settings, and pasting infotexts."""
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from grid import WHOLE
+from grid import WHOLE, grid
+from PIL import Image
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI, gradient, one_run
 from webui_page import (
@@ -16,6 +18,7 @@ from webui_page import (
     enabled_checkbox,
     make_picture,
     open_advanced,
+    open_page,
     show_settings,
     show_tab,
     status_line,
@@ -29,36 +32,30 @@ def page(opened: Any) -> Any:
     return opened
 
 
-def test_generate_makes_a_picture(page, webui: WebUI) -> None:
-    shown, before = page.pictures("txt2img_gallery"), webui.calls()
-    infotext = make_picture(page)
-    assert "a castle at night" in infotext
-    assert "Steps: 3" in infotext and "Seed: 11" in infotext and "Size: 64x64" in infotext
-    page.wait(lambda: page.pictures("txt2img_gallery") not in ([], shown), "another picture in the gallery")
-    after = webui.calls()
-    assert after["plain"] + after["graph"] >= before["plain"] + before["graph"] + 3
-    assert after["host"] == before["host"] and after["blocks"] == before["blocks"]
+@pytest.fixture
+def demo_page(standalone: WebUI, page: Any) -> Any:
+    """Of the standalone host."""
+    return page
 
 
-def test_status_line_tells_route_and_speed(page, webui: WebUI) -> None:
+def test_generating_on_and_off(page, webui: WebUI) -> None:
+    open_advanced(page, "txt2img")
     page.type("#txt2img_width input[type=number]", 72)
-    make_picture(page)
-    open_advanced(page, "txt2img")
-    page.wait_for_text(status_line("txt2img"), "72x64", 30)
-    status = page.wait_for_text(status_line("txt2img"), "ms", 30)
-    assert "without CUDA graphs" in status or "CUDA graph" in status
-    known = webui.status()
-    assert known["model"] in status and known["backend"] in status
-
-
-def test_checkbox_switches_it_off_for_a_run(page, webui: WebUI) -> None:
-    open_advanced(page, "txt2img")
-    page.find(enabled_checkbox("txt2img")).click()
-    before = webui.calls()
-    make_picture(page)
-    after = webui.calls()
-    assert after["host"] >= before["host"] + 3
-    assert after["plain"] == before["plain"] and after["graph"] == before["graph"]
+    shown = page.pictures("txt2img_gallery")
+    for on in (True, False):
+        before = webui.calls()
+        infotext = make_picture(page)
+        grown = {route: count - before[route] for route, count in webui.calls().items()}
+        assert "a castle at night" in infotext and "Steps: 3" in infotext and "Size: 72x64" in infotext
+        ours = grown["plain"] + grown["graph"]
+        assert (ours >= 3 and grown["host"] == grown["blocks"] == 0) if on else (ours == 0 and grown["host"] >= 3)
+        if on:
+            page.wait(lambda: page.pictures("txt2img_gallery") not in ([], shown), "another image in the gallery")
+            status = page.wait_for_text(status_line("txt2img"), "72x64", 30)
+            assert "without CUDA graphs" in status or "CUDA graph" in status
+            known = webui.status()
+            assert "ms" in status and known["model"] in status and known["backend"] in status
+            page.find(enabled_checkbox("txt2img")).click()
     page.wait_for_text(status_line("txt2img"), "the WebUI's UNet", 30)
 
 
@@ -66,6 +63,9 @@ def test_img2img(page, webui: WebUI, tmp_path) -> None:
     file = tmp_path / "start.png"
     gradient(64, 64).save(file)
     show_tab(page, "img2img")
+    if webui.is_standalone:
+        page.click("img2img_generate")
+        page.wait_for_text("html_info_img2img", "img2img needs an init image.", 30)
     page.driver.find_element("css selector", "#img2img_image input[type=file]").send_keys(str(file))
     page.wait(lambda: page.driver.execute_script(
         "return [...document.querySelectorAll('#img2img_image img, #img2img_image canvas')]"
@@ -77,79 +77,6 @@ def test_img2img(page, webui: WebUI, tmp_path) -> None:
     assert "Denoising strength: 0.7" in make_picture(page, "img2img")
     after = webui.calls()
     assert after["plain"] + after["graph"] > before["plain"] + before["graph"] and after["host"] == before["host"]
-
-
-def test_settings_switch_it_off_and_on(page, webui: WebUI) -> None:
-    section = show_settings(page)
-    assert "Use OneDiff" in page.text(section) and "Backend" in page.text(section)
-    for part in ("Graph memory", "Pre-warm list", "Cache folder"):
-        assert part in page.text(section)
-    checkbox = page.find("#setting_onediff_enabled input")
-    try:
-        for expected in (False, True):
-            checkbox.click()
-            page.find("#settings_submit").click()
-            page.wait(lambda now=expected: webui.status()["enabled"] is now, f"enabled = {expected}", 20)
-            page.wait_for_text("settings_result", "changed", 20)
-    finally:
-        webui.set_options(onediff_enabled=True)
-
-
-def test_settings_refuse_nonsense(page, webui: WebUI) -> None:
-    before = webui.get("/sdapi/v1/options").get("onediff_prewarm", "")
-    show_settings(page)
-    page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")
-    page.find("#settings_submit").click()
-    page.wait_for_text("settings_result", "changed", 20)
-    page.wait(lambda: webui.get("/sdapi/v1/options").get("onediff_prewarm", "") == before, "the old list", 20)
-    assert webui.status()["enabled"] is True
-    make = webui.txt2img()
-    assert make.image.size == (64, 64)
-    page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", before)
-
-
-def seen_settings(page) -> dict[str, bool]:
-    """Of every row of OneDiff's settings, by the option's name, whether it can be seen."""
-    return page.run("""
-        const rows = [...document.querySelectorAll("#settings_onediff [id^=setting_onediff_]")];
-        const seen = row => [row.id.slice("setting_onediff_".length), row.offsetParent !== null];
-        return Object.fromEntries(rows.map(seen));
-    """)
-
-
-def test_settings_have_groups_speeds_and_rows_that_apply(page) -> None:
-    show_settings(page)
-    groups = "return [...document.querySelectorAll('#settings_onediff .onediff-group')].map(at => at.textContent)"
-    page.wait(lambda: page.run(groups), "the groups", 10)
-    assert page.run(groups) == ["General", "Speed and precision", "Memory and pre-warm", "Expert"]
-    page.wait(lambda: not seen_settings(page)["low_bit_budget"], "rows that are hidden", 10)
-    hidden = {name for name, seen in seen_settings(page).items() if not seen}
-    assert hidden == {"convolution_accumulation", "low_bit_budget", "low_bit_only"}
-    page.run("""
-        const speeds = [...document.querySelectorAll("#settings_onediff .onediff-settings-head button")];
-        speeds.find(button => button.textContent === arguments[0]).click();
-    """, "Fast")
-    page.wait(lambda: seen_settings(page)["low_bit_budget"], "Low-bit's budget", 10)
-    page.wait_for_text("setting_onediff_deepcache_interval", "Default: 1", 10)
-    page.find("#settings_onediff .onediff-settings-head > :last-child").click()
-    page.wait(lambda: not seen_settings(page)["low_bit_budget"], "the defaults", 10)
-
-
-def test_settings_mark_what_is_changed_and_reset_it(page, webui: WebUI) -> None:
-    with webui.options(onediff_vae_precision="fp32"):
-        page.refresh()
-        show_settings(page)
-        page.wait_for_text("setting_onediff_vae_precision", "Default: auto", 20)
-        page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "64x64")
-        page.wait_for_text("setting_onediff_prewarm", "Default: empty", 10)
-        page.find("#setting_onediff_prewarm .onediff-small").click()
-        page.wait(lambda: "Default" not in page.text("setting_onediff_prewarm"), "the mark to go", 10)
-        page.find("#settings_onediff .onediff-settings-head > :last-child").click()
-        page.wait(lambda: "Default" not in page.text("setting_onediff_vae_precision"), "the default", 10)
-        page.find("#settings_submit").click()
-        # Some WebUIs' API names no option of an extension.
-        name = "onediff_vae_precision"
-        page.wait(lambda: webui.get("/sdapi/v1/options").get(name, "auto") == "auto", "the default", 20)
 
 
 def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
@@ -165,6 +92,65 @@ def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
     assert "OneDiff: on" in other and "deepcache" not in other, "another user's run is as the settings tab says"
 
 
+# --- the settings -----------------------------------------------------------------------------------------------------
+
+
+def seen_settings(page) -> dict[str, bool]:
+    """Of every row of OneDiff's settings, by the option's name, whether it can be seen."""
+    return page.run("""
+        const rows = [...document.querySelectorAll("#settings_onediff [id^=setting_onediff_]")];
+        const seen = row => [row.id.slice("setting_onediff_".length), row.offsetParent !== null];
+        return Object.fromEntries(rows.map(seen));
+    """)
+
+
+def test_settings_switch_it_off_and_on(page, webui: WebUI) -> None:
+    show_settings(page)
+    checkbox = page.find("#setting_onediff_enabled input")
+    said = "1 setting changed: Use OneDiff." if webui.is_standalone else "changed"
+    try:
+        for expected in (False, True):
+            checkbox.click()
+            page.find("#settings_submit").click()
+            page.wait(lambda now=expected: webui.status()["enabled"] is now, f"enabled = {expected}", 20)
+            page.wait_for_text("settings_result", said, 20)
+    finally:
+        webui.set_options(onediff_enabled=True)
+
+
+def test_settings_have_groups_speeds_marks_and_refuse_nonsense(page, webui: WebUI) -> None:
+    with webui.options(onediff_vae_precision="fp32"):
+        page.refresh()
+        show_settings(page)
+        groups = "return [...document.querySelectorAll('#settings_onediff .onediff-group')].map(at => at.textContent)"
+        page.wait(lambda: page.run(groups), "the groups", 10)
+        assert page.run(groups) == ["General", "Speed and precision", "Memory and pre-warm", "Expert"]
+        page.wait(lambda: not seen_settings(page)["low_bit_budget"], "rows that are hidden", 10)
+        hidden = {name for name, seen in seen_settings(page).items() if not seen}
+        assert hidden == {"convolution_accumulation", "low_bit_budget", "low_bit_only"}
+        page.wait_for_text("setting_onediff_vae_precision", "Default: auto", 20)
+        page.run("""
+            const speeds = [...document.querySelectorAll("#settings_onediff .onediff-settings-head button")];
+            speeds.find(button => button.textContent === arguments[0]).click();
+        """, "Fast")
+        page.wait(lambda: seen_settings(page)["low_bit_budget"], "Low-bit's budget", 10)
+        page.wait_for_text("setting_onediff_deepcache_interval", "Default: 1", 10)
+        page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "64x64")
+        page.wait_for_text("setting_onediff_prewarm", "Default: empty", 10)
+        page.find("#setting_onediff_prewarm .onediff-small").click()
+        page.wait(lambda: "Default" not in page.text("setting_onediff_prewarm"), "the mark to go", 10)
+        page.find("#settings_onediff .onediff-settings-head > :last-child").click()
+        page.wait(lambda: not seen_settings(page)["low_bit_budget"], "the defaults", 10)
+        assert "Default" not in page.text("setting_onediff_vae_precision")
+        page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")
+        page.find("#settings_submit").click()
+        # Some WebUIs' API names no option of an extension.
+        stored = lambda name, default: webui.get("/sdapi/v1/options").get(name, default)  # noqa: E731
+        page.wait(lambda: stored("onediff_vae_precision", "auto") == "auto", "the default", 20)
+        assert stored("onediff_prewarm", "") == "" and webui.status()["enabled"] is True
+        page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "")
+
+
 # --- pasting ----------------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +162,6 @@ def paste(page: Any, tab: str, infotext: str) -> None:
 
 
 PASTED = [
-    ({}, {}, (True, "As in the settings", "")),
     ({"enabled": False}, {}, (False, "As in the settings", "")),
     ({"deepcache_interval": 2, "backend": "eager"}, {},
      (True, "As in the settings", "deepcache_interval 2; backend eager")),
@@ -192,9 +177,8 @@ PASTED = [
 def test_infotext_pastes_back(
     page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
 ) -> None:
-    """The accordion takes what the picture says, whatever it showed before and whatever the settings tab says."""
+    """The accordion takes what the image says, whatever it showed before and whatever the settings tab says."""
     infotext = webui.txt2img(**one_run(**made_with)).info["infotexts"][0]
-    assert "OneDiff: " in infotext
     show_tab(page, tab)
     open_advanced(page, tab)
     page.find(enabled_checkbox(tab)).click()
@@ -204,8 +188,16 @@ def test_infotext_pastes_back(
         page.wait(lambda: accordion_values(page, tab) == expected, f"{expected}, not {accordion_values(page, tab)}", 30)
         if tab == "txt2img":
             said = infotext.partition("OneDiff: ")[2].partition(",")[0].strip()
-            again = make_picture(page, seed=7)
-            assert f"OneDiff: {said}" in again, "the run is another one than that of the infotext"
+            assert f"OneDiff: {said}" in make_picture(page, seed=7), "another run than that of the infotext"
+
+
+def test_infotext_without_onediff_leaves_the_accordion_alone(page, webui: WebUI) -> None:
+    open_advanced(page, "txt2img")
+    page.find(enabled_checkbox("txt2img")).click()
+    page.type(changed_options("txt2img"), "backend eager")
+    paste(page, "txt2img", "a fox\nSteps: 5, Sampler: Euler a, CFG scale: 7, Seed: 31, Size: 64x64")
+    page.wait(lambda: page.run("return document.querySelector('#txt2img_seed input').value") == "31", "the seed", 30)
+    assert accordion_values(page, "txt2img") == (False, "As in the settings", "backend eager")
 
 
 def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_generating(page, webui: WebUI) -> None:
@@ -218,11 +210,7 @@ def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_gener
         page.find("#settings_submit").click()
 
     name = "onediff_deepcache_interval"
-    infotext = "a fox\nSteps: 3, Sampler: Euler a, Seed: 31, Size: 64x64, OneDiff: on"
     open_advanced(page, "txt2img")
-    paste(page, "txt2img", infotext)
-    page.wait(lambda: page.run("return document.querySelector('#txt2img_seed input').value") == "31", "the seed", 30)
-    assert accordion_values(page, "txt2img") == (True, "As in the settings", "")
     with webui.options(**{name: 1, "onediff_vae_precision": "auto"}):
         show_settings(page)
         page.type(f"#setting_{name} input[type=number]", 4)
@@ -233,21 +221,67 @@ def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_gener
         page.find(f"#setting_{name} .onediff-small").click()
         apply()
         told_without_pointing("This run: on.")
-        paste(page, "txt2img", f"{infotext}; deepcache_interval 2")
+        paste(page, "txt2img", "a fox\nSteps: 3, Sampler: Euler a, Seed: 31, Size: 64x64, OneDiff: on; "
+                               "deepcache_interval 2")
         page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2.", 20)
-        assert page.text("onediff_txt2img_set_here") == "Set here: deepcache_interval 2"
         # By another page, say.
         webui.set_options(onediff_vae_precision="fp32")
         assert "deepcache_interval 2; vae_precision fp32" in make_picture(page, seed=31)
         page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2; vae_precision fp32.", 20)
         page.close_accordion(accordion("txt2img"))
-        assert page.text("onediff_txt2img_set_here") == "Set here: deepcache_interval 2", "also where it is closed"
+        here = "onediff_txt2img_set_here"
+        page.wait(lambda: page.text(here) == "Set here: deepcache_interval 2", "it where the accordion is closed", 10)
 
 
-def test_infotext_of_a_picture_without_onediff_leaves_the_accordion_alone(page, webui: WebUI) -> None:
-    open_advanced(page, "txt2img")
-    page.find(enabled_checkbox("txt2img")).click()
-    page.type(changed_options("txt2img"), "backend eager")
-    paste(page, "txt2img", "a fox\nSteps: 5, Sampler: Euler a, CFG scale: 7, Seed: 31, Size: 64x64")
-    page.wait(lambda: page.run("return document.querySelector('#txt2img_seed input').value") == "31", "the seed", 30)
-    assert accordion_values(page, "txt2img") == (False, "As in the settings", "backend eager")
+# --- the standalone host's own ----------------------------------------------------------------------------------------
+
+
+def test_what_is_typed_is_shown_as_text_and_refused_with_a_sentence(demo_page, standalone: WebUI) -> None:
+    page = demo_page
+    page.type("#txt2img_prompt textarea", "<img src=x onerror=document.title='taken'> & more")
+    page.type("#txt2img_width input[type=number]", 65)
+    page.click("txt2img_generate")
+    page.wait_for_text("html_info_txt2img", "width is 65; it must be a multiple of 8", 30)
+    page.type("#txt2img_width input[type=number]", 64)
+    assert "<img src=x" in make_picture(page)
+    assert page.driver.title == "OneDiff"
+
+
+def test_progress_and_interrupt(demo_page, standalone: WebUI) -> None:
+    page = demo_page
+    for name, value in {"steps": 150, "width": 128, "height": 128}.items():
+        page.type(f"#txt2img_{name} input[type=number]", value)
+    page.click("txt2img_generate")
+    page.wait(lambda: "of 150" in page.text("txt2img_results"), "the progress line", 60)
+    page.click("txt2img_interrupt")
+    page.wait_for_text("html_info_txt2img", "Interrupted: the last image is unfinished.", 30)
+    assert "of 150" not in page.text("txt2img_results") and "Time taken" in page.text("html_info_txt2img")
+    blur = "return getComputedStyle(document.querySelector('#txt2img_gallery .preview')).backdropFilter"
+    assert page.run(blur) == "none", "a blurred copy of the image would show through"
+
+
+@grid(width=[1500, 400], theme=["light", "dark"])
+def test_a_new_page_fits_asks_no_other_host_and_reports_no_error(
+    browser, standalone: WebUI, width: int, theme: str, tmp_path
+) -> None:
+    browser.size_page(width)
+    browser.watch_network(True)
+    browser.driver.get("about:blank")
+    for log in ("browser", "performance"):
+        browser.driver.get_log(log)
+    try:
+        page = open_page(browser, f"{standalone.url}/?__theme={theme}")
+        make_picture(page)
+        messages = [json.loads(entry["message"])["message"] for entry in browser.driver.get_log("performance")]
+        for tab in ("img2img", "Settings", "txt2img"):
+            browser.choose_tab(tab)
+            assert browser.run("return document.documentElement.scrollWidth") <= width
+        browser.driver.save_screenshot(str(tmp_path / "page.png"))
+    finally:
+        browser.watch_network(False)
+        browser.forget_size()
+    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+    own = (standalone.url, "data:", "blob:", "chrome:", "chrome-extension:", "about:")
+    assert [request["request"]["url"] for request in sent if not request["request"]["url"].startswith(own)] == []
+    assert [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+    assert (Image.open(tmp_path / "page.png").convert("L").getpixel((2, 500)) < 128) == (theme == "dark")

@@ -1,4 +1,4 @@
-"""The OneDiff tab, used as a user does: making sizes ready, and looking."""
+"""The Cache page of the OneDiff tab, used as a user does: making sizes ready, looking, pinning, throwing away."""
 from __future__ import annotations
 
 import contextlib
@@ -8,15 +8,42 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
-from webui_models import Models
-from webui_page import accordion, make_picture, prewarm_button, prewarm_result, show_tab
-from webui_panel import BATCH, CANCEL, JOBS, LENGTH, MODEL, ORDER, RESULT, TABLE, TOTALS, Panel, served
+from webui_page import accordion, prewarm_button, prewarm_result, show_tab
+from webui_panel import (
+    BATCH,
+    CANCEL,
+    CONFIRM,
+    JOBS,
+    KEEP,
+    LENGTH,
+    MODEL,
+    ORDER,
+    OUTCOME,
+    PIN,
+    PURGE,
+    PURGE_ALL,
+    PURGE_DISK,
+    PURGE_MODEL,
+    QUESTION,
+    RELEASE,
+    RESULT,
+    SIZES,
+    TABLE,
+    TOTALS,
+    UNPIN,
+    Panel,
+    served,
+)
+
+MOST_TABS = 80
 
 
 @pytest.fixture
 def panel(opened: Any, webui: WebUI) -> Panel:
-    """The OneDiff tab, with no resolution in it."""
+    """The page, with no resolution on it."""
     def purge() -> None:
         assert webui.post("/onediff/v1/purge", {"all": True}).status_code == 200
 
@@ -41,46 +68,41 @@ def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
 
 
 def test_prewarm(panel: Panel, webui: WebUI) -> None:
-    before, host_before = served(webui), webui.calls()["host"]
-    panel.prewarm("96x64, 64x96 x2")
-    panel.wait_until_ready("96x64", "64x96")
-    assert served(webui) >= before + 2
-    assert webui.calls()["host"] == host_before
-    assert set(panel.rows()) == {"96x64", "64x96"}
-    panel.page.wait(lambda: panel.page.text(JOBS).count("done in") >= 2, "two jobs done", 60)
-    webui.txt2img(width=96, height=64)
-    assert webui.calls()["host"] == host_before
-
-
-def test_progress_is_seen_while_it_goes_on(panel: Panel) -> None:
-    """Without touching the page: shares, what is done, and the rows' states."""
-    seen: set[str] = set()
+    """Progress is seen without touching the page; what is ready is what the next image needs."""
     states: set[str] = set()
+    shares: set[str] = set()
 
     def over() -> bool:
-        seen.update(line.split(" ", 1)[1] for line in panel.jobs())
-        states.update(word for row in panel.rows().values() for word in ("queued", "warming", "checked", "ready")
-                      if word in row)
-        return len([row for row in panel.rows().values() if "checked" in row or "ready" in row]) == 2
+        shares.update(line for line in panel.jobs() if "%" in line)
+        rows = panel.rows().values()
+        states.update(word for row in rows for word in ("queued", "warming") if word in row)
+        return len([row for row in rows if "checked" in row or "ready" in row]) == 2
 
-    panel.prewarm("192x192, 256x192")
+    before, host_before = served(webui), webui.calls()["host"]
+    panel.choose(LENGTH, "154")
+    panel.page.type(f"#{BATCH} input", 2)
+    panel.prewarm("160x128, 192x192 x1")
     panel.page.wait(over, "the end of the queue", 300)
-    assert any("%" in line for line in seen) and any(line.startswith("queued") for line in seen), seen
-    assert {"queued", "warming"} <= states and states & {"checked", "ready"}
+    assert shares and states == {"queued", "warming"}
     panel.page.wait(lambda: "empty" in panel.page.text(TOTALS), "an empty queue", 20)
+    assert served(webui) >= before + 2
+    assert sum(" tokens done in" in job for job in panel.jobs()[-2:]) == 2, panel.jobs()
+    panel.click_at(f'#{TABLE} [data-onediff-key^="160x128"] summary')
+    assert ["4", "154"] in [row.split()[:2] for row in panel.texts(f"#{TABLE} details tbody tr")]
+    webui.txt2img(width=192, height=192)
+    assert webui.calls()["host"] == host_before
 
 
-def test_presets_of_the_loaded_model(panel: Panel, webui: WebUI) -> None:
+def test_presets_of_the_loaded_model_their_order_and_cancel(panel: Panel, webui: WebUI) -> None:
     """One click queues a preset; it is taken out again, because the models of some hosts are large."""
     def shown() -> list[str]:
         return [family for family in ("SD1", "SD2", "SDXL")
                 if panel.page.driver.find_element("id", f"onediff_presets_{family}").is_displayed()]
 
     assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown() == ["SD1"]
-    panel.click_at("#onediff_families input")
-    panel.page.wait(lambda: shown() == ["SD1", "SD2", "SDXL"], "the other models' sizes", 20)
-    panel.click_at("#onediff_families input")
-    panel.page.wait(lambda: shown() == ["SD1"], "the loaded model's sizes alone", 20)
+    for expected in (["SD1", "SD2", "SDXL"], ["SD1"]):
+        panel.click_at("#onediff_families input")
+        panel.page.wait(lambda: shown() == expected, "the sizes of other models, or not", 20)  # noqa: B023
     with while_an_image_is_made(webui):
         panel.click("onediff_preset_SD1_4")
         # The first one has its turn already, and waits for the image.
@@ -94,52 +116,34 @@ def test_presets_of_the_loaded_model(panel: Panel, webui: WebUI) -> None:
     panel.page.wait(lambda: "queued" not in panel.page.text(JOBS), "an empty queue", 120)
 
 
-def test_batch_and_prompt_length_are_chosen(panel: Panel, webui: WebUI) -> None:
-    panel.choose(LENGTH, "154")
-    panel.page.type(f"#{BATCH} input", 2)
-    panel.prewarm("64x64")
-    panel.page.wait(lambda: any(job.startswith("64x64 x2, 154 tokens done in") for job in panel.jobs()), "a job", 240)
+def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI) -> None:
+    for width in (96, 64):
+        webui.txt2img(width=width, height=64)
+    panel.page.wait(lambda: all("ms" in panel.rows().get(f"{width}x64", "") for width in (64, 96)), "rows", 30)
+    panel.select("64x64")
     panel.click_at(f"#{TABLE} details summary")
-    assert ["4", "154"] in [row.split()[:2] for row in panel.texts(f"#{TABLE} details tbody tr")]
-
-
-def test_picture_makes_a_row_without_a_click(panel: Panel, webui: WebUI) -> None:
-    webui.txt2img(width=72, height=88)
-    panel.page.wait(lambda: "ms" in panel.rows().get("72x88", ""), "a row with its time", 30)
-    assert set(panel.rows()) == {"72x88"}
-
-
-def test_the_tab_shows_the_present_state_when_it_is_opened(panel: Panel, webui: WebUI) -> None:
     panel.page.choose_tab("txt2img")
-    webui.txt2img(width=80, height=88)
-    panel.show()
-    panel.page.wait(lambda: "80x88" in panel.rows(), "the new row", 5)
-
-
-def test_sorting_and_filtering(panel: Panel, webui: WebUI, models: Models) -> None:
-    panel.prewarm("96x64, 64x64, 80x64")
-    panel.wait_until_ready("96x64", "64x64", "80x64")
-    panel.choose(ORDER, "Resolution")
-    panel.page.wait(lambda: list(panel.rows()) == ["64x64", "80x64", "96x64"], "another order", 20)
     webui.txt2img(width=80, height=64)
-    panel.choose(ORDER, "Uses")
-    panel.page.wait(lambda: next(iter(panel.rows())) == "80x64", "what is used most", 20)
-    panel.choose(ORDER, "Last used")
-    panel.page.wait(lambda: next(iter(panel.rows())) == "80x64", "what was used last", 20)
+    panel.show()
+    panel.page.wait(lambda: "80x64" in panel.rows(), "the present state when the tab is opened", 5)
+    assert panel.selected() == ["64x64"]
+    assert len(panel.page.run(f"return [...document.querySelectorAll('#{TABLE} details[open]')]")) == 1
+    panel.click_at(f"#{TABLE} [data-onediff-every]")
+    assert len(panel.selected()) == 3
+    webui.txt2img(width=80, height=64)
+    for order, first in (("Resolution", "64x64"), ("Uses", "80x64"), ("Last used", "80x64")):
+        panel.choose(ORDER, order)
+        panel.page.wait(lambda: next(iter(panel.rows())) == first, f"the order by {order}", 20)  # noqa: B023
     panel.choose(MODEL, webui.status()["model"])
     panel.page.wait(lambda: len(panel.rows()) == 3, "all rows of the only model", 20)
 
 
 def test_wrong_size_gets_a_sentence(panel: Panel, webui: WebUI) -> None:
     before = webui.calls()
-    for sizes, part in (
-        ("65x64", "multiple of 8"), ("big", "'big' is not a size"), ("", "Type at least one size"),
-        ("8192x8192", "4096"), ("<b>64x64</b>", "64x64</b>' is not a size"),
-    ):
+    for sizes, part in (("65x64", "multiple of 8"), ("<b>64x64</b>", "64x64</b>' is not a size")):
         panel.prewarm(sizes)
         panel.told(part, RESULT)
-        assert panel.rows() == {}
-        assert webui.calls() == before
+        assert panel.rows() == {} and webui.calls() == before
         assert not panel.page.driver.find_elements("css selector", f"#{RESULT} p b")
 
 
@@ -147,8 +151,7 @@ def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None
     page = panel.page
     show_tab(page, "txt2img")
     page.open_accordion(accordion("txt2img"))
-    for name, value in (("width", 80), ("height", 64)):
-        page.type(f"#txt2img_{name} input[type=number]", value)
+    page.type("#txt2img_width input[type=number]", 80)
     before, host_before = served(webui), webui.calls()["host"]
     page.find(f"#{prewarm_button('txt2img')}").click()
     page.wait_for_text(prewarm_button("txt2img"), "✓ 80x64 is ready", 240)
@@ -160,16 +163,113 @@ def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None
     panel.wait_until_ready("80x64")
 
 
-def test_prewarm_while_a_picture_is_made(panel: Panel, webui: WebUI) -> None:
-    """It waits its turn and costs no picture."""
+def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
+    def enabled() -> list[bool]:
+        return [panel.enabled(button) for button in (PURGE_MODEL, PURGE_ALL, RELEASE)]
+
+    def pinned() -> set[str]:
+        return {resolution for resolution, row in panel.rows().items() if "pinned" in row}
+
+    panel.prewarm("64x64, 72x64, 80x64")
+    panel.wait_until_ready("64x64", "72x64", "80x64")
+    panel.select("64x64", "80x64")
+    panel.click(PIN)
+    panel.told("2 resolutions pinned.")
+    panel.page.wait(lambda: pinned() == {"64x64", "80x64"}, "two marks", 20)
+    assert sorted(panel.selected()) == ["64x64", "80x64"], "what is selected stays so when the table is drawn anew"
+    panel.click(UNPIN)
+    panel.page.wait(lambda: pinned() == set(), "no marks", 20)
+
+    panel.select("72x64")
+    panel.click(PURGE)
+    panel.told("Purge 1 resolution?", QUESTION)
+    panel.click(KEEP)
+    panel.told("Nothing was purged.")
+    assert set(panel.rows()) == {"64x64", "72x64", "80x64"}
+    panel.purge(PURGE_DISK, "what is ready stays ready", "")
+    panel.select("72x64")
+    panel.purge(PURGE, "Purge 1 resolution?", "1 resolution purged")
+    panel.wait_for_rows("64x64", "80x64")
+    panel.page.wait(lambda: not panel.enabled(PURGE), "buttons without a selection to wait for one", 10)
+    host_before, before = webui.calls()["host"], served(webui)
+    webui.txt2img(width=80, height=64)
+    assert webui.calls()["host"] == host_before and served(webui) > before, "another one is ready still"
+
+    panel.page.wait(lambda: enabled() == [True] * 3, "enabled buttons", 10)
+    panel.purge(PURGE_ALL, "Purge all 2 resolutions?", "2 resolutions purged")
+    panel.wait_for_rows()
+    panel.page.wait(lambda: enabled() == [False] * 3, "an empty table leaves nothing to purge or release", 10)
+    before = served(webui)
+    webui.txt2img()
+    assert served(webui) >= before + 3
+
+
+def test_what_waits_for_an_image_costs_it_nothing(panel: Panel, webui: WebUI) -> None:
+    webui.txt2img(width=128, height=64)
     page = panel.page
     show_tab(page, "txt2img")
-    page.type("#txt2img_steps input[type=number]", 30)
+    for name, value in {"steps": 60, "width": 128}.items():
+        page.type(f"#txt2img_{name} input[type=number]", value)
     page.click("txt2img_generate")
     panel.show()
     panel.prewarm("104x64")
+    panel.click(RELEASE)
+    panel.told("eleased", OUTCOME, 240)
     panel.wait_until_ready("104x64")
     page.choose_tab("txt2img")
-    assert "Seed: 11," in page.wait_for_text("html_info_txt2img", "Steps: 30,")
-    page.type("#txt2img_steps input[type=number]", 3)
-    make_picture(page)
+    assert "Seed: 11," in page.wait_for_text("html_info_txt2img", "Steps: 60,")
+
+
+# --- by keyboard alone ------------------------------------------------------------------------------------------------
+
+
+def press(page: Any, *keys: str) -> None:
+    ActionChains(page.driver).send_keys(*keys).perform()
+
+
+def focused(page: Any) -> str:
+    """The id of what has the focus, or its class or value where it has none."""
+    return page.run(
+        "const at = document.activeElement; return at.closest('[id^=onediff_prewarm]')?.id || at.id || at.value "
+        "|| at.className"
+    )
+
+
+def tab_to(page: Any, wanted: str) -> None:
+    """Press Tab until this has the focus."""
+    passed = []
+    for _ in range(MOST_TABS):
+        press(page, Keys.TAB)
+        passed.append(focused(page))
+        if passed[-1] == wanted:
+            return
+    raise AssertionError(f"{wanted} is not reached by Tab; passed: {passed}")
+
+
+def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
+    page = panel.page
+    page.run("arguments[0].focus()", page.find(f"#{SIZES} textarea, #{SIZES} input"))
+    press(page, "64x64, 72x64", Keys.ENTER)
+    panel.wait_until_ready("64x64", "72x64")
+    tab_to(page, f"72x64 {webui.status()['model']}")
+    press(page, Keys.SPACE)
+    assert panel.selected() == ["72x64"]
+    tab_to(page, PURGE)
+    press(page, Keys.ENTER)
+    panel.told("Purge 1 resolution?", QUESTION)
+    page.wait(lambda: focused(page) == KEEP, "the focus on Keep, which does no harm", 10)
+    ActionChains(page.driver).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
+    assert focused(page) == CONFIRM
+    press(page, Keys.ENTER)
+    panel.told("1 resolution purged")
+    panel.wait_for_rows("64x64")
+    page.wait(lambda: focused(page) == "onediff-table", "the focus near the button, which is disabled again", 10)
+    with while_an_image_is_made(webui):
+        panel.prewarm("88x72, 96x72")
+        button = "return document.querySelector('[aria-label=\"Cancel: 96x72\"]')"
+        page.wait(lambda: page.run(button), "the button", 20)
+        page.run(f"{button}.focus()")
+        press(page, Keys.SPACE)
+        page.wait_for_text(JOBS, "96x72\ncancelled", 20)
+        panel.click(CANCEL)
+        panel.told("cancelled", RESULT)

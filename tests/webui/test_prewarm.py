@@ -76,24 +76,14 @@ def test_three_sizes_and_a_picture_at_each(prewarm: Prewarm) -> None:
         picture_by_ready_entries(prewarm, width=width, height=height)
 
 
-def test_two_pictures_at_once(prewarm: Prewarm) -> None:
+def test_a_batch_and_a_long_prompt(prewarm: Prewarm) -> None:
     prewarm.forget("72x64")
-    (job,) = prewarm.finish(prewarm.ask("72x64 x2"))
-    assert job["state"] == "done", job
+    batch, long = prewarm.finish([*prewarm.ask("72x64 x2"), *prewarm.ask("72x64", tokens=154)])
+    assert (batch["state"], long["state"], long["tokens"]) == ("done", "done", 154)
+    assert {(4, 77), (2, 154)} & set(prewarm.shapes("72x64"))
     picture_by_ready_entries(prewarm, width=72, height=64, batch_size=2)
-
-
-def test_a_long_prompt_with_a_short_negative_one(prewarm: Prewarm) -> None:
-    prewarm.forget("80x64")
-    (job,) = prewarm.finish(prewarm.ask("80x64", tokens=154))
-    assert (job["state"], job["tokens"]) == ("done", 154), job
-    picture_by_ready_entries(prewarm, width=80, height=64, prompt=LONG, negative_prompt="blurry")
-
-
-def test_without_guidance(prewarm: Prewarm) -> None:
-    prewarm.forget("64x72")
-    prewarm.finish(prewarm.ask("64x72"))
-    picture_by_ready_entries(prewarm, width=64, height=72, cfg_scale=1)
+    if not prewarm.webui.is_standalone:
+        picture_by_ready_entries(prewarm, width=72, height=64, prompt=LONG, negative_prompt="blurry")
 
 
 @pytest.mark.parametrize("option, value", [("batch_cond_uncond", False), ("pad_cond_uncond", True)])
@@ -142,55 +132,17 @@ def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
     assert numpy.array_equal(picture.pixels, alone.pixels)
 
 
-def test_a_picture_after_warm_up_is_the_same(prewarm: Prewarm) -> None:
-    changes = {"width": 88, "height": 64, "seed": 5, "sampler_name": "Euler a"}
-    prewarm.webui.txt2img(**changes)
-    before = prewarm.webui.txt2img(**changes)
-    prewarm.forget("88x64")
-    prewarm.finish(prewarm.ask("88x64"))
-    assert numpy.array_equal(prewarm.webui.txt2img(**changes).pixels, before.pixels)
-
-
 # --- what asks for itself --------------------------------------------------------------------------------------------
 
 
-def host_with(folder: Path, **options: Any) -> HostProcess:
-    """The standalone host with these options stored in its data folder."""
-    host = HostProcess("--port", "0", "--data-dir", str(folder))
-    if not options:
-        return host
-    answer = requests.post(f"{host.url()}/sdapi/v1/options", json=options, timeout=60)
-    assert answer.status_code == 200, answer.text
-    host.stop()
-    return HostProcess("--port", "0", "--data-dir", str(folder))
-
-
-def test_the_list_in_the_settings(tmp_path: Path) -> None:
-    host = host_with(tmp_path, onediff_prewarm="72x64, 64x88 x2")
-    try:
-        prewarm = Prewarm(WebUI(host.url()))
-        jobs = prewarm.finish(prewarm.jobs())
-        assert [(job["size"], job["source"], job["state"]) for job in jobs] == [
-            ("72x64", "settings", "done"), ("64x88 x2", "settings", "done"),
-        ]
-        picture_by_ready_entries(prewarm, width=64, height=88, batch_size=2)
-    finally:
-        host.stop()
-    assert "Traceback" not in host.output
-
-
 def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
-    host = host_with(tmp_path)
-    try:
+    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
         webui = WebUI(host.url())
         for width, steps in ((64, 3), (72, 20), (80, 10)):
             webui.txt2img(width=width, height=64, steps=steps)
         Prewarm(webui).finish(Prewarm(webui).ask("128x128"))
         webui.set_options(onediff_prewarm="most used 2")
-    finally:
-        host.stop()
-    host = host_with(tmp_path)
-    try:
+    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
         prewarm = Prewarm(WebUI(host.url()))
         jobs = prewarm.finish(prewarm.jobs())
         assert [(job["size"], job["source"], job["state"]) for job in jobs] == [
@@ -198,8 +150,6 @@ def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
         ]
         rows = {row["resolution"]: row["state"] for row in prewarm.webui.get("/onediff/v1/shapes")["rows"]}
         assert rows["64x64"] == rows["128x128"] == "on disk" and rows["72x64"] in READY
-    finally:
-        host.stop()
     assert "Traceback" not in host.output
 
 
@@ -230,6 +180,8 @@ def test_a_webui_is_ready_only_when_its_pre_warm_list_is(tmp_path: Path) -> None
             seen.append(webui.get("/onediff/v1/status"))
             time.sleep(0.02)
         prewarm = Prewarm(webui)
-        assert [(job["size"], job["state"]) for job in prewarm.jobs()] == [("96x64", "done"), ("64x96", "done")]
+        assert [(job["size"], job["source"], job["state"]) for job in prewarm.jobs()] == [
+            ("96x64", "settings", "done"), ("64x96", "settings", "done"),
+        ]
         assert seen[0]["ready"] is False and seen[0]["ready_reason"]
         picture_by_ready_entries(prewarm, width=96, height=64)

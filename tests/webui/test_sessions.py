@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_exact_images import hires
-from test_exact_txt2img import WORDS_110
+from test_exact_images import WORDS_110, hires
 from test_neighbours import ROUTE as NEIGHBOURS
 from test_neighbours import planned
 from webui_client import WebUI
@@ -75,19 +74,6 @@ def test_prompts_that_follow_the_steps(webui: WebUI, sd15: Models, prompt: str) 
     assert_different(plain, changed, "the prompt")
 
 
-def test_two_images_of_two_batches(webui: WebUI, sd15: Models) -> None:
-    replayed_and_off(webui, {"batch_size": 2, "n_iter": 2})
-
-
-def test_lora_in_turn(webui: WebUI, sd15: Models) -> None:
-    need(webui, "LoRA")
-    with_lora = {"prompt": f"{FOX} <lora:{sd15.need('lora-a')}:{WEIGHT}>"}
-    plain = replayed_and_off(webui, {})
-    merged = replayed_and_off(webui, with_lora)
-    assert_different(plain, merged, "the LoRA")
-    assert_same(run_on(webui, {"steps": STEPS}), plain)
-
-
 def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None:
     neighbours(webui)
     request = {"prompt": f"{FOX} <lora:{sd15.need('lora-a')}:{WEIGHT}>"}
@@ -98,14 +84,6 @@ def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None
     scheduled = replayed_and_off(webui, changing, moves=moves)
     assert_different(plain, scheduled, "the schedule")
     assert_same(run_on(webui, {"steps": STEPS, **request}), plain)
-
-
-def test_weights_edited_within_a_sampling(webui: WebUI, sd15: Models) -> None:
-    neighbours(webui)
-    plain = replayed_and_off(webui, {})
-    edited = replayed_and_off(webui, planned(edit_at=3))
-    assert_different(plain, edited, "the edit")
-    assert_same(run_on(webui, {"steps": STEPS}), plain)
 
 
 def test_refiner(webui: WebUI, sd15: Models) -> None:
@@ -124,15 +102,6 @@ def test_hires_pass_with_a_prompt_of_its_own(webui: WebUI, sd15: Models) -> None
     plain = replayed_and_off(webui, hires(webui, "Latent"), STEPS + 3)
     other = replayed_and_off(webui, hires(webui, "Latent", hr_prompt="a castle at night"), STEPS + 3)
     assert_different(plain, other, "the hires prompt")
-
-
-def test_generations_inside_another(webui: WebUI, sd15: Models) -> None:
-    neighbours(webui)
-    crops = [[64, 64], [64, 128], [128, 64]]
-    request = {"width": 128, "height": 128}
-    plain = replayed_and_off(webui, request)
-    replayed_and_off(webui, {**request, **planned(crops=crops)}, STEPS + len(crops))
-    assert_same(run_on(webui, {**request, "steps": STEPS}), plain)
 
 
 def test_interrupted_in_the_middle(webui: WebUI, sd15: Models) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import requests
-from grid import WHOLE
 from webui_client import PICTURE
 from webui_process import HostProcess
 
@@ -20,23 +19,14 @@ LONG = {**PICTURE, "steps": 150, "n_iter": 100, "width": 128, "height": 128}
 SECONDS = 120
 
 
-def ended_by(signal_number: int) -> pytest.MarkDecorator:
-    """Both signals have one handler: each test has one of them by day, and both at night."""
-    signals = (signal.SIGTERM, signal.SIGINT) if WHOLE else (signal_number,)
-    return pytest.mark.parametrize("ending", signals, ids=lambda number: number.name)
-
-
 @pytest.fixture
-def from_nothing() -> bool:
-    """Whether the host is started by its command line."""
-    return False
-
-
-@pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_nothing: bool) -> Iterator[HostProcess]:
-    """With a folder of its own for temporary files."""
+def host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[HostProcess]:
+    """With a folder of its own for temporary files; by its command line where the test's parameter says so."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    from_nothing = getattr(request, "param", False)
     host = HostProcess("--port", "0", "--data-dir", str(tmp_path / "data"), from_nothing=from_nothing)
     yield host
     host.process.kill()
@@ -55,28 +45,33 @@ def end(host: HostProcess, number: int, folder: Path) -> None:
     assert list((folder / "temporary").glob("onediff-page-*")) == []
 
 
-@ended_by(signal.SIGTERM)
-def test_with_images_waiting(host: HostProcess, tmp_path: Path, ending: int) -> None:
+def test_with_a_page_that_makes_images_streams_and_requests_that_wait(
+    browser: Any, host: HostProcess, tmp_path: Path
+) -> None:
     url = host.url()
-    for _ in range(3):
-        threading.Thread(target=lambda: ask_for_images(url), daemon=True).start()
+    browser.open(url)
+    for name, value in {"steps": 150, "batch_count": 100}.items():
+        browser.type(f"#txt2img_{name} input[type=number]", value)
+    browser.click("txt2img_generate")
     wait_until(lambda: state(url)["sampling_step"] > 0)
-    end(host, ending, tmp_path)
-
-
-@ended_by(signal.SIGINT)
-def test_with_streams_of_pages_open(host: HostProcess, tmp_path: Path, ending: int) -> None:
-    url = host.url()
     streams = [requests.get(f"{url}/heartbeat/{number}", stream=True, timeout=SECONDS) for number in range(5)]
-    threading.Thread(target=lambda: wait_for_nothing(url), daemon=True).start()
-    end(host, ending, tmp_path)
+    for path, body in (("sdapi/v1/txt2img", LONG), ("onediff/v1/purge", {"all": True, "wait": 60})):
+        threading.Thread(target=ask, args=(f"{url}/{path}", body), daemon=True).start()
+    end(host, signal.SIGTERM, tmp_path)
     for stream in streams:
         stream.close()
+    browser.driver.get("about:blank")
 
 
-def ask_for_images(url: str) -> None:
+@pytest.mark.parametrize("host", [True], indirect=True, ids=["from nothing"])
+def test_while_the_model_is_loaded(host: HostProcess, tmp_path: Path) -> None:
+    wait_until(lambda: any("Loading the model" in line for line in host.lines))
+    end(host, signal.SIGINT, tmp_path)
+
+
+def ask(url: str, body: dict[str, Any]) -> None:
     with suppress(requests.RequestException):
-        requests.post(f"{url}/sdapi/v1/txt2img", json=LONG, timeout=SECONDS)
+        requests.post(url, json=body, timeout=SECONDS)
 
 
 def state(url: str) -> dict[str, Any]:
@@ -88,27 +83,3 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def wait_for_nothing(url: str) -> None:
-    with suppress(requests.RequestException):
-        requests.post(f"{url}/onediff/v1/purge", json={"all": True, "wait": 60}, timeout=SECONDS)
-
-
-@ended_by(signal.SIGTERM)
-def test_with_a_page_open_that_makes_an_image(browser: Any, host: HostProcess, tmp_path: Path, ending: int) -> None:
-    url = host.url()
-    browser.open(url)
-    for name, value in {"steps": 150, "batch_count": 100}.items():
-        browser.type(f"#txt2img_{name} input[type=number]", value)
-    browser.click("txt2img_generate")
-    browser.wait(lambda: state(url)["sampling_step"] > 0, "the first step", SECONDS)
-    end(host, ending, tmp_path)
-    browser.driver.get("about:blank")
-
-
-@ended_by(signal.SIGINT)
-@pytest.mark.parametrize("from_nothing", [True])
-def test_while_the_model_is_loaded(host: HostProcess, tmp_path: Path, ending: int) -> None:
-    wait_until(lambda: any("Loading the model" in line for line in host.lines))
-    end(host, ending, tmp_path)

@@ -1,11 +1,13 @@
 """Chromium without a screen, kept to this machine."""
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 from selenium import webdriver
+from selenium.common.exceptions import ElementClickInterceptedException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
@@ -121,10 +123,10 @@ class Browser:
         self.run("scrollTo(0, 0)")
 
     def wait_for_answers(self) -> None:
-        """Wait until the page has been without an open request for half a second: it fills fields when it loads, and
-        what is clicked before is overwritten. Not for ever: something may be asked for again and again."""
+        """Wait until the page has been without an open request for a moment: it fills fields when it loads, and what is
+        clicked before is overwritten. Not for ever: something may be asked for again and again."""
         quiet, deadline = 0, time.monotonic() + 30
-        while quiet < 5 and time.monotonic() < deadline:
+        while quiet < 3 and time.monotonic() < deadline:
             quiet = 0 if self.run("return window.requestsInProgress") else quiet + 1
             time.sleep(0.1)
 
@@ -149,9 +151,10 @@ class Browser:
 
     def _fold(self, elem_id: str, wanted: bool) -> None:
         label = self.find(f"#{elem_id} .label-wrap")
-        if ("open" in label.get_attribute("class").split()) is not wanted:
+        is_open = lambda: "open" in label.get_attribute("class").split()  # noqa: E731
+        if is_open() is not wanted:
             label.click()
-            time.sleep(0.5)
+            self.wait(lambda: is_open() is wanted, f"open: {wanted}", 10)
 
     def size_page(self, width: int, height: int = 1000) -> None:
         """Make the page this wide, as a phone or a window would; forget_size undoes it."""
@@ -165,22 +168,20 @@ class Browser:
         """What inside an element reaches beyond its sides or the page's, but for what can be scrolled to."""
         return self.run(STICKING_OUT, elem_id)
 
-    def sticking_out_at_any_width(self, elem_id: str) -> list[str]:
-        """The same on a wide page and on a phone's."""
-        found = []
-        for width in (1500, 400):
-            self.size_page(width)
-            time.sleep(0.2)
-            found += self.sticking_out(elem_id)
-        return found
-
     def text(self, elem_id: str) -> str:
         """What a user reads in an element, a line for each block. WebDriver's own way takes the page five times as
         long."""
         return self.run(TEXT, elem_id)
 
     def click(self, elem_id: str) -> None:
-        self.driver.find_element(By.ID, elem_id).click()
+        def clicked() -> bool:
+            # A list that closes, or a message that goes, lies over it for a moment.
+            with contextlib.suppress(ElementClickInterceptedException):
+                self.driver.find_element(By.ID, elem_id).click()
+                return True
+            return False
+
+        self.wait(clicked, f"a {elem_id} that nothing lies over", 20)
 
     def point_at(self, elem_id: str) -> None:
         """Put the pointer on an element, and wait until its colours have changed."""
@@ -209,7 +210,7 @@ class Browser:
             value = condition()
             if value:
                 return value
-            time.sleep(0.2)
+            time.sleep(0.1)
         raise AssertionError(f"waited {seconds:g} s in vain for {what}")
 
     def wait_for_text(self, elem_id: str, part: str, seconds: float = SECONDS_FOR_A_PICTURE) -> str:

@@ -1,7 +1,6 @@
 """What a user does on the page, and the ids of OneDiff's elements on it."""
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from selenium.webdriver.common.action_chains import ActionChains
@@ -38,7 +37,7 @@ def choose_preset(page: Any, tab: str, name: str) -> None:
     """Choose from the accordion's list, which is brought up to date when the pointer comes to the accordion."""
     ActionChains(page.driver).move_to_element(page.find(f"#{tab}_prompt")).perform()
     ActionChains(page.driver).move_to_element(page.find(f"#{accordion(tab)} .label-wrap")).perform()
-    time.sleep(1)
+    page.wait_for_answers()
     choose(page, preset_list(tab), name)
 
 

@@ -15,8 +15,8 @@ from ...core.affine import Affine
 from ...core.leaves import Convolution
 from ...core.operators import Operators
 from ..unet.layers import join_heads, split_heads
-from ..unet.layout import Upsample
-from .layout import DecoderLayout, PaddedDownsample, PixelAttention, ResidualBlock
+from ..unet.layout import Downsample, Upsample
+from .layout import DecoderLayout, PixelAttention, ResidualBlock
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Decoding:
                 image = self._residual_block(layer, image)
             elif isinstance(layer, PixelAttention):
                 image = self._attention(layer, image)
-            elif isinstance(layer, PaddedDownsample):
+            elif isinstance(layer, Downsample):
                 image = self._downsample(layer, image)
             else:
                 image = self._upsample(layer, image)
@@ -76,7 +76,7 @@ class Decoding:
         image = self.ops.resize(image, image.shape[-2] * 2, image.shape[-1] * 2)
         return self._convolution(image, layer.convolution)
 
-    def _downsample(self, layer: PaddedDownsample, image: Tensor) -> Tensor:
+    def _downsample(self, layer: Downsample, image: Tensor) -> Tensor:
         return self._convolution(functional.pad(image, (0, 1, 0, 1)), layer.convolution)
 
     def _convolution(self, image: Tensor, shape: Convolution) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.leaves import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, descriptions, digest_without
-from ..unet.layout import Upsample
+from ..unet.layout import Downsample, Upsample
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,8 @@ class PixelAttention:
     heads: int
 
 
-@dataclass(frozen=True)
-class PaddedDownsample:
-    """A row and a column of zeros, below and to the right, and a convolution that halves the image."""
-
-    convolution: Convolution
-
-
-Layer = ResidualBlock | PixelAttention | Upsample | PaddedDownsample
+# Downsample: unlike the UNet's, the image gets a row and a column of zeros, below and to the right.
+Layer = ResidualBlock | PixelAttention | Upsample | Downsample
 
 
 @dataclass(frozen=True)
@@ -57,10 +51,6 @@ class DecoderLayout:
     out_convolution: Convolution
 
     @property
-    def in_channels(self) -> int:
-        return self.in_convolution.in_channels
-
-    @property
     def model_name(self) -> str:
         """A name for people; nothing depends on it."""
         return "VAE encoder" if self.encodes else "VAE decoder"
@@ -73,20 +63,23 @@ class DecoderLayout:
     @property
     def reduction(self) -> int:
         """How many pixels wide a pixel of its output is; 1 for a decoder."""
-        return 1 << sum(isinstance(layer, PaddedDownsample) for layer in self.layers)
+        return 1 << sum(isinstance(layer, Downsample) for layer in self.layers)
 
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""
         parts = (self.in_convolution, self.layers, self.out_norm, self.out_convolution)
         return list(descriptions(parts, (Linear, Convolution, GroupNorm, LayerNorm)))
 
+    @property
+    def kernel_users(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
+        """Every description that decides which kernels are needed."""
+        return self.leaves()
+
     def fusions(self) -> list[FusedLinear]:
         """Nothing needs to lie together: the few linear layers are a hundredth of the work."""
         return []
 
-    def wider_fusions(self) -> list[FusedLinear]:
-        """Nor these."""
-        return []
+    wider_fusions = fusions
 
     @cached_property
     def architecture(self) -> str:

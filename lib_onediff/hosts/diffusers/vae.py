@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
-from ...families.vae.read_diffusers import is_diffusers_decoder, is_diffusers_encoder
+from ...families.vae.read import is_diffusers
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import replaced_by
@@ -54,9 +54,9 @@ def halves_of(owner: Any) -> list[nn.Module]:
     """The decoder and the encoder of a pipeline's AutoencoderKL; nothing of any other kind of VAE."""
     vae = getattr(owner, "vae", None)
     decoder, encoder = (unwrapped(getattr(vae, name, None)) for name in ("decoder", "encoder"))
-    if not isinstance(decoder, nn.Module) or not is_diffusers_decoder(decoder):
+    if not isinstance(decoder, nn.Module) or not is_diffusers(decoder):
         return []
-    return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers_encoder(encoder) else [decoder]
+    return [decoder, encoder] if isinstance(encoder, nn.Module) and is_diffusers(encoder) else [decoder]
 
 
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:

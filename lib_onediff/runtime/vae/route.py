@@ -3,38 +3,48 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
+from ...core.table import Entry
 from ...core.weak_dictionary import WeakDictionary
+from ...families.registry import read_decoder
 from ...options.settings import Settings
 from ...weights.scan import HostTraits
-from ..services import OUT_OF_MEMORY, SWITCHED_OFF, Services
+from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
+from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .bound import BoundDecoder
-from .call_stats import HOST, OURS, DecodeStats
-from .checks import HostDecode, Outcome, misfit, why_not_now
-from .fallback import DecodeFallbackChain, DecodeJob
-from .kernels import prepare_early
-from .overflow import COLOURS, look_at
+from .decode import Decode, Decoded, HostDecode, NoTypeHelps
+from .precision import COLOURS, look_at, short_name
 
 log = logging.getLogger("onediff")
+
+OURS = "ours"
 
 
 class DecoderRoute:
     """Routes the decodes of every decoder that a host has handed over."""
 
     def __init__(self, services: Services) -> None:
-        self.call_stats = DecodeStats()
         self._services = services
-        self._fallback = DecodeFallbackChain(services)
         self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
         self._run: tuple[Settings, str] | None = None
         # A live preview is decoded on another thread than the image.
         self._lock = threading.RLock()
+        # The last decode, and how many went by each route.
+        self._route: str | None = None
+        self._reason = ""
+        self._entry: Entry | None = None
+        self._calls: Counter[str] = Counter({OURS: 0, HOST: 0})
+        self._logged: dict[str, float] = {}
 
     # --- what hosts say -------------------------------------------------------------------------------------------
 
@@ -44,11 +54,12 @@ class DecoderRoute:
         """Take a decoder into care; nothing of it changes, then or later. settings override the runtime's."""
         with self._lock:
             known = self._decoders.get(decoder)
-            if known is None:
-                self._decoders[decoder] = BoundDecoder(decoder, settings, host_traits)
-                prepare_early(self._services, decoder, settings or self._services.settings)
-            else:
+            if known is not None:
                 known.settings = settings
+                return
+            self._decoders[decoder] = BoundDecoder(decoder, settings, host_traits)
+            exact = replace(settings or self._services.settings, low_bit="off")
+            self._services.devices.prepare_early(decoder, exact, read_decoder)
 
     def release(self, decoder: nn.Module) -> None:
         """Forget a decoder; nothing of it was changed."""
@@ -70,125 +81,174 @@ class DecoderRoute:
 
     def note_host(self, reason: str) -> None:
         """Take down that the host decodes a latent of which we know nothing, and why."""
-        self.call_stats.note(HOST, reason, None)
+        self.tell_host(reason)
+        self._calls[HOST] += 1
 
     def tell_host(self, reason: str) -> None:
         """As note_host, before a decode that may never come to us: it is told, but not counted."""
-        self.call_stats.note(HOST, reason, None, counted=False)
+        self._entry = None
+        self._note(HOST, reason)
 
     def status(self) -> dict[str, Any]:
-        """What became of the last decode, as plain values; see DecodeStats."""
-        return self.call_stats.status()
+        """What became of the last decode, as plain values. Times are medians in milliseconds at its size."""
+        entry = self._entry
+        return {
+            "route": self._route,
+            "reason": self._reason,
+            "backend": entry.key.backend if entry else None,
+            "resolution": entry.key.resolution if entry else None,
+            "decode_ms": entry.own.median_ms if entry else None,
+            "host_ms": entry.host.median_ms if entry else None,
+            "relative_error": entry.relative_error if entry else None,
+            "calls": dict(self._calls),
+        }
 
     # --- one decode -----------------------------------------------------------------------------------------------
 
-    def decode(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool = False) -> Tensor:
+    def decode(
+        self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], upcast_attention: bool = False
+    ) -> Tensor:
         """The decoder's image of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
 
         Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. An image
         with NaN or of one colour, whoever made it, is decoded again in a wider type; where that does not help, it is
         the host's own, so that the host finds what it would have found without us.
         """
-        outcome = self._attempt(lambda: self._serve(decoder, latent, host, upcast_attention))
-        self.call_stats.note(outcome.route, outcome.reason, outcome.entry, counted=not is_encoded(latent))
-        if outcome.image is not None:
-            return outcome.image
-        return self._by_host(decoder, latent, host, upcast_attention, outcome)
+        asked = HostDecode(decoder, latent, host, upcast_attention)
+        self._entry = None
+        try:
+            made = self._attempt(lambda: self._serve(asked))
+        except Refusal as refusal:
+            # The exception would keep what our forward had computed.
+            reason, may_help = str(refusal), not isinstance(refusal, NoTypeHelps)
+        else:
+            self._note(OURS, made.reason)
+            self._count(OURS, latent)
+            return made.image
+        return self._by_host(asked, reason, may_help)
 
     def decode_by_host(
-        self, decoder: nn.Module, latent: Tensor, host: HostDecode, reason: str, upcast_attention: bool = False
+        self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], reason: str,
+        upcast_attention: bool = False,
     ) -> Tensor:
         """The host's own decode, for a reason that its adapter knows; its image is looked at as decode() does."""
-        self.call_stats.note(HOST, reason, None, counted=not is_encoded(latent))
-        return self._by_host(decoder, latent, host, upcast_attention, Outcome(None, HOST, reason))
+        self._entry = None
+        return self._by_host(HostDecode(decoder, latent, host, upcast_attention), reason)
 
-    def _attempt(self, work: Callable[[], Outcome]) -> Outcome:
-        """work(), or what stands in its way."""
+    def _attempt(self, work: Callable[[], Decoded]) -> Decoded:
+        """work(). Raises Refusal with what stands in its way."""
         try:
             return work()
-        except Refusal as refusal:
-            return Outcome(None, HOST, str(refusal))
+        except Refusal:
+            raise
         except torch.cuda.OutOfMemoryError:
-            outcome = Outcome(None, HOST, OUT_OF_MEMORY)
+            pass
         except Exception as error:
-            return Outcome(None, HOST, self._services.guard.note("the VAE's forward", error))
+            raise Refusal(self._services.guard.note("the VAE's forward", error)) from None
         # Only now is everything gone that our forward had computed before it failed.
         self._services.free_graphs()
-        return outcome
+        raise Refusal(OUT_OF_MEMORY)
 
-    def _settings(self, decoder: nn.Module) -> Settings | str:
-        """The settings that hold now, or why OneDiff may not run."""
-        bound = self._decoders.get(decoder)
+    def _serve(self, asked: HostDecode) -> Decoded:
+        self._admitted(asked)
+        refuse_surroundings(asked.latent)
+        return self._ours(asked).serve()
+
+    def _admitted(self, asked: HostDecode) -> tuple[BoundDecoder, Settings]:
+        """The decoder, and the settings that hold now. Raises Refusal where OneDiff may not run."""
+        bound = self._decoders.get(asked.decoder)
         if bound is None:
-            return "this VAE was not handed to OneDiff"
+            # Or another thread has switched OneDiff off meanwhile.
+            raise Refusal("this VAE was not handed to OneDiff")
         own = bound.settings or self._services.settings
         settings, why_off = self._services.run_settings or self._run or (own, "")
         if not settings.enabled:
-            return why_off or SWITCHED_OFF
-        return settings
+            raise Refusal(why_off or SWITCHED_OFF)
+        return bound, settings
 
-    def _serve(self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool) -> Outcome:
-        settings = self._settings(decoder)
-        if isinstance(settings, str):
-            return Outcome(None, HOST, settings)
-        job = why_not_now(latent) or self._job(decoder, latent, host, upcast_attention, settings)
-        return Outcome(None, HOST, job) if isinstance(job, str) else self._fallback.serve(job)
-
-    def _job(
-        self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, settings: Settings
-    ) -> DecodeJob | str:
-        """The decode as we take it, or why the decoder or the latent is none of ours. Raises Refusal."""
-        bound = self._decoders.get(decoder)
-        if bound is None:
-            # Another thread has switched OneDiff off meanwhile.
-            return "this VAE was given back"
+    def _ours(self, asked: HostDecode) -> Decode:
+        """The decode as our forward does it. Raises Refusal where the decoder or the latent is none of ours."""
+        bound, settings = self._admitted(asked)
         with self._lock:
-            return bound.look() or misfit(bound, latent) or (
-                DecodeJob(bound.layout, bound.weights(), latent, host, upcast_attention, settings, bound.sources())
-            )
+            bound.look()
+            bound.refuse_latent(asked.latent)
+            weights, sources = bound.weights(), bound.sources()
+        return Decode(self._services, self._notice, bound.layout, weights, sources, asked, settings)
 
-    def _by_host(
-        self, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool, outcome: Outcome
-    ) -> Tensor:
-        """The host's own image, or ours where that cannot be shown."""
-        image = self._services.pressure.run_host(host)
-        look = lambda: self._in_place_of(image, decoder, latent, host, upcast_attention, outcome)  # noqa: E731
-        shown = self._services.guard.attempt("looking at the VAE's image", look)
-        return image if shown is None else shown
+    def _by_host(self, asked: HostDecode, reason: str, may_help: bool = True) -> Tensor:
+        """The host's own image, or ours where that cannot be shown. may_help: whether ours could."""
+        self._note(HOST, reason)
+        image = self._services.pressure.run_host(asked)
+        look = lambda: self._in_place_of(image, asked, reason, may_help)  # noqa: E731
+        shown: Any = self._services.guard.attempt("looking at the VAE's image", look, image)
+        self._count(HOST if shown is image else OURS, asked.latent)
+        return shown
 
-    def _in_place_of(
-        self, image: Tensor, decoder: nn.Module, latent: Tensor, host: HostDecode, upcast_attention: bool,
-        outcome: Outcome,
-    ) -> Tensor:
-        """The host's image where it can be shown, and else ours if there is one."""
-        settings = self._settings(decoder)
-        if isinstance(settings, str) or not is_image(image) or torch.is_grad_enabled():
+    def _in_place_of(self, image: Any, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
+        """The host's image where it can be shown or OneDiff may not run, and else ours if there is one."""
+        is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point() and image.numel() > 0
+        if not is_image or torch.is_grad_enabled():
             return image
-        saw = look_at(image, latent).saw
+        try:
+            self._admitted(asked)
+        except Refusal:
+            return image
+        saw = look_at(image)
         if saw is None:
             return image
-
-        def repeat() -> Outcome:
-            job = self._job(decoder, latent, host, upcast_attention, settings)
-            return Outcome(None, HOST, job) if isinstance(job, str) else self._fallback.repeat(job, saw)
-
-        reason, made = outcome.reason, "image" if image.shape[1] == COLOURS else "latent"
-        if not outcome.exhausted:
-            repeated = self._attempt(repeat)
-            if repeated.image is not None:
-                self.call_stats.correct(OURS, repeated.reason, repeated.entry)
-                return repeated.image.to(image.dtype)
-            reason = repeated.reason
-            both = f"{outcome.reason}; its {made} is {saw}, and ours could not take its place: {reason}"
-            self.call_stats.correct(HOST, both, outcome.entry)
-        log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", made, saw, reason)
+        if may_help:
+            try:
+                made = self._attempt(lambda: self._ours(asked).repeat(saw))
+                self._note(OURS, made.reason)
+                return made.image.to(image.dtype)
+            except Refusal as refusal:
+                found = f"its {kind_of(image)} is {saw}, and ours could not take its place: {refusal}"
+                self._note(HOST, f"{reason}; {found}")
+                reason = str(refusal)
+        log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", kind_of(image), saw, reason)
         return image
 
+    # --- what is taken down ---------------------------------------------------------------------------------------
 
-def is_encoded(latent: Any) -> bool:
-    """Whether what was handed over is an image, to be encoded, and no latent."""
-    return isinstance(latent, Tensor) and latent.dim() == 4 and latent.shape[1] == COLOURS
+    def _notice(self, entry: Entry) -> None:
+        self._entry = entry
+
+    def _count(self, route: str, latent: Any) -> None:
+        """A decode went by this route. An encode is told, but not counted."""
+        encodes = isinstance(latent, Tensor) and latent.dim() == 4 and kind_of(latent) == "image"
+        self._calls[route] += not encodes
+
+    def _note(self, route: str, reason: str) -> None:
+        """The last decode went by this route; reason: why it was not ours, or not faster."""
+        changed = (route, reason) != (self._route, self._reason)
+        self._route, self._reason = route, reason
+        if changed:
+            line, now = described(route, reason), time.monotonic()
+            if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
+                log.info("%s", line)
+            self._logged[line] = now
 
 
-def is_image(decoded: Any) -> bool:
-    return isinstance(decoded, Tensor) and decoded.dim() == 4 and decoded.is_floating_point() and decoded.numel() > 0
+def refuse_surroundings(latent: Tensor) -> None:
+    """Raise Refusal for what surrounds a decode that our forward takes no part in."""
+    if torch.is_grad_enabled():
+        raise Refusal(TRAINING)
+    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        raise Refusal("a forward hook is set on all modules")
+    autocast = autocast_dtype(latent.device.type)
+    if autocast not in (None, latent.dtype):
+        raise Refusal(f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}")
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Whether (batch, channels, h, w) is an image or a latent, which has other channels than colours."""
+    return "image" if tensor.shape[1] == COLOURS else "latent"
+
+
+def described(route: str | None, reason: str) -> str:
+    """The route of a decode in one line for people; empty before the first."""
+    if route is None:
+        return ""
+    if route == OURS:
+        return "VAE: OneDiff" + (f" ({reason})" if reason else "")
+    return "VAE: the WebUI's own" + (f", because {reason}" if reason else "")

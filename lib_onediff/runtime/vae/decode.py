@@ -1,0 +1,265 @@
+"""One decode of ours, or one encode: by the first device that can, and in a wider type where the result is no good."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...core.affine import Weights
+from ...core.card import on_card
+from ...core.device import Device, Network, NotYet
+from ...core.guard import first_line
+from ...core.key import ShapeKey
+from ...core.precision import applied, flags_for, our_modes
+from ...core.refusal import Refusal
+from ...core.table import Entry, State, Stopwatch
+from ...families.vae.forward import Decoding
+from ...families.vae.layout import DecoderLayout
+from ...options.settings import Settings
+from ..effects import FP16_ON_CPU
+from ..services import Services
+from ..verify import HOST_NOT_FINITE, blame, judge, recall, rounding_limit, time_host
+from . import precision
+from .precision import AUTO, NOT_FINITE, ONE_COLOUR, KnownVae, look_at, short_name
+
+log = logging.getLogger("onediff")
+
+# As a mark of a key: a decode with nothing to compare it with, because the host's own image cannot be shown.
+UNCOMPARED = "uncompared"
+# As a mark of a key: work of the VAE, but the other way round.
+ENCODE = "vae encode"
+# An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
+BAD_LATENT = (
+    "the latent has NaN or infinite values: they come from the UNet or, where an image was encoded before, from the "
+    "VAE's encoder, and not from this decode"
+)
+
+
+class NoTypeHelps(Refusal):
+    """The image could not be shown in the widest type either: the host's own stays as it is."""
+
+
+class HostDecode:
+    """What a host asks for, and its own way to make it: latent is what its decoder is called with, or, to be encoded,
+    an image. Called twice, it decodes once; decode() decodes at every call."""
+
+    def __init__(
+        self, decoder: nn.Module, latent: Tensor, decode: Callable[[], Tensor], upcast_attention: bool
+    ) -> None:
+        self.decoder, self.latent, self.decode, self.upcast_attention = decoder, latent, decode, upcast_attention
+        self._image: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._image is None:
+            self._image = self.decode()
+        return self._image
+
+
+class Decoded(NamedTuple):
+    """An image of ours. reason: why it was not made in a better way. saw: what is wrong with it; see look_at."""
+
+    image: Tensor
+    entry: Entry
+    reason: str
+    saw: str | None
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A decode, or an encode, by our forward.
+
+    An image with NaN, or of one colour, is decoded again in float32, and so is, where the choice is auto, a decode in
+    float16 that came near the largest number of it. What was seen is remembered of the VAE.
+
+    notice: called with every entry that is tried. weights: as they are now; nobody keeps them after the decode.
+    sources: what tells the host's forward from others.
+    """
+
+    services: Services
+    notice: Callable[[Entry], None]
+    layout: DecoderLayout
+    weights: Weights
+    sources: str
+    host: HostDecode
+    settings: Settings
+
+    def serve(self) -> Decoded:
+        """Our image. Raises Refusal where the host is to decode, and torch.cuda.OutOfMemoryError."""
+        wanted, known = self._wanted, self._known
+        # Nothing is wider than float32.
+        can_widen = wanted != torch.float32
+        seen = known.saw(wanted) if can_widen else None
+        if seen is not None and (self.settings.vae_precision == AUTO or seen != precision.SATURATED):
+            return self._wider(self._done, f"this VAE {precision.described(seen, wanted)}")
+        made = self._by_devices(wanted, can_widen and known.saw(precision.BY_THE_HOST) is not None)
+        saw = made.saw
+        if saw is None or (saw == ONE_COLOUR and not can_widen):
+            return self._checked(made)
+        # Its memory is needed now.
+        del made
+        self._refuse_bad_latent()
+        if not can_widen:
+            raise NoTypeHelps(f"its image is {saw} in {short_name(wanted)}")
+        wider = self._wider(f"{self._done} again", f"this VAE {precision.described(saw, wanted)}")
+        if not saw == wider.saw == ONE_COLOUR:
+            known.remember(wanted, saw)
+            log.warning("VAE: %s. From now on, it is not %s in %s.", wider.reason, self._done, short_name(wanted))
+        return wider
+
+    def repeat(self, saw: str) -> Decoded:
+        """Our image in place of the host's own, of which this was seen. Raises as serve."""
+        self._refuse_bad_latent()
+        made = self._wider(f"{self._done} again", f"the VAE's own image is {saw}")
+        if saw == made.saw == ONE_COLOUR:
+            raise Refusal(f"it is of one colour in {short_name(made.entry.key.dtype)} too")
+        log.warning("VAE: %s.", made.reason)
+        return made
+
+    # --- the type -------------------------------------------------------------------------------------------------
+
+    @property
+    def _done(self) -> str:
+        return "encoded" if self.layout.encodes else "decoded"
+
+    @property
+    def _wanted(self) -> torch.dtype:
+        """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that. So does
+        a choice that a CPU is too slow for."""
+        choice = self.settings.vae_precision
+        return self._latent.dtype if choice == AUTO or self._why_not_chosen else precision.NAMED[choice]
+
+    @property
+    def _why_not_chosen(self) -> str:
+        """Why the chosen type is not taken; empty if it is."""
+        choice, stored = self.settings.vae_precision, self._latent.dtype
+        if choice in precision.SLOW_ON_CPU and self._latent.device.type == "cpu" and stored != precision.NAMED[choice]:
+            return f"{self._done} in {short_name(stored)}, because {FP16_ON_CPU}"
+        return ""
+
+    @cached_property
+    def _known(self) -> KnownVae:
+        return KnownVae(self.services.tuning_cache, self.layout.architecture, self.weights)
+
+    @property
+    def _latent(self) -> Tensor:
+        return self.host.latent
+
+    def _refuse_bad_latent(self) -> None:
+        if not bool(torch.isfinite(self._latent).all()):
+            raise NoTypeHelps(BAD_LATENT)
+
+    def _wider(self, done: str, why: str) -> Decoded:
+        """The image in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer
+        digits."""
+        try:
+            made = self._by_devices(torch.float32, uncompared=True)
+        except torch.cuda.OutOfMemoryError:
+            if self._wanted == torch.bfloat16:
+                raise
+            made = None
+        if made is None:
+            made, why = self._by_devices(torch.bfloat16, uncompared=True), f"{why}, and there is no memory for float32"
+        name = short_name(made.entry.key.dtype)
+        if made.saw not in (None, ONE_COLOUR):
+            self._refuse_bad_latent()
+            raise NoTypeHelps(f"{why}, and its image in {name} is {made.saw} too")
+        return made._replace(reason=f"{done} in {name}, because {why}")
+
+    # --- the device -----------------------------------------------------------------------------------------------
+
+    def _by_devices(self, dtype: torch.dtype, uncompared: bool) -> Decoded:
+        """The image in a type by the first device that does not fail. What cannot be compared with the host's own is
+        decoded by torch's operators, which all others are compared with. Raises as serve."""
+        services, stored = self.services, self._latent.dtype
+        waits = services.waits_for_compile
+        found = services.devices.launched(self.settings, self._latent.device, stored, waits)
+        devices, reason = ((services.devices.reference,), "") if uncompared else (found.devices, found.reason)
+        latent = self._latent.to(dtype)
+        network = Network(self.layout.architecture, self.layout.kernel_users, dtype, latent.device)
+        services.pressure.before_decode(self._small.to(dtype))
+        for device in devices:
+            entry = self._entry(dtype, device.name, uncompared)
+            try:
+                if entry.state is State.FAILED:
+                    raise Refusal(entry.reason)
+                device.prepare(network, waits)
+                return self._computed(device, entry, latent, reason)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Refusal as refusal:
+                reason = str(refusal)
+                if isinstance(refusal, NotYet) and dtype == stored:
+                    # In another type than the host's, which the user has chosen, a slower device is next.
+                    raise
+            except Exception as error:
+                reason = blame(entry, f"our forward failed: {first_line(error)}", is_final=False)
+                log.exception("%s (%s)", reason, entry.key)
+        raise Refusal(reason)
+
+    @property
+    def _small(self) -> Tensor:
+        """Something of a latent's size: what is decoded is one; what is encoded is an image."""
+        step = self.layout.reduction
+        return self._latent[..., ::step, ::step]
+
+    def _entry(self, dtype: torch.dtype, backend: str, uncompared: bool) -> Entry:
+        layout, upcast = self.layout, self.host.upcast_attention
+        flags = flags_for(self.settings, dtype, self._latent.device, upcast)
+        marks = (*((ENCODE,) if layout.encodes else ()), *((UNCOMPARED,) if uncompared else ()))
+        key = ShapeKey.of_decode(layout.architecture, self._small, upcast, backend, dtype, flags, marks)
+        entry = self.services.table.entry(key, layout.model_name).of_weights(f"{self._known.digest} {self.sources}")
+        if uncompared and entry.state is State.COLD:
+            entry.state = State.PROVED
+        self.notice(entry)
+        return entry
+
+    def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
+        """The image of a latent in the type to compute in, in the type of the host's."""
+        key, device, stored = entry.key, latent.device, self._latent.dtype
+        ops = used.operators()
+        watches = self.settings.vae_precision == AUTO and key.dtype == torch.float16
+        watched = precision.WatchedOperators(ops) if watches else None
+        weights = self.weights if key.dtype == stored else precision.CastWeights(self.weights, key.dtype)
+        decoding = Decoding(weights, watched or ops, key.upcast_attention, fold_biases=used.traits.channels_last)
+        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
+        with on_card(device), our_modes(device):
+            with applied(key.precision):
+                image = stopwatch.time(device, lambda: decoding.run(self.layout, latent).contiguous())
+            # Others wait for torch's switches; they need not wait for the GPU too.
+            image = image.to(stored)
+            return Decoded(image, entry, reason, look_at(image, watched.peaks if watched else ()))
+
+    # --- the check ------------------------------------------------------------------------------------------------
+
+    def _checked(self, made: Decoded) -> Decoded:
+        """An image that, the first time at a shape, is like the host's own. Raises Refusal where the two differ by more
+        than rounding. A host's image that cannot be shown proves nothing, and ours can."""
+        made = made._replace(reason=made.reason or self._why_not_chosen)
+        entry, history = made.entry, self.services.history
+        if entry.state is not State.COLD:
+            return made
+        if not recall(entry, history):
+            # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
+            # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
+            device, on_gpu = self._latent.device, self._latent.is_cuda
+            host = self.host if on_gpu else lambda: entry.host.time(device, self.host)
+            # Ours may have been computed in another type than the host's.
+            allowed = rounding_limit(self._latent.dtype, device, entry.key.precision)
+            miss = judge(entry, made.image, host, times_host=False, allowed=allowed, same_type=True)
+            if miss == HOST_NOT_FINITE:
+                if self._wanted != torch.float32:
+                    self._known.remember(precision.BY_THE_HOST, NOT_FINITE)
+                return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
+            if miss is not None:
+                raise Refusal(blame(entry, miss))
+            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
+            if on_gpu:
+                time_host(entry, device, self.host.decode)
+            history.keep_verdict(entry.key.backend, entry.key, entry.weights, entry.relative_error)
+        entry.state = State.PROVED
+        return made

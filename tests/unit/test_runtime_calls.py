@@ -1,0 +1,244 @@
+"""Which route a call takes, when it is checked, what the status tells, and that nothing of ours costs the host's
+output."""
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
+from torch import Tensor
+
+import lib_onediff
+from lib_onediff.core.call import UNetCall
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime.runtime import Runtime, runtime
+from lib_onediff.weights.scan import HostTraits
+
+
+@torch.no_grad()
+def run(own: Runtime, unet: Any, call: UNetCall, traits: HostTraits | None = None) -> int:
+    """How often the host's forward ran for a call, whose answer must be the host's."""
+    runs: list[Tensor] = []
+    expected = diffusers_output(unet, call)
+    output = own.run(unet, call, lambda: (runs.append(expected), expected)[1], traits)
+    assert relative_error(output, expected) < 1e-5
+    return len(runs)
+
+
+@pytest.fixture
+def own() -> Runtime:
+    """A runtime of the test's own."""
+    return Runtime()
+
+
+@pytest.fixture
+def adopted(own: Runtime) -> Any:
+    unet = diffusers_unet()
+    own.adopt(unet)
+    return unet
+
+
+@pytest.mark.parametrize("other", [{"height": 9}, {"width": 9}, {"batch": 1}, {"tokens": 154}], ids=str)
+def test_the_first_use_of_every_shape_is_checked_and_no_other(
+    own: Runtime, adopted: Any, other: dict[str, int]
+) -> None:
+    for change in ({}, other):
+        assert run(own, adopted, a_call(adopted, **change)) > 0
+        for seed in range(2):
+            assert run(own, adopted, a_call(adopted, seed=seed, **change)) == 0
+    assert len(own.table.entries()) == 2
+
+
+def test_a_unet_that_nobody_handed_over_or_that_was_released_is_the_hosts(own: Runtime) -> None:
+    unet = diffusers_unet()
+    assert run(own, unet, a_call(unet)) == 1
+    assert own.status()["reason"] == "this UNet was not handed to OneDiff"
+    own.adopt(unet)
+    run(own, unet, a_call(unet))
+    assert own.status()["route"] == "plain"
+    for _ in range(2):
+        own.release(unet)
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in unet.parameters())
+    assert run(own, unet, a_call(unet)) == 1 and own.status()["route"] == "host"
+
+
+@pytest.mark.usefixtures("host_timed_often")
+def test_status_tells_what_the_last_call_was(own: Runtime, adopted: Any) -> None:
+    status = own.status()
+    assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
+    assert status["reason"] == "no image has been made yet" and set(status["calls"].values()) == {0}
+    for number in range(4):
+        # Of the first three, the first was checked and not timed.
+        assert own.status()["ratio"] is own.status()["ratio_range"] is None, number
+        run(own, adopted, a_call(adopted, height=9, width=11))
+    status = own.status()
+    assert (status["enabled"], status["backend"], status["route"]) == (True, "eager", "plain")
+    assert status["model"] == "SD 1.x UNet, small (prompt width 48)" and status["resolution"] == "88x72"
+    assert status["reason"] == "CUDA graphs need an NVIDIA GPU; this UNet is on the CPU"
+    assert status["ratio"] == status["host_ms"] / status["step_ms"]
+    low, high = status["ratio_range"]
+    assert low <= status["ratio"] <= high and status["relative_error"] < 1e-5
+    assert status["calls"] == {"graph": 0, "plain": 4, "blocks": 0, "host": 0}
+    assert json.dumps(status), "plain values"
+    own.configure(Settings(backend="eager"))
+    run(own, adopted, a_call(adopted))
+    assert own.status()["reason"] == "", "what was chosen by name needs no excuse"
+
+
+@pytest.mark.parametrize("how", ["configured", "its own", "for the run"])
+def test_switched_off_is_the_hosts_image(own: Runtime, how: str) -> None:
+    unet, off = diffusers_unet(), Settings(enabled=False)
+    own.adopt(unet, off if how == "its own" else None)
+    if how == "configured":
+        own.configure(off)
+    with own.settings_for_run(off if how == "for the run" else None):
+        assert run(own, unet, a_call(unet)) == 1
+    assert (own.status()["route"], own.status()["reason"]) == ("host", "OneDiff is switched off")
+
+
+def test_settings_for_a_run_nest_and_end_even_by_an_error(own: Runtime, adopted: Any) -> None:
+    def route() -> str:
+        run(own, adopted, a_call(adopted))
+        return own.status()["route"]
+
+    with own.settings_for_run(Settings(enabled=False)):
+        assert route() == "host" and own.status()["enabled"] is False
+        with pytest.raises(KeyError), own.settings_for_run(Settings()):
+            assert route() == "plain" and own.status()["enabled"] is True
+            raise KeyError
+        assert route() == "host"
+    assert route() == "plain"
+
+
+# --- faults and misfits -------------------------------------------------------------------------------------------
+
+
+def route() -> str:
+    return lib_onediff.status()["route"]
+
+
+def reason() -> str:
+    return lib_onediff.status()["reason"]
+
+
+@pytest.mark.parametrize("at", ["managed_and_settings", "adopt"])
+def test_a_fault_before_the_call_is_known_costs_a_reason_and_no_image(
+    own: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise KeyError("no such thing")
+
+    monkeypatch.setattr(own, at, fails)
+    unet = diffusers_unet()
+    assert run(own, unet, a_call(unet), HostTraits()) == 1
+    assert "a fault of OneDiff in looking a UNet up" in own.status()["reason"]
+
+
+def test_an_error_of_ours_costs_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Tensor:
+        raise NotImplementedError("first line\nsecond line")
+
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    monkeypatch.setattr(torch_ops, "geglu", broken)
+    assert torch.equal(served(unet, a_call(unet)), diffusers_output(unet, a_call(unet)))
+    assert route() == "host" and "first line" in reason() and "\n" not in reason()
+
+
+def test_training_keeps_the_hosts_forward_and_its_gradients() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    call = a_call(unet)
+    unet(call.latent, call.timestep, call.context).sample.sum().backward()
+    assert unet.conv_in.weight.grad.abs().sum() > 0
+    assert (route(), reason()) == ("host", "gradients are being recorded (training?)")
+    served(unet, call)
+    assert route() == "plain"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_condemn_no_shape(value: float) -> None:
+    damaged = lib_onediff.compile_unet(diffusers_unet())
+    with torch.no_grad():
+        damaged.conv_out.bias[0] = value
+    output = served(damaged, a_call(damaged))
+    assert torch.equal(output.isfinite(), diffusers_output(damaged, a_call(damaged)).isfinite())
+    assert route() == "host" and reason().startswith("the model's own output has NaN or infinite values")
+    healthy = lib_onediff.compile_unet(diffusers_unet(1))
+    served(healthy, a_call(healthy))
+    assert route() == "plain", reason()
+
+
+def test_a_forward_that_disagrees_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_ops, "geglu", lambda tokens, reader: tokens.chunk(2, dim=-1)[0])
+        assert torch.equal(served(unet, a_call(unet)), diffusers_output(unet, a_call(unet)))
+    for seed in range(2):
+        assert route() == "host" and reason().startswith("it differs from the model's own forward by ")
+        assert torch.equal(served(unet, a_call(unet, seed=seed)), diffusers_output(unet, a_call(unet, seed=seed)))
+    served(unet, a_call(unet, tokens=154))
+    assert route() == "plain", "another shape was not proved wrong"
+
+
+def test_autocast_around_one_call_condemns_no_shape() -> None:
+    """There the host itself rounds to bfloat16; that is no yardstick for the calls after it."""
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = served(unet, a_call(unet))
+        assert output.dtype == diffusers_output(unet, a_call(unet)).dtype
+    assert relative_error(output.float(), diffusers_output(unet, a_call(unet))) < 0.05
+    served(unet, a_call(unet))
+    assert route() == "plain", reason()
+
+
+MISFITS: dict[str, Callable[[UNetCall], UNetCall]] = {
+    "context width": lambda call: replace(call, context=torch.randn(2, 77, 31)),
+    "no context": lambda call: replace(call, context=None),
+    "latent channels": lambda call: replace(call, latent=torch.randn(2, 5, 8, 8)),
+    "latent dimensions": lambda call: replace(call, latent=torch.randn(2, 8, 8)),
+    "latent type": lambda call: replace(call, latent=call.latent.double()),
+    "no y": lambda call: replace(call, y=None),
+    "timestep batch": lambda call: replace(call, timestep=torch.tensor([1.0, 2.0, 3.0])),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS)
+def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[UNetCall], UNetCall]) -> None:
+    unet = diffusers_unet(**SMALL_XL)
+    call = misfit(a_call(unet))
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as expected:
+        diffusers_output(unet, call)
+    lib_onediff.compile_unet(unet)
+    with pytest.raises(expected.type) as error:
+        served(unet, call)
+    assert str(error.value) == str(expected.value)
+    served(unet, a_call(unet))
+    assert route() == "plain", reason()
+
+
+def test_two_unets_in_two_threads_get_their_own_images() -> None:
+    unets = [lib_onediff.compile_unet(diffusers_unet(seed)) for seed in (1, 2)]
+    wrong: list[Any] = []
+
+    def work(unet: Any) -> None:
+        for seed in range(6):
+            call = a_call(unet, 8, 8 + seed % 2, seed=seed)
+            expected = diffusers_output(unet, call)
+            try:
+                error = relative_error(served(unet, call), expected)
+            except Exception as failure:  # a thread's exception would be lost
+                wrong.append(failure)
+            else:
+                wrong.extend([error] if error > 1e-5 else [])
+
+    threads = [threading.Thread(target=work, args=(unet,)) for unet in unets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert wrong == [] and len(runtime.table.entries()) == 2

@@ -1,0 +1,110 @@
+"""The status and the accordion, as they are put on a page: what they say, escaped, and of whose model."""
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio")
+pytest.importorskip("fastapi")
+
+import gradio
+
+from lib_onediff.hosts.contract import WebUI
+from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
+from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.ui import accordion, run_settings, status
+
+# What the controls of the accordion show at first.
+SHOWN = ("auto", 1, 1, "off", 1.0)
+STATUS = {
+    "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
+    "reason": "a & b", "step_ms": 12.345, "host_ms": 24.69, "ratio": 2.0, "relative_error": None,
+    "calls": {"graph": 0, "plain": 3, "blocks": 0, "host": 0},
+}
+
+
+def test_status_line_says_everything_and_escapes_it() -> None:
+    line = status.status_html(STATUS)
+    for part in ("without CUDA graphs", "2.0x faster (12.3 ms vs 24.7 ms)", "64x72", "&lt;b&gt;SD1&lt;/b&gt;",
+                 "a &amp; b"):
+        assert part in line
+    assert "<b>SD1" not in line
+
+
+def test_model_that_is_not_served_is_reported() -> None:
+    told = status.current_status(WebUI("SomeUI 3", "not served yet"))
+    assert told["route"] == "host" and told["reason"] == "not served yet" and not told["served"]
+    assert (told["release"], told["hooks"], told["notes"]) == ("SomeUI 3", 0, [])
+    line = status.status_html({**told, "notes": ["Sage is not used."], "faults": ["a fault <of> ours"]})
+    assert "not served yet" in line and "Sage is not used." in line and "a fault &lt;of&gt; ours" in line
+
+
+def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
+    last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache rests: few steps", "reused": ""}
+    monkeypatch.setattr(runtime, "status", lambda: last)
+    served, refused = (status.current_status(WebUI("UI", why)) for why in ("", "its network is a Flux"))
+    for shown in (status.summary_html, status.status_html):
+        assert "12.3 ms" in shown(served) and "2.0x faster" in shown(served) and "2.0 s" in shown(served)
+        for gone in ("12.3 ms", "2.0x faster", "2.0 s", "SD1", "64x72", "few steps"):
+            assert gone not in shown(refused)
+    assert "its network is a Flux" in status.status_html(refused)
+
+
+def both_statuses() -> tuple[str, str]:
+    return "title", "status"
+
+
+def build_accordion(tab: str) -> list[Any]:
+    return accordion.build_accordion(
+        tab, both_statuses, lambda *values: run_settings.settings_of_run(values, Settings()),
+    )
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ((True, "As in the settings", ""), "This run: on."), ((False, "As in the settings", ""), "This run: off."),
+    ((True, "Balanced", "vae_precision fp16"),
+     "This run: on; deepcache_interval 3; deepcache_depth 3; vae_precision fp16."),
+    ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "the image is made without OneDiff"),
+])
+def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str) -> None:
+    with gradio.Blocks() as page:
+        build_accordion("img2img")
+    tells = [function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"]
+    told, *_ = tells[0](*values, *SHOWN)
+    assert said in told
+    assert ("onediff-wrong" in told) == ("This run:" not in told)
+
+
+def test_the_accordion_says_where_onediff_is_switched_off() -> None:
+    """Its checkbox is of the run, and stays as it was."""
+    runtime.configure(Settings(enabled=False))
+    with gradio.Blocks() as page:
+        build_accordion("img2img")
+    tells = {function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"}
+    for tell in tells:
+        said, *_ = tell(True, "As in the settings", "", *SHOWN)
+        assert f"{html.escape(OFF_IN_SETTINGS)}." in said
+    told = status.current_status(WebUI("SomeUI 3", ""))
+    assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
+    runtime.configure(Settings())
+    assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
+
+
+def test_prewarming_while_onediff_is_switched_off_is_refused_with_the_reason() -> None:
+    runtime.configure(Settings(enabled=False))
+    warmup = WarmUp(NoWebUI(), runtime)
+    with gradio.Blocks() as page:
+        build_accordion("txt2img")
+        for name in ("width", "height", "batch_size"):
+            gradio.Number(elem_id=f"txt2img_{name}")
+        accordion.connect(gradio.Textbox(elem_id="generation_info_txt2img"), "txt2img", both_statuses, warmup)
+    begin = next(function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "begin")
+    assert f"{html.escape(OFF_IN_SETTINGS)}, so nothing can be made ready." in begin(512, 512, 1)[1]
+
+
+class NoWebUI:
+    """The page only asks of it what a click would."""

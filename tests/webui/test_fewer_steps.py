@@ -1,0 +1,136 @@
+"""DeepCache, its forecast and guidance end in a WebUI: off they change nothing, on they leave out what they say."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+from webui_client import PICTURE, Pictures, WebUI, gradient, largest_difference, one_run, start_from
+from webui_compare import need
+from webui_models import Models
+
+# Below 10 steps all of them rest.
+THIRTEEN = {"steps": 13, "sampler_name": "Euler", "negative_prompt": "snow"}
+EVERY_THIRD, HALF = {"deepcache_interval": 3}, {"guidance_end": 0.5}
+FORECAST = {**EVERY_THIRD, "deepcache_depth": 0}
+PARTS = ("deepcache", "forecast", "guidance")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A generation: its images, how many calls were computed whole, in part, by a forecast and without the negative
+    prompt, and the reasons in the status."""
+
+    pictures: Pictures
+    full: int
+    cached: int
+    forecasts: int
+    without_negative: int
+    reasons: dict[str, str]
+
+    @property
+    def left_out(self) -> tuple[int, int, int]:
+        return self.cached, self.forecasts, self.without_negative
+
+
+def made(webui: WebUI, options: dict[str, Any], **request: Any) -> Counted:
+    before = webui.status()
+    pictures = webui.make({**PICTURE, **THIRTEEN, **request, **one_run(**options)})
+    after = webui.status()
+    assert after["faults"] == before["faults"]
+    counts = {
+        (part, name): after[part][name] - before[part][name]
+        for part, name in (("deepcache", "full"), ("deepcache", "cached"), ("forecast", "calls"),
+                           ("guidance", "without_negative"))
+    }
+    return Counted(pictures, *counts.values(), reasons={part: after[part]["reason"] for part in PARTS})
+
+
+def distance(one: Counted, other: Counted) -> float:
+    """The mean over pixels, of 255."""
+    return float(numpy.abs(one.pictures.pixels - other.pictures.pixels).mean())
+
+
+@pytest.fixture(scope="module")
+def whole(webui: WebUI, models: Models) -> Counted:
+    """A generation with none of them."""
+    models.use("sd15")
+    return made(webui, {})
+
+
+@pytest.fixture(scope="module")
+def far(webui: WebUI, whole: Counted) -> float:
+    """How far the image of another seed is."""
+    return distance(made(webui, {}, seed=8), whole)
+
+
+@pytest.fixture
+def exact(webui: WebUI, sd15: Models, whole: Counted) -> Iterator[Counted]:
+    """A generation with none of them, and bit for bit the same again after the test."""
+    yield whole
+    again = made(webui, {})
+    assert largest_difference(again.pictures, whole.pictures) == 0 and again.left_out == (0, 0, 0)
+    assert "deepcache" not in again.pictures.info["infotexts"][0]
+
+
+@pytest.mark.parametrize(("options", "full", "left_out"), [
+    ({"deepcache_interval": 2}, 8, (5, 0, 0)), (EVERY_THIRD, 6, (7, 0, 0)),
+    ({"deepcache_interval": 20}, 2, (11, 0, 0)), ({**EVERY_THIRD, "deepcache_depth": 3}, 6, (7, 0, 0)),
+    (HALF, 0, (0, 0, 6)),
+], ids=str)
+def test_so_much_is_left_out(
+    webui: WebUI, exact: Counted, far: float, options: dict[str, Any], full: int, left_out: tuple[int, int, int]
+) -> None:
+    """Another image than the exact one, much nearer to it than that of another seed, and the same again."""
+    found = made(webui, options)
+    assert (found.full, found.left_out) == (full, left_out)
+    # Two whole steps of thirteen make no near image of random weights.
+    assert distance(found, exact) > 0 and (full == 2 or distance(found, exact) < 0.75 * far)
+    assert largest_difference(made(webui, options).pictures, found.pictures) == 0
+
+
+@pytest.mark.parametrize("sampler", ["Euler", "DDIM"])
+def test_forecasts_answer_some_steps(webui: WebUI, exact: Counted, far: float, sampler: str) -> None:
+    steps = {"steps": 12, "sampler_name": sampler}
+    plain, found = made(webui, {}, **steps), made(webui, FORECAST, **steps)
+    assert found.forecasts in (5, 6) and found.reasons["forecast"] == ""
+    assert 0 < distance(found, plain) < 0.5 * far
+
+
+# How often a sampler calls the UNet is the host's own business: A1111's DDIM does once less than it is asked for, and
+# its UniPC once more, after the last step. A host may call once for the prompt and once for the negative prompt.
+@pytest.mark.parametrize("request_", [
+    {"sampler_name": "Euler a"}, {"sampler_name": "DPM++ 2M"}, {"sampler_name": "UniPC"}, {"sampler_name": "Heun"},
+    {"sampler_name": "DDIM"}, {"batch_size": 2}, {"prompt": "a fox AND a hill"}, {"prompt": "a red fox and " * 30},
+    {"width": 72, "height": 88}, {**start_from(gradient(64, 64)), "steps": 24}, {"steps": 16, "cfg_scale": 1.0},
+], ids=lambda request: str(request)[:40])
+def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, exact: Counted, request_: dict[str, Any]) -> None:
+    need(webui, "AND prompts" if "AND" in request_.get("prompt", "") else "")
+    found = made(webui, EVERY_THIRD, **request_)
+    steps = found.full + found.cached
+    calls = 2 if request_.get("sampler_name") == "Heun" or steps > 24 else 1
+    steps = (steps + 1) // calls if calls == 2 else steps
+    # As many whole steps as at equal distances, but early; and the last one.
+    least = -(-steps // 3) + 1
+    assert 12 <= steps <= 18 and found.full in (calls * least, calls * least - 1)
+
+
+@pytest.mark.parametrize(("options", "request_", "part", "why"), [
+    (EVERY_THIRD, {"steps": 7}, "deepcache", "fewer than 10 steps"),
+    (EVERY_THIRD, {"cfg_scale": 1.5}, "deepcache", "few-step models"),
+    (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"),
+    (FORECAST, {"steps": 7}, "forecast", "steps"),
+    (HALF, {"cfg_scale": 1}, "guidance", "rests"), (HALF, {"steps": 7}, "guidance", "rests"),
+    (HALF, {"prompt": "a fox AND a hill"}, "guidance", "rests"),
+    ({"deepcache_interval": 0}, {}, "", "OneDiff is off for this run"),
+    ({"deepcache_depth": 12}, {}, "", "OneDiff is off for this run"),
+], ids=str)
+def test_they_rest_and_say_why(
+    webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str
+) -> None:
+    need(webui, "AND prompts" if "prompt" in request_ else "")
+    plain, found = made(webui, {}, **request_), made(webui, options, **request_)
+    assert found.left_out == (0, 0, 0) and largest_difference(found.pictures, plain.pictures) <= (0 if part else 1)
+    assert why in (found.reasons[part] if part else webui.status()["reason"])

@@ -1,0 +1,157 @@
+"""Weights that the host stores in float8, as A1111's "FP8 weight" and Forge's "Diffusion in Low Bits" do: ours compute
+with them, LoRAs included, and make the host's images.
+
+The LoRAs must be mild (give them with --model lora-a=NAME): with one of large random numbers the host's own forward in
+float32 is a quarter away from float64's, and nothing can be compared.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+from test_controlnet import ROUTES, controlled, controlnet  # noqa: F401
+from test_loras import PROMPT, make_all, with_lora
+from webui_client import WebUI, largest_difference
+from webui_compare import Run, assert_different, assert_same, on_and_off, run, run_off, run_on
+from webui_models import Models
+
+# --- Forge: what the list on the page sets; the API sets it as an option ----------------------------------------------
+
+OPTION = "forge_unet_storage_dtype"
+KINDS = ["Automatic (fp16 LoRA)", "float8-e4m3fn", "float8-e4m3fn (fp16 LoRA)", "float8-e5m2 (fp16 LoRA)"]
+
+
+def choose(models: Models, kind: str) -> None:
+    """The list on the page loads the checkpoint anew; the API does so for another checkpoint alone."""
+    models.webui.set_options(**{OPTION: kind})
+    models.use("sd15-b")
+    models.webui.make({"prompt": PROMPT, "steps": 1, "width": 64, "height": 64})
+    models.use("sd15")
+
+
+@pytest.fixture(params=KINDS)
+def low_bits(request: pytest.FixtureRequest, webui: WebUI, sd15: Models) -> Iterator[str]:
+    if webui.kind != "forge":
+        pytest.skip("this is Forge's and Forge Neo's: give its address with --webui URL")
+    choose(sd15, request.param)
+    yield request.param
+    choose(sd15, "Automatic")
+
+
+def test_low_bits_with_loras(webui: WebUI, sd15: Models, low_bits: str) -> None:
+    one, other, locon = (sd15.need(role) for role in ("lora-a", "lora-b", "locon"))
+    prompts = [
+        PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(other, 1),
+        with_lora(one, 0.7) + f" <lora:{other}:0.7>", with_lora(locon, 1), PROMPT,
+    ]
+    on = make_all(run_on, webui, prompts)
+    off = make_all(run_off, webui, prompts)
+    for mine, hosts in zip(on, off, strict=True):
+        assert_same(mine, hosts)
+    for index, first in enumerate(on[:-1]):
+        assert_different(first, on[index + 1], "the LoRA")
+    for runs in (on, off):
+        assert (runs[0].pictures.arrays[0] == runs[-1].pictures.arrays[0]).all()
+
+
+def test_low_bits_with_a_controlnet_and_a_lora(
+    webui: WebUI, sd15: Models, controlnet: str, low_bits: str,  # noqa: F811
+) -> None:
+    without = run_on(webui, controlled(webui, controlnet))
+    request = {**controlled(webui, controlnet), "prompt": with_lora(sd15.need("lora-a"), 1)}
+    with_it, _ = on_and_off(webui, request)
+    assert_different(without, with_it, "the LoRA")
+
+
+# --- A1111: on a CPU the host then computes in bfloat16, and another order of the same sums makes another image: what
+# another of its attention functions makes of the same request is the yardstick ---------------------------------------
+
+OTHER_ATTENTION = "sdp - scaled dot product"
+# Mean distances of 255: what no eye sees, and how much of the distance between with and without FP8 ours may be.
+UNSEEN, SHARE_OF_FP8 = 0.5, 0.25
+MOST_OF_ROUNDING = 1.5
+
+
+def store(webui: WebUI, how: str) -> None:
+    webui.set_options(fp8_storage=how)
+
+
+@pytest.fixture
+def a1111(webui: WebUI, sd15: Models) -> Iterator[WebUI]:
+    """With the option off, after it was on: from then on the host holds the checkpoint's weights in half precision."""
+    if webui.kind != "a1111":
+        pytest.skip("this is A1111's: give its address with --webui URL")
+    store(webui, "Enable")
+    store(webui, "Disable")
+    yield webui
+    webui.set_options(fp8_storage="Disable", cache_fp16_weight=False)
+
+
+def distance(one: Run, other: Run) -> float:
+    """The mean of all differences between two runs' pixels, of 255. A ControlNet's map may come after the images."""
+    pairs = zip(one.pictures.arrays, other.pictures.arrays, strict=False)
+    return float(numpy.mean([numpy.abs(mine - yours).mean() for mine, yours in pairs]))
+
+
+def assert_near(webui: WebUI, request: dict[str, Any], on: Run, off: Run) -> float:
+    """That OneDiff's run is no farther from the host's than that of another of its attention functions; how far."""
+    webui.set_options(cross_attention_optimization=OTHER_ATTENTION)
+    try:
+        rounding = distance(run(webui, request, enabled=False), off)
+    finally:
+        webui.set_options(cross_attention_optimization="Automatic")
+    far = distance(on, off)
+    assert far <= max(UNSEEN, MOST_OF_ROUNDING * rounding)
+    return far
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"batch_size": 2, "width": 72, "height": 88}, {"prompt": "a " * 110}, {"sampler_name": "DDIM"}],
+    ids=["", "batch", "long prompt", "DDIM"],
+)
+def test_fp8_switched_on_and_off(a1111: WebUI, changes: dict[str, Any]) -> None:
+    without, plain = run_off(a1111, changes), run_on(a1111, changes)
+    store(a1111, "Enable")
+    on, off = run_on(a1111, changes), run_off(a1111, changes)
+    far = assert_near(a1111, changes, on, off)
+    assert far < SHARE_OF_FP8 * distance(off, without), "the option changes no more than we do"
+    store(a1111, "Disable")
+    for before, after in ((plain, run_on(a1111, changes)), (without, run_off(a1111, changes))):
+        assert largest_difference(after.pictures, before.pictures) == 0
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+def test_fp8_with_loras_and_another_checkpoint(a1111: WebUI, sd15: Models, cached: bool) -> None:
+    """Ours first, so that no run of the host's own merges a LoRA for us."""
+    a1111.set_options(cache_fp16_weight=cached)
+    store(a1111, "Enable")
+    one, other = sd15.need("lora-a"), sd15.need("lora-b")
+    prompts = [
+        PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(one, 0.7) + f" <lora:{other}:0.7>",
+        with_lora(sd15.need("locon"), 1), PROMPT,
+    ]
+    on, off = make_all(run_on, a1111, prompts), make_all(run_off, a1111, prompts)
+    for prompt, mine, hosts in zip(prompts, on, off, strict=True):
+        assert_near(a1111, {"prompt": prompt}, mine, hosts)
+    sd15.use("sd15-b")
+    assert_near(a1111, {}, run_on(a1111, {}), run_off(a1111, {}))
+    sd15.use("sd15")
+    assert_near(a1111, {}, run_on(a1111, {}), run_off(a1111, {}))
+
+
+def test_fp8_with_a_controlnet(a1111: WebUI, sd15: Models, controlnet: str) -> None:  # noqa: F811
+    store(a1111, "Enable")
+    request, plain = controlled(a1111, controlnet), run_on(a1111, {})
+    try:
+        on = run_on(a1111, request, routes=ROUTES["a1111"])
+        off = run(a1111, request, enabled=False)
+        assert off.served(("graph", "plain", "blocks")) == 0, off.calls
+        assert assert_near(a1111, request, on, off) < distance(on, plain) / 2
+    finally:
+        # Its extension keeps a ControlNet in float8, with which it fails once the option is off, until it sees another
+        # checkpoint.
+        store(a1111, "Disable")
+        sd15.use("sd15-b")
+        run(a1111, request, enabled=False)
