@@ -12,6 +12,7 @@ from builders import (
     diffusers_structure,
     ldm_structure,
 )
+from grid import name_of
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import read_layout
@@ -67,11 +68,11 @@ LDM_REFUSALS = [
 
 
 @pytest.mark.parametrize(("structure", "config", "reason"), [
-    *((diffusers_structure, {**SD1, **config}, reason) for config, reason in DIFFUSERS_REFUSALS),
+    *((diffusers_structure, config, reason) for config, reason in DIFFUSERS_REFUSALS),
     *((ldm_structure, config, reason) for config, reason in LDM_REFUSALS),
-], ids=str)
+], ids=name_of)
 def test_other_architectures_are_refused_in_one_line(structure: Any, config: dict[str, Any], reason: str) -> None:
-    unet = structure(config)
+    unet = structure({**SD1, **config} if structure is diffusers_structure else config)
     with pytest.raises(Refusal, match=reason) as refusal:
         read_layout(unet)
     assert "\n" not in str(refusal.value)
