@@ -42,7 +42,7 @@ FULL_DISK_BYTES = 64 << 20
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
 REPOSITORY = Path(__file__).resolve().parent
-REQUIREMENTS = REPOSITORY / "lib_onediff" / "ops" / "requirements.py"
+REQUIREMENTS = REPOSITORY / "lib_onediff" / "devices" / "cuda" / "requirements.py"
 VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMPS = VENV / "onediff-installed.json"

@@ -18,7 +18,7 @@ from .table import Entry, Stopwatch
 # The host's own forward of a call.
 Host = Callable[[], Tensor]
 # Which rows of a call are the prompt's. Raises Refusal where nobody knows. Asked only where it matters.
-Guidance = Callable[[], "PromptRows | str"]
+Guidance = Callable[[], PromptRows]
 FAILED = "a fault of OneDiff"
 
 

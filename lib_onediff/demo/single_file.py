@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from .errors import Refusal
 
+log = logging.getLogger("onediff")
 Shapes = dict[str, tuple[int, ...]]
 
 CONFIGS = Path(__file__).with_name("checkpoint_configs.json")
@@ -92,7 +94,7 @@ def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
             return
         except Exception:
             # What is raised for a folder without one depends on what else is installed.
-            continue
+            log.debug("no tokenizer in %s", place, exc_info=True)
     raise Refusal(
         f"{checkpoint.name} holds no tokenizer, and CLIP's was not found on this machine. Put a folder named tokenizer "
         "with vocab.json and merges.txt beside it (every Stable Diffusion folder in diffusers' layout has one)."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from ..core.rows import PromptRows
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits, own_method
 
-Result = TypeVar("Result")
 # replacement(original, self, *args, **kwargs) -> what the method returns
 Replacement = Callable[..., Any]
 # declined(self, reason): the original runs in place of the replacement.
@@ -176,19 +175,12 @@ def serve_call(
     """The output of a UNet's call. host: the host's own forward of it. read: the call as ours; prompt_rows: which of
     its rows are the prompt's. Both raise Refusal with the reason where only the host knows. host_traits: see
     Runtime.run."""
-    call = answer_or_reason(read)
-    if isinstance(call, str):
-        runtime.note_host(call, unet)
-        return runtime.pressure.run_host(host)
-    return runtime.run(unet, call, host, host_traits, lambda: answer_or_reason(prompt_rows))
-
-
-def answer_or_reason(question: Callable[[], Result]) -> Result | str:
-    """What question() returns; where it raises Refusal, that reason."""
     try:
-        return question()
+        call = read()
     except Refusal as refusal:
-        return str(refusal)
+        runtime.note_host(str(refusal), unet)
+        return runtime.pressure.run_host(host)
+    return runtime.run(unet, call, host, host_traits, prompt_rows)
 
 
 class VaeHooks(ForwardPatches):
@@ -224,19 +216,16 @@ class VaeHooks(ForwardPatches):
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
         """Stands in for Decoder.forward(self, z, **kwargs), and for Encoder's."""
-
-        def check() -> None:
+        host, upcasts = lambda: original(decoder, z, **kwargs), self._upcasts()
+        runtime.vae.adopt(decoder, host_traits=self._host_traits)
+        try:
             check_original(decoder, original)
             if kwargs:
                 raise Refusal(f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})")
             self._check(decoder)
-
-        host = lambda: original(decoder, z, **kwargs)  # noqa: E731
-        runtime.vae.adopt(decoder, host_traits=self._host_traits)
-        reason = answer_or_reason(check)
-        if reason is not None:
-            return runtime.vae.decode_by_host(decoder, z, host, reason, upcast_attention=self._upcasts())
-        return runtime.vae.decode(decoder, z, host, upcast_attention=self._upcasts())
+        except Refusal as refusal:
+            return runtime.vae.decode_by_host(decoder, z, host, str(refusal), upcasts)
+        return runtime.vae.decode(decoder, z, host, upcasts)
 
 
 def check_original(module: nn.Module, original: Any) -> None:

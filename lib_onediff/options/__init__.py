@@ -1,5 +1,5 @@
-"""Which options are there, what does each do, and what may be combined?
+"""Which options are there, and what does each do?
 
-settings holds every option once; the settings tab, infotext, API, XYZ axes and docs derive from it. Imports shapes/,
-ops/ and model/.
+settings holds every option once; the settings tab, infotext, API, XYZ axes and docs derive from it. Imports no other
+room.
 """

@@ -71,12 +71,12 @@ class BlockRoute:
 
     def __init__(
         self, runtime: Runtime, patches_of: Callable[[nn.Module], PatchPoints | None] = lambda unet: None,
-        why_host: Callable[[nn.Module], str | None] = lambda unet: None,
+        check: Callable[[nn.Module], object] = lambda unet: None,
         upcasts_attention: Callable[[], bool] = lambda: False,
     ) -> None:
-        """patches_of: what other extensions have put within a UNet's stages. why_host: why a UNet's stages are the
-        host's now, or None. upcasts_attention: see UNetCall."""
-        self._runtime, self._patches_of, self._why_host = runtime, patches_of, why_host
+        """patches_of: what other extensions have put within a UNet's stages. check: raises Refusal where a UNet's
+        stages are the host's now. upcasts_attention: see UNetCall."""
+        self._runtime, self._patches_of, self._check = runtime, patches_of, check
         self._upcasts_attention = upcasts_attention
         # Where launches may cost more than what is launched. Elsewhere ours are taken to be the faster ones.
         self.timed_on = ("cuda",)
@@ -140,9 +140,7 @@ class BlockRoute:
         loop.running, loop.stop, call_stats = None, None, self._runtime.call_stats
         call_stats.begin()
         unet: Any = loop.unet()  # its blocks are called: it is there
-        why_host = self._why_host(unet)
-        if why_host:
-            raise Refusal(why_host)
+        self._check(unet)
         managed, settings = self._runtime.managed_and_settings(unet)
         self._runtime.restore(unet)
         # The owner of the loop has embedded timestep and y already.

@@ -72,7 +72,7 @@ class Cache:
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
-        settings = (self._services.run_settings or (self._services.settings,))[0]
+        settings = self._services.settings_shown
         # What fails says so among the faults, and costs no other part.
         part: Any = partial(self._services.guard.attempt, "the status")
         status = part(self._services.call_stats.status, UNKNOWN)

@@ -73,6 +73,11 @@ class Services:
             self._run_settings, self._why_off = before
 
     @property
+    def settings_shown(self) -> Settings:
+        """What a page says: those of settings_for_run while that goes on, else the WebUI's."""
+        return self._run_settings or self.settings
+
+    @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
         if self._run_settings is not None:

@@ -11,6 +11,7 @@ from ..core.call import UNetCall
 from ..core.key import ShapeKey
 from ..core.policy import Served
 from ..core.precision import autocast_dtype, is_autocast_on
+from ..core.refusal import Refusal
 from ..core.table import Entry, State
 from ..options.settings import Settings
 from .call_stats import GRAPH
@@ -70,9 +71,12 @@ class Session:
         if known is None or made is None or known.entry.state is not State.READY:
             return None
         bound, cut = managed.bound, call.cut
-        if not managed.serves(made, cut) or not bound.lies_still():
+        if not managed.serves(made, cut):
             return None
-        stands = bound.begin_look()
+        try:
+            stands = bound.begin_look()
+        except Refusal:
+            return None
         output = known.entry.timed(self._device, partial(made.runner.run, call), GRAPH)
         if not stands() or (known.key.lossy.low_bit and not managed.low_bit_stands()):
             return None

@@ -79,8 +79,6 @@ class GuidanceEnd:
             if moment.guidance is None:
                 raise Refusal(NOBODY_SAYS)
             found = moment.guidance()
-            if isinstance(found, str):
-                raise Refusal(found)
         except Refusal:
             guided.look(position.time, is_pair=False)
             raise

@@ -23,14 +23,18 @@ from .scan import LOOKED_AT_BY_OTHERS, HostTraits, scan
 from .watch import Parameters, Tree
 
 log = logging.getLogger("onediff")
+CHANGED = "the weights are not where the last look has found them"
 
 
 class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
+    Four answers to "is it still the same?", each of another kind:
     generation: how often addresses have changed. What was captured under another generation must not be replayed.
-    looks: how often something else than values was found changed.
-    edition: how often the weights were found to be others, in place or not.
+    looks: how often the module tree was found to compute otherwise. What was noted of its structure is read anew.
+    edition: how often the weights were found to be others, in place or not. What was made of their values is stale.
+    identity(): a digest, the same in any process, of weights and sources. Verdicts belong to it.
+
     samplings: how many samplings the host has announced. in_sampling: whether one goes on.
     channels_last: whether the convolutions' weights were laid out so.
     on_the_fly: what the host applies to the weights at each use.
@@ -121,29 +125,32 @@ class BoundUNet:
 
     # --- has anything changed? ------------------------------------------------------------------------------------
 
-    def lies_still(self) -> bool:
-        """Whether what a graph reads is alive and where it was: to be asked before a replay."""
-        if self._refusal is not None or self._parameters is None:
-            return False
-        if self.host_traits.wanted_lora is not None and self.host_traits.wanted_lora() != self._lora:
-            return False
-        return self._parameters.lie_still()
-
     def begin_look(self) -> Callable[[], bool]:
         """Whether everything stands as the last refresh has found it, told by the function that this returns. What has
-        to be read on a GPU is launched now, before the replay that it is for; the rest is looked at while that runs."""
-        contents, values = self._contents, self._begin_contents()
-        applied = self.on_the_fly.begin_contents()
+        to be read on a GPU is launched now, before the replay that it is for; the rest is looked at while that runs.
+
+        Raises Refusal where what a graph reads is not alive or not where it was: then nothing may be replayed.
+        """
+        parameters, tree, contents = self._parameters, self._tree, self._contents
+        lora = self.host_traits.wanted_lora
+        if self._refusal is not None or parameters is None or tree is None or (lora and lora() != self._lora):
+            raise Refusal(CHANGED)
+        if not parameters.lie_still():
+            raise Refusal(CHANGED)
+        values, on_the_fly = self._begin_contents(), self.on_the_fly
+        applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
 
         def stands() -> bool:
-            unet, tree, parameters = self._unet(), self._tree, self._parameters
-            if unet is None or tree is None or parameters is None:
+            unet = self._unet()
+            if unet is None or parameters is not self._parameters or not tree.stands(unet):
                 return False
-            if not (tree.stands(unet) and parameters.stand()):
+            try:
+                was_edited = self._note_edits(contents, values())
+            except Refusal:
                 return False
-            if self._note_edits(contents, values()) and not self.in_sampling:
+            if was_edited and not self.in_sampling:
                 return False
-            return not self.on_the_fly.is_asked or (applied() and self.on_the_fly.stands(self.binding))
+            return applied is None or (applied() and on_the_fly.stands(self.binding))
 
         return stands
 
@@ -156,16 +163,19 @@ class BoundUNet:
             return lambda: None
 
     def _note_edits(self, contents: Contents | None, values: Tensor | None) -> bool:
-        """Count an edit of values, if there was any since the last time; whether there was."""
+        """Count an edit of values, if there was any since the last time; whether there was. Raises Refusal where the
+        weights lie elsewhere by now."""
         parameters = self._parameters
-        assert parameters is not None
-        edited = set(parameters.edited())
+        if parameters is None:
+            raise Refusal(CHANGED)
+        edited = set[int]()
         if contents is not None:
-            edited |= set(contents.changed(values)) if values is not None else set(range(len(parameters)))
+            edited.update(contents.changed(values) if values is not None else range(len(parameters)))
+        # Last: it counts each edit once.
+        edited.update(parameters.edited())
         if not edited:
             return False
         self.edition += 1
-        parameters.note_versions()
         if contents is not None and values is not None:
             contents.known = values.clone()
         if self._edited is not None:
@@ -175,9 +185,10 @@ class BoundUNet:
     def edition_now(self) -> int:
         """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
         now."""
-        if not self.unmoved():
+        try:
+            self._note_edits(self._contents, self._begin_contents()())
+        except Refusal:
             return self.edition + 1
-        self._note_edits(self._contents, self._begin_contents()())
         return self.edition
 
     def watch_contents(self, whole: bool) -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import UNetCall
+from ..core.refusal import Refusal
 from ..families.unet.layout import UNetLayout
 from .binding import Binding
-from .bound import BoundUNet
+from .bound import CHANGED, BoundUNet
 from .scan import HostTraits
 
 
@@ -55,12 +56,11 @@ class MirrorUNet(BoundUNet):
         """The source's: these are its weights."""
         return self._source.identity()
 
-    def lies_still(self) -> bool:
-        """Our own parameters lie where they lay."""
-        return self._parameters is not None
-
     def begin_look(self) -> Callable[[], bool]:
-        """Whoever computes on both cards asks is_true, once the source was looked at."""
+        """Our own parameters lie where they lay. Whoever computes on both cards asks is_true, once the source was
+        looked at."""
+        if self._parameters is None:
+            raise Refusal(CHANGED)
         return lambda: True
 
     def _copy_changes(self) -> None:

@@ -1,16 +1,27 @@
-"""What a host applies to a UNet's weights at each use, brought up to date before every call: casts and functions."""
+"""What a host applies to a UNet's weights at each use, brought up to date before every call: casts and functions.
+
+OnTheFly sees whether that is still what it was. AppliedFunctions is what was made of it, in memory that stays where it
+is. AppliedWeights are the weights as the host computes with them.
+"""
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..core.affine import Affine, LowRank, Weights
+from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
-from .applied_functions import AppliedBinding, AppliedFunctions
 from .binding import BOUND_DTYPES, Binding
-from .contents import Contents, Reader, digest_of_values
-from .weight_functions import Casts, FunctionReader, WeightFunctionState
+from .contents import Contents, Place, Reader, digest_of_values
+from .weight_functions import Casts, Change, FunctionReader, LowRankUpdate, Parts, WeightFunctions
+
+MEBIBYTE = 2**20
+NOTHING = WeightFunctions()
 
 
 class News(enum.Enum):
@@ -21,9 +32,9 @@ class News(enum.Enum):
 
 
 class OnTheFly:
-    """reader, casts: see HostTraits.functions and HostTraits.casts. is_asked: whether stands tells anything.
+    """reader, casts: see HostTraits.functions and HostTraits.casts.
 
-    changes: how often something else was applied.
+    is_asked: whether stands has anything to look at. changes: how often something else was applied.
     applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
     with the parameters as they are."""
 
@@ -32,8 +43,11 @@ class OnTheFly:
         self.is_asked = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
-        self._state, self._glance = WeightFunctionState(), list[object]()
-        # What is in the tensors that the host's functions hold.
+        # Of the parts that it was made of: what marks them, what is alive as long as they are, what is in the tensors.
+        self._mark: list[object] = []
+        self._facts: list[object] = []
+        self._references: list[Callable[[], Any]] = []
+        self._places: list[Place] = []
         self._contents: Contents | None = None
         self._dtype = torch.float32
         self.contents_reader: Reader | None = None
@@ -59,41 +73,45 @@ class OnTheFly:
         reader = self._reader
         if reader is None and self._casts is None:
             return News.NONE
-        contents_stand = self.begin_contents()()
-        if stand and contents_stand and self.stands(binding):
-            return News.NONE
-        layers = binding.called_layers()
-        state = WeightFunctionState() if reader is None else reader.state(layers)
-        self._is_needed = bool(state.layers) or binding.cast_to is not None
-        self.is_asked = reader is not None or self._is_needed
+        contents_stand, layers = self.begin_contents()(), binding.called_layers()
+        parts = Parts() if reader is None else reader.parts(layers)
+        self._is_needed = bool(parts.places) or binding.cast_to is not None
+        self.is_asked = self._is_needed or (reader is not None and reader.could_apply(layers))
         if not self._is_needed:
             return News.MOVED if self.drop() else News.NONE
-        if stand and contents_stand and self._lasts() and state == self._state and self._dtype == binding.dtype:
+        if stand and contents_stand and self._was_made_of(parts, binding):
             return News.NONE
         applied, self.applied = self.applied or AppliedFunctions(), None
         paths = binding.paths()
-        functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in state.layers}
-        casts_norms = self._casts is None or self._casts.norms
+        functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in parts.places}
         moved = applied.fit(
-            functions, binding.weights(wider=False), binding.fusions, binding.dtype, room, binding.device, casts_norms
+            functions, binding.weights(wider=False), binding.fusions, binding.dtype, room, binding.device,
+            casts_norms=self._casts is None or self._casts.norms,
         )
-        self.applied, self._state, self._dtype = applied, state, binding.dtype
-        self._contents = Contents(state.places, reader=self.contents_reader) if state.places else None
+        self.applied, self._dtype = applied, binding.dtype
+        self._mark, self._facts = parts.mark(), parts.facts
+        self._references, self._places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
+        self._contents = Contents(self._places, reader=self.contents_reader) if self._places else None
         self.changes += 1
-        self._glance = [] if reader is None else reader.glance(layers)
         return News.MOVED if moved else News.CHANGED
 
     def stands(self, binding: Binding) -> bool:
-        """Whether the host applies what it did at the last refresh, in a sampling that goes on: up to 0.3 ms for SDXL
-        where that is nothing, a millisecond with a LoRA on every layer."""
-        seen = [] if self._reader is None else self._reader.glance(binding.called_layers())
+        """Whether the host applies what it did at the last refresh, in a sampling that goes on."""
+        try:
+            parts = Parts() if self._reader is None else self._reader.parts(binding.called_layers())
+        except Refusal:
+            return False
         if self.applied is None:
-            return not seen and binding.cast_to is None
-        return self._lasts() and seen == self._glance and self._state.is_alive()
+            return not parts.places and binding.cast_to is None
+        return self._was_made_of(parts, binding)
 
-    def _lasts(self) -> bool:
-        """Whether there is something that holds until the host changes it."""
-        return self.applied is not None and self.applied.lasting
+    def _was_made_of(self, parts: Parts, binding: Binding) -> bool:
+        if self.applied is None or not self.applied.lasting or self._dtype != binding.dtype:
+            return False
+        are_alive = all(reference() is not None for reference in self._references) and all(
+            place.is_alive for place in self._places
+        )
+        return are_alive and parts.mark() == self._mark
 
     def begin_contents(self) -> Callable[[], bool]:
         """Whether what is in the tensors that the host's functions hold is what it was: read now, told later."""
@@ -110,7 +128,7 @@ class OnTheFly:
         """What tells this from other things that could be applied."""
         if self._contents is None or self.applied is None:
             return ""
-        return digest_of_values(repr(self._state.facts), [self._contents.known])
+        return digest_of_values(repr(self._facts), [self._contents.known])
 
     def drop(self) -> bool:
         """Give all memory back; the next refresh makes it anew. Returns whether there was any."""
@@ -145,3 +163,198 @@ class OnTheFly:
     def bytes(self) -> int:
         """Memory beside the host's own weights."""
         return 0 if self.applied is None else self.applied.bytes
+
+
+class AppliedFunctions:
+    """What was made of a host's functions, for one UNet. It stays in the same memory as long as the same kinds of
+    functions are on the same layers: a captured graph knows the addresses alone.
+
+    weights, biases: what stands in the place of a layer's own, by path, and of a fused layer's by name.
+    """
+
+    def __init__(self) -> None:
+        self.low_rank: dict[str, LowRank] = {}
+        self.weights: dict[str, Tensor] = {}
+        self.biases: dict[str, Tensor] = {}
+        self._made: dict[tuple[str, str], Tensor] = {}
+        self._before: dict[tuple[str, str], Tensor] = {}
+        self.lasting = True
+
+    @property
+    def bytes(self) -> int:
+        """Memory beside the host's own weights."""
+        return sum(tensor.nbytes for tensor in list(self._made.values()))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What there is, in words that are part of a shape's key."""
+        copies = any(tensor.dim() > 1 for tensor in self.weights.values())
+        return tuple(kind for kind, there in (
+            ("LoRA on the fly", bool(self.low_rank)), ("weights changed on the fly", copies)
+        ) if there)
+
+    def fit(
+        self, functions: Mapping[str, WeightFunctions], affines: Weights, fusions: Sequence[FusedLinear],
+        dtype: torch.dtype, room: Callable[[], int] | None, device: torch.device, casts_norms: bool = True,
+    ) -> bool:
+        """Make everything anew, in the memory that it has where that fits. functions: by path. affines: the parameters
+        as they are stored, of fused layers too. dtype, device: in which and where is computed: some parameters may lie
+        elsewhere for the time being. room: how many bytes there may be. casts_norms: see Casts.
+
+        Returns whether anything lies elsewhere now. Raises Refusal if there is no room.
+        """
+        groups = grouped(affines, fusions)
+        self._refuse_without_room(functions, affines, groups, dtype, room)
+        self._before, self._made = self._made, {}
+        self.low_rank, self.weights, self.biases = {}, {}, {}
+        self.lasting = all(one.lasting for one in functions.values())
+        # Tensors that count no edits: nobody but us writes to them.
+        with torch.inference_mode():
+            for name, paths in groups.items():
+                applied = [functions.get(path, NOTHING) for path in paths]
+                members, together = [affines[path] for path in paths], affines[name]
+                is_norm = together.weight.dim() == 1
+                if any(one.updates for one in applied):
+                    rows = [len(member.weight) for member in members]
+                    self._fit_updates(name, paths, [one.updates for one in applied], rows, dtype, device)
+                # Matrices that are only cast are cast where they are asked for.
+                self._fit_parameter(
+                    "weight", self.weights, name, paths, together.weight, [member.weight for member in members],
+                    [one.weight for one in applied], is_norm and casts_norms, dtype, device,
+                )
+                self._fit_parameter(
+                    "bias", self.biases, name, paths, together.bias, [member.bias for member in members],
+                    [one.bias for one in applied], casts_norms or not is_norm, dtype, device,
+                )
+        before, self._before = self._before, {}
+        return before.keys() != self._made.keys() or any(self._made[key] is not one for key, one in before.items())
+
+    def _refuse_without_room(
+        self, functions: Mapping[str, WeightFunctions], affines: Weights, groups: Mapping[str, Sequence[str]],
+        dtype: torch.dtype, room: Callable[[], int] | None,
+    ) -> None:
+        copied = [name for name, paths in groups.items() if any(
+            functions[path].weight is not None and affines[path].weight.dim() > 1 for path in paths if path in functions
+        )]
+        needed = sum(affines[name].weight.numel() for name in copied) * dtype.itemsize
+        left = room() if needed and room is not None else needed
+        # What is held now is written over.
+        if needed > left + self.bytes:
+            raise Refusal(
+                f"what is applied to the weights on the fly needs copies of {needed / MEBIBYTE:.0f} MiB, and the "
+                f"memory budget has {max(0, left) / MEBIBYTE:.0f} MiB"
+            )
+
+    def _fit_updates(
+        self, name: str, paths: Sequence[str], updates: Sequence[Sequence[LowRankUpdate]], rows: Sequence[int],
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:
+        """The LoRAs of the layers of a group, which have so many rows each: one product of all downs."""
+        factors = [[balanced(update, device) for update in found] for found in updates]
+        down = self._hold("down", name, torch.cat([down.to(dtype) for pairs in factors for _, down in pairs]))
+        ups: list[tuple[int, Tensor]] = []
+        first_row = first_rank = 0
+        for path, pairs, count in zip(paths, factors, rows, strict=True):
+            if pairs:
+                up = self._hold("up", path, torch.cat([up.to(dtype) for up, _ in pairs], dim=1))
+                ups.append((first_row, up))
+                self.low_rank[path] = LowRank(down[first_rank:first_rank + up.shape[1]], ((0, up),))
+                first_rank += up.shape[1]
+            first_row += count
+        self.low_rank[name] = LowRank(down, tuple(ups))
+
+    def _fit_parameter(
+        self, kind: str, found: dict[str, Tensor], name: str, paths: Sequence[str], together: Tensor | None,
+        stored: Sequence[Tensor | None], changes: Sequence[Change | None], is_cast: bool, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """The parameters of a group in one tensor, each changed by its function, or cast."""
+        if together is None or not any(changes) and (together.dtype == dtype or not is_cast):
+            return
+        parameters = [parameter for parameter in stored if parameter is not None]
+        kept = self._place(kind, name, together, dtype, device)
+        pieces = kept.split([len(parameter) for parameter in parameters])
+        for path, piece, parameter, change in zip(paths, pieces, parameters, changes, strict=True):
+            changed = parameter
+            if change is not None:
+                changed = change(parameter.detach().to(device, dtype, copy=True))
+                if changed.shape != parameter.shape:
+                    raise Refusal(f"what is applied to {path} on the fly changes its size")
+            piece.copy_(changed)
+            found[path] = piece
+        found[name] = kept
+
+    def _hold(self, kind: str, name: str, values: Tensor) -> Tensor:
+        """These values, where such were before if they fit."""
+        return self._place(kind, name, values, values.dtype, values.device).copy_(values)
+
+    def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept = self._before.get((kind, name))
+        layout = like.shape, like.stride(), dtype, device
+        if kept is None or (kept.shape, kept.stride(), kept.dtype, kept.device) != layout:
+            kept = torch.empty_like(like, dtype=dtype, device=device)
+        self._made[kind, name] = kept
+        return kept
+
+
+def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Up, scaled, and down of a LoRA in float32, with rows of down of a length near 1: whatever their sizes are in a
+    file, what lies between the two products does not overflow in float16. By powers of two, which round nothing."""
+    up, down = update.up.to(device, torch.float32), update.down.to(device, torch.float32)
+    length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    power = length.log2().round().exp2()
+    return up * (update.scale * power), down / power.view(-1, *(1 for _ in down.shape[1:]))
+
+
+def grouped(affines: Weights, fusions: Sequence[FusedLinear]) -> dict[str, tuple[str, ...]]:
+    """The paths of the layers that lie in one tensor, by the name of that."""
+    groups = {fusion.name: tuple(member.path for member in fusion.members) for fusion in fusions}
+    fused = {path for paths in groups.values() for path in paths}
+    return groups | {name: (name,) for name in affines if name not in fused and name not in groups}
+
+
+class AppliedWeights(Mapping[str, Affine]):
+    """The weights that a host computes with. What it stores in another type is cast where it is asked for: there is
+    never a whole second UNet."""
+
+    def __init__(self, weights: Weights, applied: AppliedFunctions, dtype: torch.dtype) -> None:
+        self._weights, self._applied, self._dtype = weights, applied, dtype
+        # A layer is asked for twice in a row: as the reader of a norm, and for its product.
+        self._last: tuple[str, Affine] | None = None
+
+    def __getitem__(self, path: str) -> Affine:
+        if self._last is not None and self._last[0] == path:
+            return self._last[1]
+        weight = self._applied.weights.get(path, self._weights[path].weight)
+        if weight.dim() == 1:
+            # What of it the host casts is kept so.
+            return Affine(weight, self.bias(path))
+        found = Affine(weight.to(self._dtype), self.bias(path), low_rank=self._applied.low_rank.get(path))
+        self._last = path, found
+        return found
+
+    def bias(self, path: str) -> Tensor | None:
+        """That of a layer, which is not cast anew."""
+        return self._applied.biases.get(path, self._weights[path].bias)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class AppliedBinding:
+    """A binding whose weights are those that the host computes with."""
+
+    def __init__(self, binding: Binding, applied: AppliedFunctions) -> None:
+        self.layout: Any = binding.layout
+        self._binding, self._applied = binding, applied
+
+    def weights(self) -> Weights:
+        """As Binding.weights."""
+        return AppliedWeights(self._binding.weights(wider=False), self._applied, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._binding.dtype

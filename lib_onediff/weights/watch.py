@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.refusal import Refusal
 from .contents import Place
 
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
@@ -311,7 +312,7 @@ class Parameters:
         self._indices = list(range(len(parameters)))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
-        self.versions = list(map(edit_count, parameters))
+        self.versions = edit_counts(parameters)
 
     def now(self) -> list[Any] | None:
         """The parameters that these modules have now, in the same order; None where others than then are missing."""
@@ -340,46 +341,50 @@ class Parameters:
 
     def stand(self) -> bool:
         """Whether these are the very parameters, and each lies where and as it lay."""
-        parameters = self.now()
-        return parameters is not None and all(
-            map(operator.is_, parameters, [reference() for reference in self._references])
-        ) and self.are_laid_out(parameters)
+        return self._standing() is not None
 
-    def are_laid_out(self, parameters: Sequence[Any]) -> bool:
-        """Whether parameters lie where and as these lay."""
+    def edited(self) -> list[int]:
+        """Which were edited in place since their versions were noted, as far as torch counts that. Raises Refusal where
+        they do not stand."""
+        parameters = self._standing()
+        if parameters is None:
+            raise Refusal("the host has moved or exchanged weights")
+        versions = edit_counts(parameters)
+        if versions == self.versions:
+            return []
+        before, self.versions = self.versions, versions
+        return [place for place, pair in enumerate(zip(versions, before, strict=True)) if pair[0] != pair[1]]
+
+    def _standing(self) -> list[Any] | None:
+        """The parameters, where they are those that they were and lie where and as they lay."""
+        parameters = self.now()
+        if parameters is None or not all(
+            map(operator.is_, parameters, [reference() for reference in self._references])
+        ):
+            return None
         try:
-            return (
+            is_same = (
                 self.addresses == list(map(Tensor.data_ptr, parameters))
                 and self._strides == list(map(Tensor.stride, parameters))
                 and self._layouts == list(map(layout_of, parameters))
             )
         except (TypeError, RuntimeError):
-            return False
-
-    def edited(self) -> list[int]:
-        """Which were edited in place since their versions were noted, as far as torch counts that."""
-        versions = self._versions_now()
-        if versions == self.versions:
-            return []
-        if len(versions) != len(self.versions):
-            return list(range(len(self)))
-        return [place for place, pair in enumerate(zip(versions, self.versions, strict=True)) if pair[0] != pair[1]]
-
-    def note_versions(self) -> None:
-        self.versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        parameters = self.now() or []
-        try:
-            return list(map(VERSION, parameters))
-        except RuntimeError:  # an inference tensor counts none
-            return list(map(edit_count, parameters))
+            return None
+        return parameters if is_same else None
 
     def __len__(self) -> int:
         return len(self.versions)
 
 
 UNCOUNTED = -1
+
+
+def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was edited in place."""
+    try:
+        return list(map(VERSION, tensors))
+    except RuntimeError:  # an inference tensor counts none
+        return list(map(edit_count, tensors))
 
 
 def edit_count(tensor: Any) -> int:

@@ -5,8 +5,6 @@ for every change of it.
 """
 from __future__ import annotations
 
-import operator
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,11 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .contents import Place
-from .watch import edit_count
+from .watch import edit_counts, layout_of
 
 Change = Callable[[Tensor], Tensor]
-VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class WeightFunctions:
     """What a host applies to the parameters of one layer, in the type that is computed in.
 
     updates: LoRAs of its weight, where that is all. weight, bias: functions of a tensor that they may write to; None
-    where nothing is applied, or updates say it. lasting: whether the functions do the same until their state changes.
+    where nothing is applied, or updates say it. lasting: whether the functions do the same until their parts change.
     """
 
     updates: tuple[LowRankUpdate, ...] = ()
@@ -58,58 +54,35 @@ class Casts:
 
 
 @dataclass
-class WeightFunctionState:
-    """What a host's functions consist of, as it was noted: equal as long as it is the same. Keeps nothing alive.
+class Parts:
+    """What a host's functions consist of, as one look finds them. It keeps them alive: drop it after the call.
 
-    layers: the places in the list of those to which anything is applied. facts: plain data, such as a LoRA's strength.
-    references: of objects that count as the same as long as they are the same. places, edits: of tensors.
+    places: in the list of layers, of those to which anything is applied. facts: plain data, such as a LoRA's strength.
+    objects: what is the same as long as it is the same object. tensors: what is computed with.
     """
 
-    layers: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     facts: list[object] = field(default_factory=list)
-    references: list[Callable[[], Any]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-    edits: list[int] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
 
-    def note(self, objects: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Take down all of these at once."""
-        self.references += map(weakref.ref, objects)
-        self.places += map(Place.of, tensors)
-        self.edits += edit_counts(tensors)
-
-    def is_alive(self) -> bool:
-        """Whether all that was noted still is: else something other may have its identity."""
-        return all(reference() is not None for reference in self.references) and all(
-            place.is_alive for place in self.places
-        )
-
-    def __eq__(self, other: object) -> bool:
-        # A live object has one plain weak reference, so references can be compared without their objects.
-        if not isinstance(other, WeightFunctionState) or len(self.references) != len(other.references):
-            return False
-        same = (self.layers, self.facts, self.edits, self.places) == (
-            other.layers, other.facts, other.edits, other.places
-        )
-        return same and all(map(operator.is_, self.references, other.references))
-
-
-def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was edited in place."""
-    try:
-        return list(map(VERSION, tensors))
-    except RuntimeError:  # an inference tensor counts none
-        return list(map(edit_count, tensors))
+    def mark(self) -> list[object]:
+        """Equal for the same parts, as long as those that it was made of are alive: else something other may have
+        their identities. Of tensors, what is in them is not among it."""
+        tensors = self.tensors
+        where = [list(map(look, tensors)) for look in (Tensor.data_ptr, layout_of, Tensor.stride)]
+        return [self.places, self.facts, list(map(id, self.objects)), where, edit_counts(tensors)]
 
 
 class FunctionReader(Protocol):
     """Reads what one host's layers have."""
 
-    def state(self, layers: Sequence[nn.Module]) -> WeightFunctionState:
-        """What is applied to these layers; milliseconds for a LoRA on all of them."""
+    def could_apply(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether anything could come to be applied to these layers without a change of the module tree."""
 
-    def glance(self, layers: Sequence[nn.Module]) -> list[object]:
-        """What can be seen of that at every call, in less: equal as long as none of it is exchanged, or given another
-        strength, while all that the state notes is alive. Empty where nothing is applied."""
+    def parts(self, layers: Sequence[nn.Module]) -> Parts:
+        """Of what is applied to these layers now: asked at every call, about 5 microseconds a layer with a LoRA. Raises
+        Refusal where the host has to compute them."""
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        """What is applied to a layer that the state names."""
+        """What is applied to a layer, at one of those places. Raises Refusal where the host has to compute it."""

@@ -120,11 +120,15 @@ class Rig:
     def begin(self, times: Sequence[float] | None = STEPS, **more: Any) -> None:
         self.runtime.begin_sampling(self.unet, Sampling(times=lambda: times, **more))
 
+    def host(self, call: UNetCall) -> Tensor:
+        """diffusers' own forward; with residuals, which it takes at other places, the oracle's."""
+        return diffusers_output(self.unet, call) if call.control is None else self.oracle.whole(call)[0]
+
     @torch.no_grad()
     def run(self, call: UNetCall) -> Tensor:
         """What the runtime answers; log takes down which half it was."""
         before = counts(self.runtime)
-        output = self.runtime.run(self.unet, call, lambda: diffusers_output(self.unet, call))
+        output = self.runtime.run(self.unet, call, lambda: self.host(call))
         after = counts(self.runtime)
         changed = [deepcache for deepcache in after if after[deepcache] != before.get(deepcache, 0)]
         assert self.runtime.call_stats.route != "host", self.runtime.call_stats.reason

@@ -44,9 +44,9 @@ def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0, t
     return replace(call, **parts, timestep=torch.full_like(call.timestep, timestep))
 
 
-def compiled(unet: nn.Module, low_bit: str, verify: bool = True) -> Any:
+def compiled(unet: nn.Module, low_bit: str) -> Any:
     """The UNet in our care, with layers in eight bits whatever error they make: so small ones make large errors."""
-    return lib_onediff.compile_unet(unet, low_bit=low_bit, low_bit_budget=MOST_LOW_BIT_ERROR, verify=verify)
+    return lib_onediff.compile_unet(unet, low_bit=low_bit, low_bit_budget=MOST_LOW_BIT_ERROR)
 
 
 def now() -> tuple[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from builders import SMALL, diffusers_output, diffusers_unet
+from builders import SMALL, diffusers_output, diffusers_unet, our_output
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor
 
@@ -18,7 +18,9 @@ from lib_onediff.runtime.runtime import Runtime
 
 # What answers a call: a forecast, the prompt's rows alone, or the whole UNet.
 FORECAST, ALONE, WHOLE = "forecast", "prompt alone", "whole"
-ON: dict[str, dict[str, Any]] = {"forecast": {"forecast_interval": 3}, "guidance": {"guidance_end": 0.5}}
+ON: dict[str, dict[str, Any]] = {
+    "forecast": {"deepcache_interval": 3, "deepcache_depth": 0}, "guidance": {"guidance_end": 0.5},
+}
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Samplings:
     """host_rows: of the calls that the host's own UNet has made."""
 
     policy: str
+    config: dict[str, Any]
     runtime: Runtime
     unet: Any
     prompt_first: bool = False
@@ -37,7 +40,7 @@ class Samplings:
         runtime, unet = Runtime(), diffusers_unet(**config)
         runtime.configure(Settings(**{**ON[policy], **options}))
         runtime.adopt(unet, host_traits=WEBUI)
-        return cls(policy, runtime, unet, prompt_first)
+        return cls(policy, config, runtime, unet, prompt_first)
 
     def begin(self, times: Any = STEPS, **more: Any) -> None:
         known = {"why_no_forecast": lambda: "", **more}
@@ -51,8 +54,11 @@ class Samplings:
         return replace(call, latent=call.latent[:images].repeat(2, 1, 1, 1))
 
     def host(self, call: UNetCall) -> Tensor:
+        """diffusers' own forward; for what it takes in other ways, ours by a UNet of its own."""
         self.host_rows.append(call.latent.shape[0])
-        return diffusers_output(self.unet, call)
+        if call.control is None and call.perturbed is None:
+            return diffusers_output(self.unet, call)
+        return our_output(diffusers_unet(**self.config), call)
 
     def rows(self, call: UNetCall) -> PromptRows:
         rows = half_of(call.latent.shape[0], self.prompt_first)

@@ -121,7 +121,7 @@ def test_releases(version: str, numbers: tuple[int, ...]) -> None:
 
 def test_asking_imports_no_triton() -> None:
     script = (
-        "import sys, torch\nfrom lib_onediff.ops.availability import why_no_compiler, why_no_triton_package\n"
+        "import sys, torch\nfrom lib_onediff.devices.cuda.availability import why_no_compiler, why_no_triton_package\n"
         "why_no_triton_package(); why_no_compiler()\nassert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(lib_onediff.__file__).parents[1], check=True)

@@ -66,6 +66,23 @@ def test_prompts_in_calls_of_their_own_share_the_graphs(pretended: PretendedGrap
     assert len(pretended.captured) == 2 and set(routes) == {"graph"}
 
 
+def test_other_weights_in_mid_sampling_make_the_next_call_of_each_prompt_full(pretended: PretendedGraphs) -> None:
+    """The first of them finds the change out; the other's feature is as old."""
+    rig = rig_of()
+    prompts = (("cat",), ("ugly",))
+    for _ in range(2):
+        sample(rig, prompts=prompts)
+    rig.begin(STEPS[:8])
+    for index, half in enumerate([FULL, CACHED, FULL, FULL, CACHED]):
+        if index == 2:
+            for unet in (rig.unet, rig.oracle.unet):
+                with torch.no_grad():
+                    unet.get_submodule("mid_block.resnets.0.conv1").weight.mul_(1.5)
+        for names in prompts:
+            rig.check(call_of(rig.unet, STEPS[index], names), names[0], half)
+    assert runtime.call_stats.route == "graph"
+
+
 def test_pre_warming_makes_both_halves_ready(pretended: PretendedGraphs) -> None:
     rig = rig_of()
     with runtime.wait_for_compile():

@@ -53,7 +53,7 @@ def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], d
 
 @pytest.mark.parametrize("wrong", [
     {"cache_interval": 0}, {"cache_interval": 2.5}, {"cache_interval": 3, "cache_block_id": 3},
-    {"cache_interval": 3, "cache_layer_id": -1}, {"deepcache_depth": 0}, {"deepcache_depth": 12},
+    {"cache_interval": 3, "cache_layer_id": -1}, {"deepcache_depth": -1}, {"deepcache_depth": 12},
 ], ids=str)
 def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
     pipe = pipeline(NAME, SMALL)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, relative_error
 from deepcache_builders import (  # noqa: F401
-    EVERY_THIRD,
     STEPS,
     Rig,
     call_of,
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from lib_onediff.core.call import Control
 from lib_onediff.core.sampling import UNANNOUNCED
-from lib_onediff.options.settings import Settings
 from lib_onediff.steps.features import DAMPING
 
 BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")
@@ -106,9 +104,9 @@ def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: 
     assert rig.reason == ""
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None:
-    # The host of these tests adds no residuals.
-    rig = Rig.of(verify=False)
+    rig = Rig.of()
     rig.begin(STEPS[:6])
     for index, half in enumerate(["full", "cached", "full", "full", "cached", "full"]):
         call = call_of(rig.unet, STEPS[index])
@@ -152,15 +150,6 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
     rig.runtime.end_sampling()
     assert set(rig.sample(STEPS[2:5])) == {"whole"} and feature_bytes(rig) == 0
     assert rig.reason == f"DeepCache rests: {UNANNOUNCED}"
-
-
-def test_the_hires_pass_does_as_the_first_or_without() -> None:
-    rig = Rig.of(deepcache_hires="off")
-    rig.begin(second_pass=True)
-    assert set(rig.sample(STEPS[10:])) == {"whole"}
-    rig.runtime.configure(Settings(**EVERY_THIRD))
-    rig.begin(second_pass=True)
-    assert rig.sample(STEPS[10:]) == passes([0, 3, 6, 9], 10)
 
 
 def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> None:

@@ -14,7 +14,10 @@ from lib_onediff.steps.registry import step_policies
 
 __all__ = ["quiet"]
 NAME = "StableDiffusionPipeline"
-CACHES: dict[str, dict[str, Any]] = {"deepcache": {"deepcache_interval": 3}, "forecast": {"forecast_interval": 3}}
+CACHES: dict[str, dict[str, Any]] = {
+    "deepcache": {"deepcache_interval": 3},
+    "forecast": {"deepcache_interval": 3, "deepcache_depth": 0},
+}
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
 
 

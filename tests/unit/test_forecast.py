@@ -28,7 +28,7 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, Any]) -> None:
-    ours, plain = Samplings.of("forecast", config), Samplings.of("forecast", config, forecast_interval=1)
+    ours, plain = Samplings.of("forecast", config), Samplings.of("forecast", config, deepcache_interval=1)
     ours.begin()
     plain.begin()
     computed: list[tuple[float, Tensor]] = []

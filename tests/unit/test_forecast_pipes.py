@@ -38,7 +38,7 @@ def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[to
 ])
 def test_schedulers_of_the_first_order(scheduler: str, arguments: dict[str, Any], forecasts: int) -> None:
     exact, none = drawn(scheduler, arguments)
-    found, count = drawn(scheduler, arguments, forecast_interval=3)
+    found, count = drawn(scheduler, arguments, deepcache_interval=3, deepcache_depth=0)
     assert (none, count) == (0, forecasts)
     distance = float((found - exact).norm() / exact.norm())
     reason = lib_onediff.status()["forecast"]["reason"]
@@ -52,7 +52,7 @@ def test_a_unet_alone_knows_no_sampler() -> None:
     # Of what another test has announced, this knows nothing.
     runtime.end_sampling()
     pipe = pipeline(NAME, SMALL)
-    lib_onediff.compile_unet(pipe.unet, forecast_interval=3)
+    lib_onediff.compile_unet(pipe.unet, deepcache_interval=3, deepcache_depth=0)
     before = runtime.status()["forecast"]["calls"]
     latents(pipe)
     assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNANNOUNCED}"

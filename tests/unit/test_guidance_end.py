@@ -72,7 +72,7 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
 def test_calls_and_samplings_that_are_computed_whole(
     change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
 ) -> None:
-    ours = Samplings.of("guidance", verify=False)
+    ours = Samplings.of("guidance")
     ours.begin(**known)
     assert why in refused(ours, change)
 
@@ -99,14 +99,14 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     assert ours.sample() == steps(1)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_residuals_are_cut_with_the_rows() -> None:
-    # The host of these tests adds no residuals.
-    ours = Samplings.of("guidance", verify=False)
+    ours = Samplings.of("guidance")
     residual = torch.cat([torch.zeros(1, 16, 8, 8), torch.ones(1, 16, 8, 8)])
     control = Control(input=(residual,), output=(None, None, None, residual))
     ours.begin()
     *_, (kind, output) = [ours.run(replace(ours.call(time), control=control)) for time in STEPS]
-    plain = Samplings.of("guidance", verify=False, guidance_end=1.0)
+    plain = Samplings.of("guidance", guidance_end=1.0)
     plain.begin()
     whole = plain.run(replace(plain.call(STEPS[-1]), control=control))[1]
     assert kind == ALONE and relative_error(output[1:], whole[1:]) < 1e-5 and torch.equal(output[0], output[1])

@@ -87,7 +87,7 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
             if index < 12 - early:
                 expected = oracle(**given, return_dict=False)[0]
             else:
-                expected = oracle(**arguments_of_prompt(given, rows, batch), return_dict=False)[0].repeat(2, 1, 1, 1)
+                expected = oracle(**arguments_of_prompt(given, rows), return_dict=False)[0].repeat(2, 1, 1, 1)
         assert relative_error(output, expected) < 1e-5, index
     exact = generate(compiled(name, layout, guidance_end=1.0), **more)
     assert told() == (0, "") and relative_error(found, exact) > 1e-3
@@ -105,7 +105,7 @@ def test_an_ip_adapters_rows_and_masks(called: list[Called]) -> None:
     assert told() == (6, "")
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]
-        alone = arguments_of_prompt(given, half_of(batch, is_first=False), batch)
+        alone = arguments_of_prompt(given, half_of(batch, is_first=False))
         with torch.no_grad():
             expected = oracle(**(given if index < 6 else alone), return_dict=False)[0]
         assert relative_error(output[-len(expected):], expected) < 1e-5, index

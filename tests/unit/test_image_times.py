@@ -71,7 +71,8 @@ def assert_times(times: Any, step_ms: float) -> None:
     ({}, {"whole": 20}, WHOLE_MS),
     (EVERY_THIRD, {"whole": 8, "cached": 12}, (8 * WHOLE_MS + 12 * CACHED_MS) / 20),
     ({"guidance_end": 0.5}, {"whole": 10, "prompt alone": 10}, (WHOLE_MS + ALONE_MS) / 2),
-    ({"forecast_interval": 2, "guidance_end": 0.6}, {"whole": 7, "prompt alone": 6, "forecast": 7},
+    ({"deepcache_interval": 2, "deepcache_depth": 0, "guidance_end": 0.6},
+     {"whole": 7, "prompt alone": 6, "forecast": 7},
      (7 * WHOLE_MS + 6 * ALONE_MS) / 20),
 ], ids=["exact", "DeepCache", "guidance end", "forecast and guidance end"])
 def test_every_step_counts_where_times_are_shown_and_stored(
@@ -104,7 +105,7 @@ def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_besid
     images.make(size=9)
     assert images.status()["image"]["host_seconds"] is None, "another size"
     images.make()
-    assert dict(described(images.status()))["Image"] == "2.0 s (the WebUI's own: 5.0 s)"
+    assert dict(described(images.status()))["Image"] == "2.0 s (WebUI alone: 5.0 s)"
 
 
 def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:

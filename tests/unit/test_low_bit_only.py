@@ -136,7 +136,7 @@ def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, op
                 halves = values.half().mul_(scales.t()).chunk(2)
                 for part, rounded in zip((layer.to_k, layer.to_v), halves, strict=True):
                     part.weight.copy_(rounded)
-    expected = served(compiled(oracle, option, verify=False), call)
+    expected = served(compiled(oracle, option), call)
     assert now()[0] == EIGHT, reason()
     assert torch.equal(output, expected)
     assert 1e-3 < relative_error(output, host) < 0.12

@@ -38,11 +38,3 @@ def test_pending_jobs_can_be_cancelled_and_moved() -> None:
         ("earlier 5", "Earlier: 96x64", ""), ("later 5", "Later: 96x64", " disabled"),
         ("cancel 5", "Cancel: 96x64", ""),
     ]
-
-
-def test_what_came_of_the_jobs() -> None:
-    states = ["done", "done", "failed", "cancelled"]
-    jobs = [Job(number, Size(64, 64), "panel", state) for number, state in enumerate(states)]
-    assert progress.outcome_of(jobs) == "2 sizes warmed up, 1 failed, 1 cancelled."
-    assert progress.outcome_of(jobs[:1]) == "1 size warmed up."
-    assert progress.outcome_of(jobs[2:3]) == "1 failed."

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, entry_of, half_call, half_unet, now
+from low_bit_builders import EXACT, entry_of, half_call, half_unet, now
 
 import lib_onediff
 from lib_onediff.core.table import State
@@ -21,7 +22,6 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch import sage
 from lib_onediff.families.unet.forward import transformer_blocks
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
-from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
 
 SAGE = "SageAttention"
@@ -64,7 +64,7 @@ class Attending:
 
 
 def compiled(**options: Any) -> Any:
-    chosen = {"attention": "sage", "low_bit_budget": MOST_LOW_BIT_ERROR, **options}
+    chosen = {"low_bit": "sage", "low_bit_budget": MOST_LOW_BIT_ERROR, **options}
     return lib_onediff.compile_unet(half_unet(), **chosen)
 
 
@@ -87,19 +87,25 @@ def test_self_attention_is_the_packages_and_cross_attention_never(package: Packa
     assert torch.equal(served(lib_onediff.compile_unet(half_unet()), call), exact), "exact is exact"
 
 
-@pytest.mark.parametrize("low_bit", ["off", "int8"])
-def test_what_is_wrong_or_fails_leaves_exact_attention(package: Package, low_bit: str) -> None:
+def test_what_is_wrong_or_fails_leaves_exact_attention(package: Package) -> None:
     package.factor = -3.0
-    unet = compiled(low_bit=low_bit)
+    unet = compiled()
     call = half_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the first image is the host's"
     served(unet, call)
-    assert now()[0] == (EXACT if low_bit == "off" else EIGHT) and "it differs" in reason()
-    assert entry_of("" if low_bit == "off" else low_bit, attention=SAGE).state is State.FAILED
+    assert now()[0] == EXACT and "it differs" in reason()
+    assert entry_of("", attention=SAGE).state is State.FAILED
 
 
 def test_it_says_why_not(on_a_gpu: Weather) -> None:
     unet = compiled()
     served(unet, half_call(unet))
     assert now()[0] == EXACT and "package sageattention, which is not installed" in reason()
-    assert "not installed" in (why_no_effect("attention", "sage", Machine.now()) or "")
+
+
+def test_attention_in_float32_stays_so(package: Package) -> None:
+    unet = compiled()
+    call = half_call(unet)
+    with torch.no_grad():
+        runtime.run(unet, replace(call, upcast_attention=True), lambda: diffusers_output(unet, call))
+    assert now()[0] == EXACT and "not for attention in float32" in reason() and package.calls == []

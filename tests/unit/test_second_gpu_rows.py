@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL, SMALL_XL, diffusers_output
+from builders import SMALL, SMALL_XL, diffusers_output, diffusers_unet, our_output
 from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import Tensor
 from two_cpus import (
@@ -57,14 +57,18 @@ def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.usefixtures("unchecked")
 def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
-    one, two = Image.of(second_gpu="off", verify=False), Image.of(verify=False)
+    one, two = Image.of(second_gpu="off"), Image.of()
     call = two.call()
     controlled = replace(call, control=control_of(two.unet, call, rows))
     for image in (one, two):
         image.begin()
-    output = two.run(controlled)
-    assert two.second["split"] and near(output, one.run(controlled))
+    def host() -> Tensor:
+        return our_output(diffusers_unet(**SMALL), controlled)
+
+    output = two.run(controlled, host)
+    assert two.second["split"] and near(output, one.run(controlled, host))
     assert not near(output, exact(two, call))
 
 

@@ -253,4 +253,4 @@ def test_the_way_of_a_later_call_is_short(unet: Any, found_out: list[UNetCall]) 
             work()
         entered = moves_between_files(work)
     assert runtime.status()["route"] == "graph" and len(found_out) == 3
-    assert len(entered) <= 36, entered
+    assert len(entered) <= 34, entered

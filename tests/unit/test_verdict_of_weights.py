@@ -10,7 +10,7 @@ from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_unet, rela
 from torch import nn
 
 import lib_onediff
-from lib_onediff.runtime import fallback
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -20,14 +20,14 @@ WRONG_WEIGHT = 3.0
 @pytest.fixture
 def errs_with_loud_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our forward errs over some weights, as attention that is saturated in float16 does."""
-    compute = fallback.compute
+    compute = FAMILIES.output
 
     def erring(layout: Any, weights: Any, ops: Any, call: Any) -> Any:
         output = compute(layout, weights, ops, call)
         loud = weights[layout.out_norm.path].weight.mean() > WRONG_WEIGHT / 2
         return output * 1.2 if loud else output
 
-    monkeypatch.setattr(fallback, "compute", erring)
+    monkeypatch.setattr(FAMILIES, "output", erring)
 
 
 def checkpoint(loud: bool) -> Any:
@@ -62,13 +62,13 @@ def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud
 
 def test_noise_that_makes_a_shape_ready_proves_nothing_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our forward errs for loud prompts alone."""
-    compute = fallback.compute
+    compute = FAMILIES.output
 
     def erring(layout: Any, weights: Any, ops: Any, call: Any) -> Any:
         output = compute(layout, weights, ops, call)
         return output * 1.2 if call.context.abs().max() > 50 else output
 
-    monkeypatch.setattr(fallback, "compute", erring)
+    monkeypatch.setattr(FAMILIES, "output", erring)
     unet = checkpoint(False)
     with runtime.wait_for_compile():
         assert route_of(unet) == "plain"
@@ -79,8 +79,8 @@ class Transient:
     """Lets our forward fail so many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-        self._compute, self.left = fallback.compute, times
-        monkeypatch.setattr(fallback, "compute", self)
+        self._compute, self.left = FAMILIES.output, times
+        monkeypatch.setattr(FAMILIES, "output", self)
 
     def __call__(self, *given: Any) -> Any:
         if self.left:

@@ -79,8 +79,7 @@ def test_what_is_computed_twice_or_compared_in_vain_leaves_the_host_its_random_n
     def host() -> Tensor:
         return compute() + OWN.random()
 
-    # A function of somebody's is compared even unasked.
     begin_anew()
     with pytest.raises(Refusal, match="it differs from the model's own forward"):
-        prove(an_entry(**PATCHED), torch.zeros(8), False, History(), host, None, False, (host,))
+        prove(an_entry(**PATCHED), torch.zeros(8), History(), host, None, False, (host,))
     assert next_numbers() == expected

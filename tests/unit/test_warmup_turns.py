@@ -81,7 +81,7 @@ def test_the_program_can_end_in_the_middle() -> None:
     """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
     program = """
 import sys, time
-sys.path.insert(0, "tests/unit")
+sys.path[:0] = ["tests", "tests/unit"]
 import builders, test_warmup
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.options.sizes import Size

@@ -34,7 +34,7 @@ TRITON_FOR_TORCH_ON_WINDOWS = {**TRITON_FOR_TORCH, (2, 4): "3.1"}
 NEW_TORCH, NEW_TORCHVISION, NEW_CUDA = "2.7.1", "0.22.1", "12.6"
 TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
 # If we are in its folder of extensions.
-WEBUI_FOLDER = Path(__file__).resolve().parents[2].parent.parent
+WEBUI_FOLDER = Path(__file__).resolve().parents[3].parent.parent
 
 
 class Setup(NamedTuple):

@@ -21,7 +21,7 @@ from ...weights.scan import HostTraits, own_method
 from ...weights.watch import no_object
 from ..changed_modules import ChangedModules, foreign_forward
 from ..contract import TIMESTEP, WebUI, random_inputs, random_state_kept
-from ..hooks import UNetHooks, VaeHooks, answer_or_reason, serve_call
+from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
 from .layers import CASTS, apply_wanted_networks, check_layers, wanted_networks
@@ -85,7 +85,7 @@ class A1111(WebUI):
         self._changed = ChangedModules(does_nothing_now)
         self._stages = StageHooks(
             [module.TimestepEmbedSequential for module in modules], self._changed,
-            lambda unet: answer_or_reason(lambda: self._check_state(unet)), upcasts_attention,
+            self._check_state, upcasts_attention,
         )
         self.host_traits = HostTraits(
             TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS

@@ -18,13 +18,13 @@ class StageHooks(ForwardPatches):
 
     def __init__(
         self, stage_classes: Iterable[type], changed: ChangedModules | None = None,
-        why_host: Callable[[nn.Module], str | None] = lambda unet: None,
+        check: Callable[[nn.Module], object] = lambda unet: None,
         upcasts_attention: Callable[[], bool] = lambda: False,
     ) -> None:
-        """why_host, upcasts_attention: see BlockRoute."""
+        """check, upcasts_attention: see BlockRoute."""
         modules = changed or ChangedModules(does_nothing_now)
         self._route = BlockRoute(
-            runtime, lambda unet: patches_of(modules.at_call(unet)), why_host, upcasts_attention
+            runtime, lambda unet: patches_of(modules.at_call(unet)), check, upcasts_attention
         )
         super().__init__(stage_classes, self._forward, "the UNet's blocks", self._declined)
 

@@ -1,9 +1,9 @@
-"""The arguments of a UNet2DConditionModel's call as ours. Refusal says what in them only diffusers knows."""
+"""What only some calls of a UNet2DConditionModel need: their prompt's rows alone, and residuals to add. Refusal says
+what in them only diffusers knows."""
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.call import Control
@@ -46,25 +46,6 @@ def arguments_of_prompt(given: dict[str, Any], rows: slice) -> dict[str, Any]:
     """The arguments of UNet2DConditionModel.forward for these rows alone."""
     batch = given["sample"].shape[0]
     return {name: value if name in FOR_ALL_ROWS else rows_within(value, rows, batch) for name, value in given.items()}
-
-
-def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
-    """(batch,) on the sample's device, from a number, a scalar tensor or a tensor of one or batch values."""
-    if not isinstance(timestep, Tensor):
-        timestep = torch.tensor(timestep)
-    return timestep.to(sample.device).reshape(-1).expand(sample.shape[0])
-
-
-def label_of(unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
-    """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers. As
-    UNet2DConditionModel.get_aug_embed."""
-    if unet.config.addition_embed_type is None:
-        return None
-    if not added or set(added) - {"image_embeds"} != {"text_embeds", "time_ids"}:
-        raise Refusal(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
-    text, sizes = added["text_embeds"], added["time_ids"]
-    waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
-    return torch.cat([text, waves.to(text.dtype)], dim=-1)
 
 
 def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ...core.refusal import Refusal
 from ...core.tuners import is_lora, layer_within
-from ...runtime.runtime import runtime
-from ...weights.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState, edit_counts
+from ...weights.weight_functions import Change, LowRankUpdate, Parts, WeightFunctions
 
 # What of a convolution and of a LoRA's first factor has to be the same.
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups")
@@ -42,7 +41,7 @@ class Factors(NamedTuple):
 
 
 class LoraReader:
-    """model.weight_functions.FunctionReader of one UNet.
+    """weights.weight_functions.FunctionReader of one UNet.
 
     scale: what the pipeline multiplies all LoRAs by, cross_attention_kwargs["scale"]. The host writes that into its
     layers for the time of a call; we leave them as they are.
@@ -51,36 +50,25 @@ class LoraReader:
     def __init__(self) -> None:
         self.scale = 1.0
 
-    def state(self, layers: Sequence[nn.Module]) -> WeightFunctionState:
-        """Raises Refusal where an adapter is at work that is no plain LoRA."""
-        state, modules, tensors = WeightFunctionState(facts=[self.scale]), list[nn.Module](), list[Tensor]()
-        for place in around(layers):
-            layer: Any = layers[place]
-            refuse_others(layer)
-            for factors in at_work(layer):
-                if state.layers[-1:] != [place]:
-                    state.layers.append(place)
-                modules += (factors.down, factors.up)
-                factors.take_apart(state.facts, tensors)
-        state.note(modules, tensors)
-        return state
+    def could_apply(self, layers: Sequence[nn.Module]) -> bool:
+        return bool(around(layers))
 
-    def glance(self, layers: Sequence[nn.Module]) -> list[object]:
-        seen, tensors = list[object](), list[Tensor]()
+    def parts(self, layers: Sequence[nn.Module]) -> Parts:
+        parts = Parts(facts=[self.scale])
         for place in around(layers):
             layer: Any = layers[place]
-            if layer.merged_adapters:
-                if unmerges(layer):
-                    seen.append(place)
-                continue
-            for factors in at_work(layer):
-                seen.append(place)
-                factors.take_apart(seen, tensors)
-        if not seen:
-            return seen
-        return [self.scale, *seen, *map(id, tensors), *map(Tensor.data_ptr, tensors), *edit_counts(tensors)]
+            if layer._disable_adapters and layer.merged_adapters:
+                raise Refusal("peft takes a merged LoRA that was disabled out of the weights in this call")
+            factors = at_work(layer)
+            if factors:
+                parts.places.append(place)
+            for one in factors:
+                parts.objects += (one.down, one.up)
+                one.take_apart(parts.facts, parts.tensors)
+        return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
+        refuse_others(layer)
         within: Any = layer_within(layer)
         updates: list[LowRankUpdate] = []
         biases: list[tuple[Tensor, float]] = []
@@ -91,6 +79,26 @@ class LoraReader:
             if up.bias is not None:
                 biases.append((up.bias.detach(), scale))
         return WeightFunctions(tuple(updates), bias=adding(biases) if within.bias is not None else None)
+
+    def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
+        """Have all LoRAs of the UNet computed times the scale of this call. Raises Refusal where the host has to.
+        whole: whether no attention is computed by the host's modules, which do not know the scale."""
+        if not isinstance(scale, Real) or not math.isfinite(scale):
+            raise Refusal("the pipeline's LoRA scale is no number")
+        if scale != 1:
+            # Some releases of diffusers begin to scale after these.
+            early = [unet.conv_in, *unet.time_embedding.children()]
+            if unet.config.addition_embed_type is not None:
+                early += unet.add_embedding.children()
+            if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
+                raise Refusal("the pipeline scales LoRAs, of which some are computed by diffusers")
+        if scale == 0:
+            from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
+
+            # As diffusers' own forward leaves its layers behind.
+            if USE_PEFT_BACKEND:
+                unscale_lora_layers(unet, 0.0)
+        self.scale = float(scale)
 
 
 def around(layers: Sequence[nn.Module]) -> list[int]:
@@ -110,15 +118,8 @@ def at_work(layer: Any) -> list[Factors]:
     return [Factors(name, downs[name], ups[name], scaling[name]) for name in names if name in downs]
 
 
-def unmerges(layer: Any) -> bool:
-    """Whether a LoRA's forward begins by taking itself out of the weight."""
-    return bool(layer._disable_adapters and layer.merged_adapters)
-
-
 def refuse_others(layer: Any) -> None:
     """Raise Refusal where a LoRA layer does something else now than to add plain LoRAs."""
-    if unmerges(layer):
-        raise Refusal("peft takes a merged LoRA that was disabled out of the weights in this call")
     within: Any = layer_within(layer)
     for name, down, up, _ in at_work(layer):
         # Releases of peft before lora_variant have the other.
@@ -147,28 +148,3 @@ def adding(biases: Sequence[tuple[Tensor, float]]) -> Change | None:
         return bias
 
     return changed
-
-
-def use_scale(unet: Any, scale: Any, whole: bool) -> None:
-    """Have all LoRAs of a UNet computed times the scale of this call. Raises Refusal where the host has to.
-    whole: whether no attention is computed by the host's modules, which do not know the scale."""
-    managed = runtime.managed_unet(unet)
-    reader = None if managed is None else managed.bound.host_traits.functions
-    if not isinstance(reader, LoraReader):
-        return
-    if not isinstance(scale, Real) or not math.isfinite(scale):
-        raise Refusal("the pipeline's LoRA scale is no number")
-    if scale != 1:
-        # Some releases of diffusers begin to scale after these.
-        early = [unet.conv_in, *unet.time_embedding.children()]
-        if unet.config.addition_embed_type is not None:
-            early += unet.add_embedding.children()
-        if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
-            raise Refusal("the pipeline scales LoRAs, of which some are computed by diffusers")
-    if scale == 0:
-        from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
-
-        # As diffusers' own forward leaves its layers behind.
-        if USE_PEFT_BACKEND:
-            unscale_lora_layers(unet, 0.0)
-    reader.scale = float(scale)

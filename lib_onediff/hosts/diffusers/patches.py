@@ -15,7 +15,7 @@ from ...core.additions import FreeU, ImagePrompt, PerturbedAttention
 from ...core.leaves import TransformerBlock
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...core.refusal import Refusal
-from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, is_plain
+from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
 from ..additions import Additions, freeu_of
 
 log = logging.getLogger("onediff")
@@ -80,6 +80,21 @@ class UNetPatches(PatchPoints):
             given = context if self._image_tokens is None else (context, self._image_tokens)
         added: Tensor = module(normed, encoder_hidden_states=given, **self._arguments)
         return added
+
+
+def within(
+    unet: Any, processors: dict[str, Any], sample: Tensor, added: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[UNetPatches | None, Additions]:
+    """What runs within the UNet in this call beside its own layers. processors: by the path of their attention.
+    arguments: the pipeline's cross_attention_kwargs."""
+    unknown = sorted(set(arguments) - {MASKS})
+    if unknown:
+        raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
+    # What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each.
+    tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
+    additions = read_additions(unet, processors, sample, tokens, arguments)
+    patches = UNetPatches(unet, processors.values(), tokens, arguments, additions.stand_for)
+    return patches if patches.structure else None, additions
 
 
 def read_additions(

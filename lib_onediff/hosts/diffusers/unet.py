@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...core.call import UNetCall
@@ -14,25 +15,26 @@ from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
 from ...families.unet.read_diffusers import (
+    FREEU_FACTORS,
     PROCESSOR_OF,
     attentions_of,
     foreign_parts,
-    has_ip_adapter,
     is_diffusers_unet,
 )
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, replaced_by
 from ...weights.watch import no_object
-from ..additions import NO_ADDITIONS, Additions
-from ..hooks import serve_call
-from .call import arguments_of_prompt, control_of, label_of, rows_of_prompt, timestep_of_batch
+from ..additions import NO_ADDITIONS
+from .call import arguments_of_prompt, control_of, rows_of_prompt
 from .instance_forward import InstanceForward, attached, own_forward, put_on, take_off
-from .loras import LoraReader, use_scale
-from .patches import MASKS, UNetPatches, read_additions
+from .loras import LoraReader
+from .patches import within
 from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
+
+UPCASTING = "AttnProcessor"
 
 
 def why_weights_stay(unet: nn.Module) -> str:
@@ -53,26 +55,30 @@ class DiffusersForward(InstanceForward):
         self._own: tuple[type, Any] | None = None
         self._names: tuple[str, ...] = ()
         self._attentions: dict[str, weakref.ref[Any]] = {}
+        # What decides whether anything foreign runs within the UNet, as it was looked at last, and whether it does.
+        self._within: object = None
+        self._is_foreign = False
+        self.loras = LoraReader()
         # The pipeline that calls, where that is known.
         self.pipeline: Callable[[], Any] = no_object
 
     def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
-        reason = self._why_unknown(module)
-        if reason is not None:
-            runtime.note_host(reason, module)
+        try:
+            self._check_class(module)
+        except Refusal as reason:
+            runtime.note_host(str(reason), module)
             return runtime.pressure.run_host(lambda: host(module, *args, **kwargs))
         # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
         given = {**dict(zip(self._names, args)), **kwargs}  # noqa: B905
         return_dict = given.pop("return_dict", True)
-
-        def prompt_rows() -> PromptRows:
-            rows = rows_of_prompt(self.pipeline(), given["sample"])
-            alone = arguments_of_prompt(given, rows)
-            return PromptRows(rows, lambda: sample_of(host, module, alone))
-
-        sample = serve_call(
-            module, lambda: self._read(module, given), lambda: sample_of(host, module, given), prompt_rows
-        )
+        by_host = lambda: sample_of(host, module, given)  # noqa: E731
+        try:
+            call = self._read(module, given)
+        except Refusal as reason:
+            runtime.note_host(str(reason), module)
+            sample = runtime.pressure.run_host(by_host)
+        else:
+            sample = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
         if not return_dict:
             return (sample,)
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
@@ -82,19 +88,23 @@ class DiffusersForward(InstanceForward):
     def declined(self, module: Any, reason: str) -> None:
         runtime.note_host(reason, module)
 
-    def _why_unknown(self, unet: Any) -> str | None:
-        """Why this UNet's forward is none that we know; None for diffusers' own."""
+    def _check_class(self, unet: Any) -> None:
+        """Raise Refusal where this UNet's forward is not diffusers' own."""
         own = type(unet), type(unet).forward
         if own == self._own:
-            return None
+            return
         if not is_diffusers_unet(unet):
-            return f"{type(unet).__name__} is not a UNet that OneDiff knows"
+            raise Refusal(f"{type(unet).__name__} is not a UNet that OneDiff knows")
         replaced = replaced_by(type(unet))
         if replaced is not None:
-            return f"UNet2DConditionModel.forward was replaced by {replaced}"
+            raise Refusal(f"UNet2DConditionModel.forward was replaced by {replaced}")
         self._names = tuple(inspect.signature(own_forward(unet)).parameters)
         self._own = own
-        return None
+
+    def _prompt_rows(self, host: HostFunction, unet: Any, given: dict[str, Any]) -> PromptRows:
+        rows = rows_of_prompt(self.pipeline(), given["sample"])
+        alone = arguments_of_prompt(given, rows)
+        return PromptRows(rows, lambda: sample_of(host, unet, alone))
 
     def _read(self, unet: Any, given: dict[str, Any]) -> UNetCall:
         """The call with these arguments as ours."""
@@ -116,52 +126,71 @@ class DiffusersForward(InstanceForward):
     ) -> UNetCall:
         if isinstance(encoder_hidden_states, (tuple, list)):
             raise Refusal("the context has several parts")
+        for name, value in others.items():
+            if value is not None and value != {}:
+                raise Refusal(f"the pipeline passes {name}")
         attentions, arguments = self._attentions_of(unet), dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
-        patches, additions = within(unet, attentions, sample, added_cond_kwargs or {}, arguments)
-        use_scale(unet, scale, whole=patches is None)
-        passed = next((name for name, value in others.items() if value is not None and value != {}), None)
-        if passed is not None:
-            raise Refusal(f"the pipeline passes {passed}")
+        patches, additions = None, NO_ADDITIONS
+        processors = list(map(PROCESSOR_OF, attentions))
+        if self._has_foreign(unet, processors):
+            by_path = dict(zip(self._attentions, processors, strict=True))
+            patches, additions = within(unet, by_path, sample, added_cond_kwargs or {}, arguments)
+        elif arguments:
+            raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(sorted(arguments))})")
+        if scale != 1.0 or self.loras.scale != 1.0:
+            self.loras.use_scale(unet, scale, whole=patches is None)
+        down, middle, inside = (
+            down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
+        )
+        has_control = down is not None or middle is not None or inside is not None
+        # The host computes attention scores in float32 by its older processor alone.
+        upcasts = bool(processors) and type(processors[0]).__name__ == UPCASTING and attentions[0].upcast_attention
         return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, added_cond_kwargs), timestep_condition=timestep_cond,
-            control=control_of(
-                unet, sample, down_block_additional_residuals, mid_block_additional_residual,
-                down_intrablock_additional_residuals,
-            ),
-            upcast_attention=upcasts_attention(list(attentions.values())), patches=patches,
+            control=control_of(unet, sample, down, middle, inside) if has_control else None,
+            upcast_attention=bool(upcasts), patches=patches,
             image_prompts=additions.image_prompts, freeu=additions.freeu, perturbed=additions.perturbed,
         )
 
-    def _attentions_of(self, unet: nn.Module) -> dict[str, Any]:
-        """The UNet's attention modules by path, looked for once: who puts another module there changes the UNet's
-        structure, which is looked at where a sampling begins."""
-        found = {path: reference() for path, reference in self._attentions.items()}
-        if not found or None in found.values():
-            found = attentions_of(unet)
-            self._attentions = {path: weakref.ref(module) for path, module in found.items()}
+    def _attentions_of(self, unet: nn.Module) -> list[Any]:
+        """The UNet's attention modules, looked for once: who puts another module there changes the UNet's structure,
+        which is looked at at every call."""
+        found = [reference() for reference in self._attentions.values()]
+        if not found or None in found:
+            modules = attentions_of(unet)
+            self._attentions = {path: weakref.ref(module) for path, module in modules.items()}
+            found = list(modules.values())
         return found
 
+    def _has_foreign(self, unet: Any, processors: list[Any]) -> bool:
+        """Whether anything runs within the UNet beside its own layers: asked at every call."""
+        kinds = set(map(type, processors))
+        factors = [tuple(map(vars(block).get, FREEU_FACTORS)) for block in unet.up_blocks]
+        seen = kinds, type(unet.encoder_hid_proj), factors
+        if seen != self._within:
+            self._is_foreign, self._within = bool(foreign_parts(unet, kinds)), seen
+        return self._is_foreign
 
-def within(
-    unet: Any, attentions: dict[str, Any], sample: Tensor, added: dict[str, Any], arguments: dict[str, Any]
-) -> tuple[UNetPatches | None, Additions]:
-    """What runs within the UNet in this call beside its own layers: asked at every call, 0.03 ms for SDXL's 140
-    attentions, and 0.2 ms with an IP-Adapter. arguments: the pipeline's cross_attention_kwargs."""
-    # Read once: what is a module, as an IP-Adapter's is, is slow to get.
-    processors = dict(zip(attentions, map(PROCESSOR_OF, attentions.values()), strict=True))
-    is_foreign = bool(foreign_parts(unet, set(map(type, processors.values()))))
-    unknown = sorted(set(arguments) - {MASKS} if is_foreign else arguments)
-    if unknown:
-        raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
-    if not is_foreign:
-        return None, NO_ADDITIONS
-    # What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each.
-    tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
-    additions = read_additions(unet, processors, sample, tokens, arguments)
-    patches = UNetPatches(unet, processors.values(), tokens, arguments, additions.stand_for)
-    return patches if patches.structure else None, additions
+
+def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
+    """(batch,) on the sample's device, from a number, a scalar tensor or a tensor of one or batch values."""
+    if not isinstance(timestep, Tensor):
+        timestep = torch.tensor(timestep)
+    return timestep.to(sample.device).reshape(-1).expand(sample.shape[0])
+
+
+def label_of(unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
+    """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers. As
+    UNet2DConditionModel.get_aug_embed."""
+    if unet.config.addition_embed_type is None:
+        return None
+    if not added or set(added) - {"image_embeds"} != {"text_embeds", "time_ids"}:
+        raise Refusal(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
+    text, sizes = added["text_embeds"], added["time_ids"]
+    waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
+    return torch.cat([text, waves.to(text.dtype)], dim=-1)
 
 
 def again(given: dict[str, Any]) -> dict[str, Any]:
@@ -178,19 +207,13 @@ def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) 
     return sample
 
 
-def upcasts_attention(attentions: list[Any]) -> bool:
-    """Whether the host computes attention scores in float32: only its older attention processor does."""
-    first: Any = attentions[0] if attentions else None
-    return bool(getattr(first, "upcast_attention", False)) and type(first.processor).__name__ == "AttnProcessor"
-
-
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     """Serve this UNet's calls by our forward where it can; settings override the runtime's. Safe to call twice.
 
     A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
     """
-    runtime.adopt(unet, settings, HostTraits(keeps_weights=why_weights_stay, functions=LoraReader()))
     put_on(unet, DiffusersForward, "this UNet's")
+    runtime.adopt(unet, settings, HostTraits(keeps_weights=why_weights_stay, functions=attached(unet).loras))
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:

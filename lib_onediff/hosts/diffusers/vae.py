@@ -15,7 +15,6 @@ from ...families.vae.read import is_diffusers
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import replaced_by
-from ..hooks import answer_or_reason
 from .instance_forward import InstanceForward, put_on, take_off, unwrapped
 
 
@@ -28,10 +27,11 @@ class DecoderForward(InstanceForward):
         # What does not fit is the host's to refuse.
         given = {**dict(zip(self.__signature__.parameters, args)), **kwargs}  # noqa: B905
         latent = given.pop("sample", None)
-        reason = answer_or_reason(lambda: check_call(module, latent, given))
         decode = lambda: host(module, *args, **kwargs)  # noqa: E731
-        if reason is not None:
-            return runtime.vae.decode_by_host(module, latent, decode, reason)
+        try:
+            check_call(module, latent, given)
+        except Refusal as refusal:
+            return runtime.vae.decode_by_host(module, latent, decode, str(refusal))
         return runtime.vae.decode(module, latent, decode)
 
     def declined(self, module: Any, reason: str) -> None:

@@ -11,13 +11,13 @@ import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...weights.scan import APPLIED_AT_CALL
-from ...weights.weight_functions import Change, LowRankUpdate, WeightFunctions, WeightFunctionState
+from ...weights.weight_functions import Change, LowRankUpdate, Parts, WeightFunctions
 
 ONLINE_LORAS, FUNCTIONS = "forge_online_loras", ("weight_function", "bias_function")
 # In half the time of asking their dictionaries.
@@ -28,28 +28,18 @@ CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
 
 
 class LayerFunctions:
-    """model.weight_functions.FunctionReader for hosts of the Forge family."""
+    """weights.weight_functions.FunctionReader for hosts of the Forge family."""
 
-    def state(self, layers: Sequence[nn.Module]) -> WeightFunctionState:
-        state, parts = WeightFunctionState(applied_to(layers)), Parts([], [], [])
-        for place in state.layers:
+    def could_apply(self, layers: Sequence[nn.Module]) -> bool:
+        """The host writes into attributes that nobody else looks at."""
+        return True
+
+    def parts(self, layers: Sequence[nn.Module]) -> Parts:
+        parts = Parts(applied_to(layers))
+        for place in parts.places:
             for name in APPLIED_AT_CALL:
                 take_apart(layers[place].__dict__.get(name), parts)
-        state.facts = parts.facts
-        state.note(parts.objects, parts.tensors)
-        return state
-
-    def glance(self, layers: Sequence[nn.Module]) -> list[object]:
-        seen: list[object] = []
-        for place in applied_to(layers):
-            own = layers[place].__dict__
-            functions = [function for name in FUNCTIONS for function in own.get(name) or ()]
-            seen += (place, *map(id, functions))
-            lists = [function.patches[function.key] for function in functions if has_patches(function)]
-            for patches in (*lists, *(own.get(ONLINE_LORAS) or {}).values()):
-                for patch in patches:
-                    seen += (id(patch), patch[0], id(patch[1]))
-        return seen
+        return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         own: Any = layer.__dict__
@@ -87,14 +77,6 @@ def applied_to(layers: Sequence[nn.Module]) -> list[int]:
         if not any(map(WEIGHT_FUNCTION, layers)) and not any(map(BIAS_FUNCTION, layers)):
             return []
     return [place for place, layer in enumerate(layers) if any(map(layer.__dict__.get, FUNCTIONS))]
-
-
-class Parts(NamedTuple):
-    """What patches and functions consist of."""
-
-    facts: list[object]
-    objects: list[Any]
-    tensors: list[Tensor]
 
 
 def take_apart(given: Any, parts: Parts) -> None:

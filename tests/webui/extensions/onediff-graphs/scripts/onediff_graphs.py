@@ -90,7 +90,7 @@ def tape() -> Any:
 
 def all_lying_still(weights: Any) -> Any:
     """What a graph knows of weights: addresses. What the host casts at each use is cast within the graph."""
-    from lib_onediff.weights.applied_functions import AppliedWeights
+    from lib_onediff.weights.on_the_fly import AppliedWeights
 
     if isinstance(weights, AppliedWeights):
         # What was made of them is written over in its place, and its dictionaries are made anew.
