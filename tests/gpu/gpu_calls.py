@@ -14,6 +14,19 @@ def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int =
     return inputs(unet, width, height, batch, tokens, next(unet.parameters()).dtype)
 
 
+def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
+    """Those of a ControlNet's residuals; the middle block's is the last."""
+    shapes: list[torch.Size] = []
+    hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
+    for block in unet.down_blocks:
+        hooks.append(block.register_forward_hook(lambda module, args, out: shapes.extend(o.shape for o in out[1])))
+    hooks.append(unet.mid_block.register_forward_hook(lambda module, args, out: shapes.append(out.shape)))
+    host(unet, given)
+    for hook in hooks:
+        hook.remove()
+    return shapes
+
+
 @torch.no_grad()
 def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
     return type(unet).forward(unet, **given, return_dict=False)[0]

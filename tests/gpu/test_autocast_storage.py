@@ -60,7 +60,7 @@ def errors(unet: nn.Module, call: UNetCall, mine: Tensor) -> tuple[float, float]
 
 
 @pytest.mark.parametrize("backend", ["native", "cudagraph", "eager"])
-@pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sd15", 512), ("sdxl", 1024)])
+@pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sdxl", 1024)])
 def test_no_farther_from_float32_than_the_host(name: str, side: int, backend: str) -> None:
     unet = host_unet(name)
     call = call_for(unet, side)
@@ -76,26 +76,3 @@ def test_no_farther_from_float32_than_the_host(name: str, side: int, backend: st
     mine, theirs = errors(unet, call, served(unet, call, backend))
     print(f"other weights: {mine:.2e}, the host {theirs:.2e}")
     assert mine <= WORST_RATIO * theirs
-
-
-@pytest.mark.parametrize("backend", ["native", "eager"])
-def test_no_second_unet(backend: str) -> None:
-    unet = host_unet("sdxl")
-    call = call_for(unet, 1024)
-    under_autocast(unet, call)()
-    host = peak(under_autocast(unet, call))
-    start = torch.cuda.memory_allocated()
-    served(unet, call, backend, calls=2 if backend == "eager" else 3)
-    held = torch.cuda.memory_allocated() - start
-    managed = runtime.managed_unet(unet)
-    assert managed is not None
-    applied = managed.bound.on_the_fly.bytes
-    mine = peak(lambda: served(unet, call, backend, calls=1)) + held
-    print(
-        f"{backend}: at most {mine / MEBIBYTE:.0f} MiB, of which {applied / MEBIBYTE:.1f} MiB biases; the host "
-        f"{host / MEBIBYTE:.0f} MiB"
-    )
-    small = sum(2 * parameter.numel() for parameter in unet.parameters() if parameter.dim() == 1)
-    assert 0 < applied < small
-    if backend == "eager":
-        assert mine <= host + MOST_MORE

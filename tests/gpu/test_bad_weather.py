@@ -1,11 +1,13 @@
-"""Bad weather on a real GPU: what fails is served by the next step of the ladder, and the entry says why."""
+"""Bad weather on a real GPU: what fails or finds too little memory is served by the next step of the ladder, and the
+entry says why."""
 from __future__ import annotations
 
-import threading
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
+from exact_operators import relative_error
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
@@ -13,17 +15,17 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 import triton.language as tl
-from gpu_calls import arguments
-from weather import entry_of, geglu_that, gpu_is_usable, now, use, while_capturing
+from gpu_calls import arguments, host
+from weather import CLOSE, entry_of, geglu_that, gpu_is_usable, now, out_of_memory, use, while_capturing
 
-from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet
 from lib_onediff.core.table import State
-from lib_onediff.devices.cuda import availability, requirements
 from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
+from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
+MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -66,52 +68,6 @@ def test_a_kernel_that_does_not_compile_in_a_call(unet: nn.Module, monkeypatch: 
     assert now() == ("native", "graph"), "so does one that is made afterwards"
 
 
-@pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process, where no network's kernels are known to be there."""
-    monkeypatch.setattr(runtime.devices.named("native"), "_compiled", set())
-    monkeypatch.setattr(runtime.devices.named("native"), "_pending", set())
-    monkeypatch.setattr(runtime.devices.named("native"), "_failed", {})
-
-
-@pytest.mark.usefixtures("nothing_compiled")
-def test_kernels_that_do_not_compile_at_all(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(triton_tokens, "geglu", geglu_that_does_not_compile)
-        use(unet, arguments(unet))
-    assert now() == ("cudagraph", "graph")
-    assert entry_of("native").state is State.FAILED and entry_of("native").reason == status()["reason"]
-    other = compile_unet(random_unet("tiny-sd15", torch.device("cuda")).half())
-    use(other, arguments(other))
-    assert now() == ("native", "graph"), "another network lives on"
-
-
-@pytest.mark.usefixtures("nothing_compiled")
-def test_the_host_serves_while_kernels_are_compiled(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.by_card.fallback, "_waits_for_compile", lambda: False)
-    runtime.devices.finish()
-    for memory in ("_compiled", "_pending"):
-        monkeypatch.setattr(runtime.devices.named("native"), memory, set())
-    done = threading.Event()
-    runtime.devices.named("native")._worker.submit(done.wait)
-    given = arguments(unet)
-    use(unet, given, 1)
-    assert now()[1] == "host" and "kernels are being compiled" in status()["reason"]
-    done.set()
-    runtime.devices.finish()
-    use(unet, given)
-    assert now() == ("native", "graph")
-
-
-def test_a_kernel_that_cannot_be_launched(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_much(tokens: Tensor, *tuning: int) -> Tensor:
-        raise RuntimeError("Triton Error [CUDA]: out of resource: shared memory, Required: 300000")
-
-    monkeypatch.setattr(triton_tokens, "geglu", too_much)
-    use(unet, arguments(unet))
-    assert now() == ("cudagraph", "graph") and "out of resource" in status()["reason"]
-
-
 def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,31 +85,45 @@ def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
     assert now() == ("native", "graph"), "captures work again"
 
 
-def test_an_old_gpu_is_served_by_the_next_backend(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.devices.named("native"), "_why_not", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 1))
-    use(unet, arguments(unet))
-    assert now() == ("cudagraph", "graph")
-    assert "compute capability" in status()["reason"] and "6.1" in status()["reason"]
+def test_out_of_memory_while_running(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arguments(unet)
+    use(unet, given)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_tokens, "geglu", geglu_that(out_of_memory))
+        other = arguments(unet, 64, 64)
+        use(unet, other, 2)
+        assert now()[1] == "host" and status()["reason"] == "out of GPU memory: the graphs were freed"
+    assert all(entry.state is not State.FAILED for entry in runtime.table.entries())
+    use(unet, other)
+    assert now() == ("native", "graph")
+    use(unet, given, 2)
+    use(unet, given, 1)
+    assert now() == ("native", "graph")
 
 
-def test_without_triton_the_next_backend_says_what_to_install(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.devices.named("native"), "_why_not", {})
-    monkeypatch.setattr(runtime.devices, "_hint", None)
-    monkeypatch.setattr(availability, "triton_here", lambda: None)
-    monkeypatch.setattr(requirements, "triton_here", lambda: None)
-    use(unet, arguments(unet))
-    assert now() == ("cudagraph", "graph") and "need Triton, which is not installed" in status()["reason"]
-    assert "pip install" in status()["hint"] and "Until then PyTorch's own operators are used" in status()["hint"]
-
-
-def test_where_native_and_cudagraph_fail_the_host_serves(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lib_onediff.devices.torch import operators as torch_ops
-
-    def broken(tokens: Tensor, *tuning: int) -> Tensor:
-        raise RuntimeError("no GEGLU today")
-
-    monkeypatch.setattr(triton_tokens, "geglu", broken)
-    monkeypatch.setattr(torch_ops, "geglu", broken)
-    use(unet, arguments(unet), 2)
-    assert now()[1] == "host" and "no GEGLU today" in status()["reason"]
+def test_a_card_that_is_really_full(unet: nn.Module) -> None:
+    small, large = arguments(unet), arguments(unet, 1024, 1024, 4)
+    use(unet, small)
+    expected = host(unet, large)
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    for spare in (50, 150, 400):
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare * MIB) / total)
+        try:
+            with torch.no_grad():
+                outputs = []
+                for _ in range(3):
+                    try:
+                        outputs.append(unet(**large, return_dict=False)[0])
+                    except torch.cuda.OutOfMemoryError:
+                        # Then the model's own forward does not fit either.
+                        assert status()["route"] == "host"
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert all(relative_error(output, expected) < CLOSE for output in outputs)
+        del outputs
+        torch.cuda.empty_cache()
+    use(unet, small, 2)
+    use(unet, small, 1)
+    assert now() == ("native", "graph")

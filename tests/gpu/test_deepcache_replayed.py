@@ -10,10 +10,7 @@ pytest.importorskip("diffusers")
 
 from test_pipelines import latents, pipeline
 
-from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe
-from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.core.sampling import Sampling
-from lib_onediff.core.table import State
+from lib_onediff.public import compile_pipe, status, uncompile_pipe
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
@@ -78,22 +75,3 @@ def test_new_weights_and_freed_memory_between_pictures() -> None:
         disturb()
         for _ in range(2):
             assert float((latents(pipe, **PICTURE) - first).norm() / first.norm()) < 2e-2
-
-
-@torch.no_grad()
-def test_both_halves_of_sdxl_are_ready_and_the_feature_is_counted() -> None:
-    unet = compile_unet(random_unet("sdxl", torch.device("cuda")).half(), deepcache_interval=2)
-    given = inputs(unet, 1024, 1024, 2, 77, torch.float16)
-    with runtime.wait_for_compile():
-        unet(**given, return_dict=False)
-    times = [float(time) for time in range(960, 0, -40)]
-    runtime.begin_sampling(unet, Sampling(times=lambda: times), of_all=False)
-    for time in times:
-        unet(**{**given, "timestep": torch.tensor(time, device="cuda")}, return_dict=False)
-    entries = {entry.key.part: entry for entry in runtime.table.entries()}
-    assert [entries[part].state for part in ("full", "cached")] == [State.READY] * 2
-    print({part: f"{entry.own.median_ms:.2f} ms" for part, entry in entries.items()})
-    feature = next(runner.runner.inputs.cut.memory for _, runner in runtime.managed_unet(unet).kept()).tensor
-    assert runtime.managed_unet(unet).step_memories["deepcache"].features.bytes() == feature.nbytes
-    own = {key.part: kept.runner.own_bytes for key, kept in runtime.managed_unet(unet).kept()}
-    assert own["full"] - own["cached"] == feature.nbytes

@@ -96,27 +96,3 @@ def test_low_bit_weights_follow(option: str) -> None:
             error = relative_error(served(unet, given).float(), host(unet, given).float())
             assert error < NEAR, (kind, error, runtime.status()["route"], runtime.status()["reason"])
     lib_onediff.uncompile_unet(unet)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_a_second_cards_copy_follows() -> None:
-    unet, given = compiled(second_gpu="auto")
-    with as_in_images():
-        for _ in range(4):
-            served(unet, given)
-        assert runtime.status()["second_gpu"]["split"], runtime.status()["second_gpu"]
-        chance = random.Random(1)
-        for step in range(60):
-            with torch.no_grad():
-                parameter = chance.choice([one for one in unet.parameters() if one.dim() > 1])
-                row = chance.randrange(len(parameter))
-                if step % 3 == 0:
-                    parameter[row].mul_(1.5)
-                elif step % 3 == 1:
-                    parameter.data[row] *= 1.5
-                else:
-                    parameter.data += 0.01
-            error = relative_error(served(unet, given).float(), host(unet, given).float())
-            assert error < CLOSE, (step, error, runtime.status()["second_gpu"])
-        assert runtime.status()["second_gpu"]["split"]

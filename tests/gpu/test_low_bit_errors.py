@@ -18,11 +18,10 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from gpu_calls import arguments
 
-from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.bench.models import random_unet
 from lib_onediff.options.settings import Settings
+from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.low_bit import FEED_FORWARD_OUT
 
 pytestmark = pytest.mark.gpu
 FIRST, LATER, MIDDLE = 981.0, 700.0, 400.0
@@ -69,18 +68,7 @@ def exact(unet: nn.Module, given: dict[str, Any], timestep: float) -> Tensor:
     return output
 
 
-def table() -> dict[str, Any]:
-    [errors] = status()["low_bit"]
-    for one in errors["classes"]:
-        place = "eight bits" if one["is_used"] else "exact"
-        print(f"  {one['name']:24} {one['kinds'] or '-':10} {one['error']:.2e}  {place}")
-    together = "nothing" if errors["error"] is None else f"{errors['error']:.2e}"
-    print(f"  whole step: {together} of at most {errors['budget']}")
-    return errors
-
-
-@pytest.mark.parametrize("budget", [0.02, 0.005])
-def test_sdxl_is_within_its_budget(sdxl: nn.Module, option: str, budget: float) -> None:
+def test_sdxl_is_within_its_budget(sdxl: nn.Module, option: str, budget: float = 0.02) -> None:
     compile_unet(sdxl, low_bit=option, low_bit_budget=budget)
     given = arguments(sdxl, 1024, 1024)
     made_ready(sdxl, given)
@@ -88,32 +76,12 @@ def test_sdxl_is_within_its_budget(sdxl: nn.Module, option: str, budget: float) 
     seconds = [called(sdxl, given, timestep)[1] for timestep in (FIRST, LATER, LATER, LATER, MIDDLE, LATER, LATER)]
     print(f"\nSDXL 1024x1024, batch 2, {option}, budget {budget}: {status()['lossy']} {status()['reason']}")
     print(f"  first call {seconds[0]:.2f} s, at the middle {seconds[4]:.2f} s, other calls {seconds[6]:.3f} s")
-    errors = table()
+    [errors] = status()["low_bit"]
     output = called(sdxl, given, MIDDLE)[0]
     assert status()["route"] == "graph", status()["reason"]
     found = relative_error(output, exact(sdxl, given, MIDDLE))
-    print(f"  measured here, at the middle: {found:.2e}")
+    print(f"  measured here, at the middle: {found:.2e}; by the runtime {errors['error']}")
     if errors["error"] is None:
         assert not any(one["is_used"] for one in errors["classes"]) and found < 2e-3
     else:
         assert found <= 1.05 * errors["error"] <= 1.05 * budget
-
-
-def test_outliers_in_one_class_leave_it_exact(sdxl: nn.Module, option: str) -> None:
-    with torch.no_grad():
-        for name, parameter in sdxl.named_parameters():
-            if name.endswith("ff.net.2.weight"):
-                parameter[:, 0] *= 30
-    compile_unet(sdxl, low_bit=option)
-    given = arguments(sdxl, 1024, 1024)
-    made_ready(sdxl, given)
-    output = called(sdxl, given, FIRST)[0]
-    print(f"\nSDXL with outliers before feed-forward out, {option}: {status()['lossy']}, {status()['reason']}")
-    errors = table()
-    found = relative_error(output, exact(sdxl, given, FIRST))
-    print(f"  measured here: {found:.2e}")
-    assert found <= 0.021
-    alone = {one["name"]: one for one in errors["classes"] if one["error"] is not None}
-    if option == "int8" and FEED_FORWARD_OUT in alone:
-        assert alone[FEED_FORWARD_OUT]["error"] == max(one["error"] for one in alone.values())
-        assert not alone[FEED_FORWARD_OUT]["is_used"]

@@ -2,7 +2,6 @@
 current device is as the caller had it."""
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,9 @@ pytest.importorskip("diffusers")
 
 from gpu_calls import arguments, host
 
-from lib_onediff import compile_unet, status
 from lib_onediff.bench.models import random_unet, random_vae
 from lib_onediff.hosts.diffusers import vae as diffusers_vae
+from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
@@ -25,9 +24,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
 ]
 CLOSE = 1e-2
-CALLS, SECONDS = 30, 120
-
-
 @pytest.fixture(autouse=True)
 def wait_for_compile() -> Iterator[None]:
     """Not for whole tests: calls that wait for kernels are found out anew each time."""
@@ -90,31 +86,6 @@ def test_a_unet(card: int, current: int, backend: str, names: list[str]) -> None
     assert all(name.endswith(names[card]) for name in tuned if name not in known) and (tuned or backend != "auto")
 
 
-def test_what_one_card_has_measured_the_other_measures_itself(names: list[str]) -> None:
-    for card in range(2):
-        unet = half_unet(card)
-        compile_unet(unet)
-        ready(unet, arguments(unet))
-    tuned = {name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))}
-    own = [{name.removesuffix(one) for name in tuned if name.endswith(one)} for one in names]
-    # Kernels that an earlier test has tuned on the first card are not tuned again in this process.
-    assert own[1] >= own[0] and len(own[0]) + len(own[1]) == len(tuned) > 0
-
-
-@pytest.mark.parametrize("low_bit", ["int8", "fp8"])
-def test_low_bit(low_bit: str) -> None:
-    unet = half_unet(1)
-    given = arguments(unet)
-    expected = host(unet, given)
-    with runtime.devices.lossy.low_bit.choice.used_everywhere():
-        compile_unet(unet, low_bit=low_bit)
-        with runtime.wait_for_compile():
-            outputs = [call(unet, given) for _ in range(5)]
-        assert all(bool(torch.isfinite(output).all()) for output in outputs)
-        assert max(relative_error(output, expected) for output in outputs) < 0.2
-    assert runtime.guard.faults == []
-
-
 @torch.no_grad()
 def test_a_vae() -> None:
     device = torch.device("cuda", 1)
@@ -132,29 +103,3 @@ def test_a_vae() -> None:
         assert torch.cuda.current_device() == 0
         diffusers_vae.detach(half)
     assert runtime.guard.faults == []
-
-
-def test_two_unets_on_both_cards_at_once() -> None:
-    unets = [half_unet(card) for card in range(2)]
-    calls = [arguments(unet) for unet in unets]
-    calls[1] = {**calls[1], "sample": torch.randn_like(calls[1]["sample"])}
-    expected = [host(unet, given) for unet, given in zip(unets, calls, strict=True)]
-    for unet, given in zip(unets, calls, strict=True):
-        compile_unet(unet)
-        ready(unet, given)
-    errors: list[list[float]] = [[], []]
-    start = threading.Barrier(2)
-
-    def work(card: int) -> None:
-        start.wait(SECONDS)
-        outputs = [call(unets[card], calls[card]) for _ in range(CALLS)]
-        torch.cuda.synchronize(card)
-        errors[card] = [relative_error(output, expected[card]) for output in outputs]
-
-    threads = [threading.Thread(target=work, args=(card,)) for card in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert [len(each) for each in errors] == [CALLS, CALLS], "a thread has failed"
-    assert max(map(max, errors)) < CLOSE and status()["route"] == "graph" and runtime.guard.faults == []

@@ -10,9 +10,8 @@ pytest.importorskip("diffusers")
 
 from tiny_model import tiny_vae
 
-from lib_onediff import compile_pipe, status, uncompile_pipe
 from lib_onediff.bench.models import random_unet
-from lib_onediff.runtime.runtime import runtime
+from lib_onediff.public import compile_pipe, status, uncompile_pipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 CONTEXT_WIDTH, POOLED_WIDTH = 64, 64
@@ -61,18 +60,3 @@ def test_a_picture_is_the_pipelines_own_to_within_half_precision(name: str) -> N
     assert torch.equal(latents(pipe, **size), latents(pipe, **size)), "the same seed gives the same picture"
     uncompile_pipe(pipe)
     assert torch.equal(own, latents(pipe, **size)), "uncompiled, it is as it was"
-
-
-def test_sdxl_image_to_image_with_lcm_at_three_sizes_captures_each_once() -> None:
-    from diffusers import LCMScheduler
-
-    pipe = pipeline("StableDiffusionXLImg2ImgPipeline", torch.float16)
-    pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
-    compile_pipe(pipe, ignores=("vae",))
-    managed = runtime.services.managed[pipe.unet]
-    sizes = [(1024, 1024), (512, 2048), (2048, 512)]
-    for width, height in [*sizes, *sizes]:
-        start = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0))
-        latents(pipe, image=start, strength=0.8, num_inference_steps=5, guidance_scale=1.0)
-        assert status()["route"] == "graph" and status()["resolution"] == f"{width}x{height}"
-    assert managed.bound.generation == 1 and len(managed.ready_keys()) == 3 and len(runtime.table.entries()) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,25 +87,3 @@ def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
             before = runtime.call_stats.calls["graph"]
             warm(size.width, size.height, latents, 77)
             assert runtime.call_stats.calls["graph"] == before + 1, runtime.status()
-
-
-def test_what_is_ready_costs_one_call_of_each_kind(host: Host) -> None:
-    queue = WarmUp(host, runtime)
-    for _ in range(2):
-        before = runtime.call_stats.total
-        queue.add(SIZES[:1], "settings")
-        finish(queue)
-    assert runtime.call_stats.total - before == 2 and queue.jobs()[-1].share == 1.0
-
-
-def test_the_estimate_is_of_the_right_size(host: Host, tmp_path: Path) -> None:
-    runtime.history.open(tmp_path)
-    queue = WarmUp(host, runtime)
-    queue.add(SIZES[:2], "panel")
-    finish(queue)
-    runtime.purge(["512x512"])
-    (job,) = queue.add(SIZES[:1], "panel")
-    assert job.estimated_seconds is not None
-    finish(queue)
-    done = queue.jobs()[-1]
-    assert job.estimated_seconds / 10 < done.seconds < 10 * job.estimated_seconds, (job, done)

@@ -13,9 +13,9 @@ pytest.importorskip("diffusers")
 
 from gpu_calls import host
 
-from lib_onediff import status
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.hosts.diffusers.unet import attach
+from lib_onediff.public import status
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu

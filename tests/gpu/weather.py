@@ -9,9 +9,9 @@ from exact_operators import relative_error
 from gpu_calls import host
 from torch import Tensor, nn
 
-from lib_onediff import status
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
+from lib_onediff.public import status
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-2

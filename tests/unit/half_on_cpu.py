@@ -1,7 +1,6 @@
 """Whether this torch computes float16 on a CPU: torch 2.1 and 2.2 do not, and tests that need it are skipped."""
 from __future__ import annotations
 
-import pytest
 import torch
 
 REASON = "this torch computes no float16 on a CPU"
@@ -17,4 +16,3 @@ def can_compute() -> bool:
 
 
 CAN_COMPUTE = can_compute()
-needs_half = pytest.mark.skipif(not CAN_COMPUTE, reason=REASON)

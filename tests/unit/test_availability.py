@@ -1,7 +1,6 @@
-"""Why our kernels cannot be used: found by real files and folders, said in one sentence."""
+"""Why our kernels cannot be used, found by real files and folders, and the very command that makes OneDiff fast."""
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -10,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import install as installer
 import lib_onediff
-from lib_onediff.devices.cuda import availability
+from lib_onediff.devices.cuda import availability, requirements
 from lib_onediff.devices.cuda.availability import (
     why_no_compiler,
     why_no_triton,
     why_no_triton_gpu,
     why_no_triton_package,
 )
-from lib_onediff.devices.cuda.requirements import release
+from lib_onediff.devices.cuda.requirements import OLDEST_TORCH, OLDEST_TRITON, Setup, how_to_be_fast, release
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton builds its launcher so on Linux only")
@@ -46,49 +46,6 @@ def a_sentence(text: str | None) -> bool:
     return text is not None and text[0].isupper() and "\n" not in text and not text.endswith(".") and len(text) < 240
 
 
-def test_a_cpu_is_no_gpu() -> None:
-    assert why_no_triton(CPU) == "OneDiff's kernels need an NVIDIA GPU, and this is the cpu"
-
-
-@pytest.mark.parametrize(("capability", "can"), [((5, 2), False), ((6, 1), False), ((7, 0), True), ((9, 0), True)])
-def test_old_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], can: bool) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
-    why = why_no_triton_gpu(GPU)
-    assert (why is None) == can
-    if why is not None:
-        assert a_sentence(why) and "NVIDIA GeForce GTX 1080 has {}.{}".format(*capability) in why
-
-
-def test_amd_is_said_to_be_untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.2")
-    why = why_no_triton_gpu(GPU)
-    assert a_sentence(why) and "AMD" in why
-
-
-def test_no_triton(triton: Path) -> None:
-    assert why_no_triton_package() == "OneDiff's kernels need Triton, which is not installed"
-
-
-@pytest.mark.parametrize("name", ["triton", "triton-windows", "pytorch-triton"])
-def test_triton_is_there_and_is_not_imported(triton: Path, name: str) -> None:
-    install(triton, "3.3.1.post21", name)
-    assert why_no_triton_package() is None
-
-
-def test_a_triton_whose_version_nobody_knows_is_believed(triton: Path) -> None:
-    (triton / "triton").mkdir()
-    (triton / "triton" / "__init__.py").touch()
-    assert why_no_triton_package() is None
-
-
-def test_an_old_triton(triton: Path) -> None:
-    install(triton, "2.3.1")
-    why = why_no_triton_package()
-    assert a_sentence(why) and "Triton 3.0 or newer, and 2.3.1 is installed" in why
-
-
 @pytest.fixture
 def empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PATH with nothing on it, and headers that are there."""
@@ -102,62 +59,56 @@ def empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(("capability", "can"), [((6, 1), False), ((7, 0), True), ((9, 0), True)])
+def test_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], can: bool) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1080")
+    why = why_no_triton_gpu(GPU)
+    assert why is None if can else a_sentence(why) and "NVIDIA GeForce GTX 1080 has 6.1" in why
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert "AMD" in (why_no_triton_gpu(GPU) or "")
+    assert why_no_triton(CPU) == "OneDiff's kernels need an NVIDIA GPU, and this is the cpu"
+
+
+@pytest.mark.parametrize(("version", "name", "said"), [
+    ("3.3.1", "triton", None), ("3.3.1.post21", "triton-windows", None), ("3.3.1", "pytorch-triton", None),
+    ("2.3.1", "triton", "Triton 3.0 or newer, and 2.3.1 is installed"),
+])
+def test_triton_is_found_and_not_imported(triton: Path, version: str, name: str, said: str | None) -> None:
+    assert why_no_triton_package() == "OneDiff's kernels need Triton, which is not installed"
+    install(triton, version, name)
+    why = why_no_triton_package()
+    assert why is None if said is None else a_sentence(why) and said in why
+
+
 def make_program(folder: Path, name: str) -> None:
     (folder / name).write_text("#!/bin/sh\n")
     (folder / name).chmod(0o755)
 
 
 @on_linux
-def test_no_compiler(empty_path: Path) -> None:
+def test_a_compiler_and_headers(empty_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     why = why_no_compiler()
     assert a_sentence(why) and "no gcc or clang" in why
     make_program(empty_path, "cc")
     assert why_no_compiler() == why, "Triton looks for no cc"
-
-
-@on_linux
-@pytest.mark.parametrize("name", ["gcc", "clang"])
-def test_a_compiler_is_found(empty_path: Path, name: str) -> None:
-    make_program(empty_path, name)
+    make_program(empty_path, "clang")
     assert why_no_compiler() is None
-
-
-@on_linux
-def test_cc_is_taken_at_its_word(empty_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_program(empty_path, "gcc")
     monkeypatch.setenv("CC", "icx")
     why = why_no_compiler()
-    assert a_sentence(why) and "'icx'" in why
+    assert a_sentence(why) and "'icx'" in why, "CC is taken at its word"
     make_program(empty_path, "icx")
     assert why_no_compiler() is None
-
-
-@on_linux
-def test_no_headers(empty_path: Path, tmp_path: Path) -> None:
-    make_program(empty_path, "gcc")
-    (tmp_path / "include" / "Python.h").unlink()
+    header = tmp_path / "include" / "Python.h"
+    header.unlink()
     why = why_no_compiler()
-    assert why is not None and "\n" not in why
-    assert str(tmp_path / "include" / "Python.h") in why and why.endswith("-dev")
-
-
-def test_windows_needs_headers_alone(empty_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why is not None and str(header) in why and why.endswith("-dev") and "\n" not in why
     monkeypatch.setattr(sys, "platform", "win32")
-    assert why_no_compiler() is None
-    (tmp_path / "include" / "Python.h").unlink()
-    why = why_no_compiler()
-    assert why == f"Triton needs this Python's {tmp_path / 'include' / 'Python.h'}, which is not there"
-
-
-@on_linux
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a compiler")
-def test_where_nothing_is_missing_a_python_module_can_be_built(tmp_path: Path) -> None:
-    if why_no_compiler() is not None:
-        pytest.skip("the headers are missing")
-    source = tmp_path / "module.c"
-    source.write_text("#include <Python.h>\nint answer(void) { return PY_MAJOR_VERSION; }\n")
-    header = availability.python_header()
-    subprocess.run(["gcc", source, "-shared", "-fPIC", f"-I{header.parent}", "-o", tmp_path / "module.so"], check=True)
+    assert why_no_compiler() == f"Triton needs this Python's {header}, which is not there"
+    header.touch()
+    monkeypatch.delenv("CC")
+    assert why_no_compiler() is None, "Windows needs headers alone"
 
 
 @pytest.mark.parametrize(("version", "numbers"), [
@@ -174,3 +125,111 @@ def test_asking_imports_no_triton() -> None:
         "why_no_triton_package(); why_no_compiler()\nassert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(lib_onediff.__file__).parents[1], check=True)
+
+
+LINUX, WINDOWS = "/home/me/venv/bin/python", r"C:\My UI\venv\Scripts\python.exe"
+EMBEDDED = r"C:\forge\system\python\python.exe"
+UNTIL = "Until then PyTorch's own operators are used, in CUDA graphs."
+
+
+def linux(torch_version: str | None, triton: str | None, **others: object) -> Setup:
+    return Setup(torch_version, triton, **{"platform": "linux", "python": LINUX, "webui": None, **others})
+
+
+def windows(torch_version: str | None, triton: str | None, **others: object) -> Setup:
+    usual = {"platform": "win32", "python": WINDOWS, "python_version": (3, 10), "webui": None}
+    return Setup(torch_version, triton, **{**usual, **others})
+
+
+NEW = "OneDiff is fast on this GPU with torch 2.7.1 and Triton 3.3: "
+COPIED = r'copy the folders "include" and "libs" of an ordinary Python 3.10 into C:\forge\system\python'
+
+
+@pytest.mark.parametrize(("setup", "said"), [
+    (linux("2.7.1+cu126", "3.3.1"), None), (linux("2.4.0", "3.0.0"), None), (linux("2.13.0", ""), None),
+    (windows("2.7.1+cu128", "3.3.1.post21"), None), (linux("2.7.1", "3.3.1", headers=False), None),
+    (linux("2.4.1", None), f'torch 2.4.1 and Triton 3.0: run {LINUX} -m pip install "triton==3.0.*". {UNTIL}'),
+    (linux("2.99.0", None), f'torch 2.99.0 and Triton 3.7: run {LINUX} -m pip install "triton==3.7.*". {UNTIL}'),
+    (linux("2.6.0", "2.0.0", python="/home/my ui/bin/python"),
+     f'run "/home/my ui/bin/python" -m pip install "triton==3.2.*". {UNTIL}'),
+    (linux("2.0.1+cu118", "2.0.0"),
+     f"{NEW}run {LINUX} -m pip install --upgrade torch==2.7.1 torchvision==0.22.1. Until then it does nothing."),
+    (windows("2.4.1+cu124", None),
+     f'run "{WINDOWS}" -m pip install "triton-windows==3.1.*" in a command prompt. {UNTIL}'),
+    (windows("2.7.1+cu128", None, python=EMBEDDED, headers=False),
+     f'run {EMBEDDED} -m pip install "triton-windows==3.3.*" in a command prompt, then {COPIED}. {UNTIL}'),
+    (windows("2.7.1+cu128", "3.3.1.post21", python=EMBEDDED, headers=False), f"{COPIED}. {UNTIL}"),
+], ids=str)
+def test_the_command_for_a_python(setup: Setup, said: str | None) -> None:
+    hint = how_to_be_fast(setup)
+    assert hint is None if said is None else hint is not None and hint.endswith(said), hint
+
+
+LINUX_STOCK = 'put export TORCH_COMMAND="pip install torch==2.7.1 torchvision==0.22.1" into webui-user.sh, start'
+WINDOWS_STOCK = (
+    "put set TORCH_COMMAND=pip install torch==2.7.1 torchvision==0.22.1 --index-url URL (URL: PyTorch's index for CUDA "
+    "12.6, which its page Start Locally names) into webui-user.bat, start the WebUI once with --reinstall-torch"
+)
+
+
+@pytest.mark.parametrize(("setup", "settings", "said"), [
+    (linux("2.1.2+cu121", None), "webui-user.sh", f"{LINUX_STOCK} the WebUI once with --reinstall-torch. {UNTIL}"),
+    # The Triton that comes with it is too old.
+    (linux("2.3.1+cu121", "2.3.1"), "webui-user.sh", f"{LINUX_STOCK} the WebUI once with --reinstall-torch. {UNTIL}"),
+    (linux("2.0.1+cu118", None), "webui-user.sh",
+     f"{LINUX_STOCK} the WebUI once with --reinstall-torch. Until then it does nothing."),
+    (windows("2.1.2+cu121", None), "webui-user.bat",
+     f'{WINDOWS_STOCK}, then run "{WINDOWS}" -m pip install "triton-windows==3.3.*" in a command prompt. {UNTIL}'),
+    (windows("2.1.2+cu121", None, xformers=True), "webui-user.bat",
+     f"{WINDOWS_STOCK} and without --xformers, which belongs to the old torch, then run"),
+], ids=str)
+def test_the_torch_of_a_stock_webui(tmp_path: Path, setup: Setup, settings: str, said: str) -> None:
+    (tmp_path / settings).touch()
+    hint = how_to_be_fast(setup._replace(webui=tmp_path))
+    assert hint is not None and hint.startswith(NEW + said), hint
+
+
+def test_what_is_recommended_fits_together() -> None:
+    for platform in ("linux", "win32"):
+        assert how_to_be_fast(linux(requirements.NEW_TORCH, None, platform=platform, headers=True)) is not None
+        new = requirements.triton_for(requirements.NEW_TORCH, platform)
+        assert how_to_be_fast(Setup(requirements.NEW_TORCH, f"{new}.0", platform)) is None
+    assert all(release(triton) >= OLDEST_TRITON for triton in requirements.TRITON_FOR_TORCH.values())
+    assert (installer.OLDEST_TORCH, installer.OLDEST_TRITON) == (OLDEST_TORCH, OLDEST_TRITON)
+
+
+def test_the_hint_is_for_gpus_that_our_kernels_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert availability.how_to_be_fast_here() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(availability, "setup_here", lambda version: linux("2.7.1", None))
+    for capability, said in (((6, 1), False), ((7, 5), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert (availability.how_to_be_fast_here() is not None) == said
+
+    def fails() -> int:
+        raise RuntimeError("CUDA error: initialization error")
+
+    monkeypatch.setattr(torch.cuda, "current_device", fails)
+    assert availability.how_to_be_fast_here() is None
+
+
+@pytest.mark.parametrize(("cuda", "driver", "capability", "said"), [
+    ("12.6", (12, 4), (8, 6), True), ("12.6", None, None, False), (None, (12, 4), (8, 6), False),
+    ("12.6", (12, 4), (6, 1), False), ("13.0", (12, 4), (8, 6), False),
+])
+def test_install_py_says_it_without_torch(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: tuple[int, int] | None,
+    capability: tuple[int, int] | None, said: bool,
+) -> None:
+    monkeypatch.setattr(installer, "find_torch", lambda: ("2.6.0", cuda))
+    monkeypatch.setattr(installer, "find_gpu", lambda: ("NVIDIA GeForce", driver, capability))
+    monkeypatch.setattr(installer, "installed_version", lambda *names: None)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder or ".", "triton").is_dir()])
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    line = installer.describe_machine()
+    assert ("OneDiff is fast on this GPU with torch 2.6.0 and Triton 3.2" in line) == said
+    assert line.startswith("OneDiff: torch 2.6.0, NVIDIA GeForce, no triton; backends: ") and "\n" not in line

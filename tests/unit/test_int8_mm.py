@@ -1,30 +1,18 @@
 """Products in int8 against the same in float64: on a GPU compiled, without one under Triton's interpreter."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet
-from grid import first, grid
+from grid import grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from computed import compute
-
 from lib_onediff.core.affine import QuantizedWeight
-from lib_onediff.core.call import UNetCall
 from lib_onediff.core.operators import QuantizedTokens
-from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT_HOPPER, LaunchConfig, Launches
-from lib_onediff.devices.cuda.low_bit import int8_mm, kernels
-from lib_onediff.devices.cuda.low_bit.gains import Product, products
-from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.cuda.kernels.launch_config import LaunchConfig
+from lib_onediff.devices.cuda.low_bit import int8_mm
 from lib_onediff.devices.cuda.low_bit.scaled_mm import rounded_rows
-from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.weights import low_bit
-from lib_onediff.weights.bound import BoundUNet
 from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,66 +68,11 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
     assert bool((output[3] == 0).all())
     for row in (0, 5):
         assert float((output[row].double() - expected[row]).norm() / expected[row].norm()) < 1e-3
-
-
-def test_the_largest_sums_do_not_overflow() -> None:
-    width = 5120
-    tokens = QuantizedTokens(
-        torch.full((16, width), 127, dtype=torch.int8, device=DEVICE), torch.full((16, 1), 1e-4, device=DEVICE), (16,)
-    )
-    values = torch.full((16, width), -127, dtype=torch.int8, device=DEVICE)
+    # The largest sums that can be.
+    values = torch.full((16, 5120), 127, dtype=torch.int8, device=DEVICE)
+    scales = torch.full((16, 1), 1e-4, device=DEVICE)
     output = int8_mm.product(
-        tokens, QuantizedWeight(values, torch.full((1, 16), 1e-4, device=DEVICE)), None, torch.float16, CONFIGS[0]
+        QuantizedTokens(values, scales, (16,)), QuantizedWeight(-values, scales.t().contiguous()), None, torch.float16,
+        config,
     )
-    assert torch.allclose(output.double(), torch.full_like(output, -127 * 127 * width * 1e-8).double(), rtol=1e-3)
-
-
-def test_every_way_to_cut_a_product_can_be_launched() -> None:
-    for config in INT8_PRODUCT_HOPPER.candidates:
-        way, m, n, k, group, warps, stages, programs = config
-        assert way in range(2) and group
-        assert all(size & (size - 1) == 0 for size in (m, n, k, warps))
-        # What a processor of compute capability 9.0 has for a program; the output's half tile comes to it.
-        copied = m * n if way else 0
-        assert max(1, programs) * (stages * (m + n) * k + copied) <= 227 << 10
-
-
-@pytest.mark.parametrize("alone", first(1, [True, False]), ids=str)
-def test_a_whole_unet_by_the_kernels_themselves(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
-    """Every linear layer of the transformer blocks in int8, against the same UNet in float32. alone: nothing else is
-    there of their weights, nor of those that read the prompt."""
-    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    unet = diffusers_unet(0, **SMALL_XL).to(DEVICE, torch.float16)
-    call = on_device(a_call(diffusers_unet(0, **SMALL_XL), 4, 4, 1, 5))
-    bound, wanted = BoundUNet(unet), {}
-    bound.refresh(call)
-    for name, _ in products(bound.layout, 4, 4, 1):
-        wanted[name] = INT8
-    if alone:
-        wanted |= {attention.key_value.name: INT8 for attention in bound.layout.cross_attentions}
-    weights = low_bit.LowBitWeights(bound.layout, kernels.rounded_rows)
-    weights.fit(lambda: "now", bound.binding.weights, wanted, bound.binding.device)
-    source = low_bit.LowBitBinding(bound.binding, weights, (INT8,), alone=alone)
-    asked: list[str] = []
-
-    def choose(product: Product, dtype: torch.dtype, kinds: object) -> low_bit.Kind:
-        asked.append(product.source)
-        return INT8
-
-    ops = LowBitOperators(Launches(TuningCache()), torch_ops.attention, lambda device, dtype: dtype, choose)
-    with torch.no_grad():
-        output = compute(bound.layout, source.weights(), ops, call)
-    wide = replace(call, **{name: getattr(call, name).float() for name in ("latent", "context", "y")})
-    expected = diffusers_output(diffusers_unet(0, **SMALL_XL).to(DEVICE), wide)
-    assert all(weight.weight.is_meta is alone for name, weight in source.weights().items() if name in wanted)
-    if alone:
-        assert asked == [], "there is nothing to choose"
-    else:
-        assert {low_bit.NORMED, low_bit.GATED, low_bit.PLAIN} == set(asked) and len(asked) == len(wanted)
-    error = float((output.double() - expected.double()).norm() / expected.double().norm())
-    assert 1e-3 < error < 0.05, error
-
-
-def on_device(call: UNetCall) -> UNetCall:
-    parts = {name: getattr(call, name).to(DEVICE, torch.float16) for name in ("latent", "context", "y")}
-    return replace(call, timestep=call.timestep.to(DEVICE), **parts)
+    assert torch.allclose(output.double(), torch.full_like(output, -127 * 127 * 5120 * 1e-8).double(), rtol=1e-3)

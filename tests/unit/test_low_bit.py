@@ -6,25 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error, served
+from builders import diffusers_output, relative_error, served
 from ladder_builders import Weather, reason
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now, use_low_bit
+from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now
 
 import lib_onediff
-from lib_onediff.core.call import UNetCall
 from lib_onediff.core.table import State
+from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.low_bit import int8_mm, scaled_mm, support
-from lib_onediff.devices.cuda.low_bit.gains import products
+from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice, choice_name
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
-from lib_onediff.runtime.fallback import FallbackChain
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.status import backend_sentence
 from lib_onediff.weights import low_bit
-from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS_OF
+from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED
 
 CPU = torch.device("cpu")
 
@@ -89,23 +88,6 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
     assert {name: weight.values.data_ptr() for name, weight in kept._kept.items()} == addresses, "graphs know those"
 
 
-def test_what_another_size_wants_is_rounded_beside_what_is_there(on_a_gpu: Weather) -> None:
-    unet = compiled(half_unet(), "int8")
-    choice = runtime.devices.lossy.low_bit.choice
-    call, larger = half_call(unet), half_call(unet, 8, 8)
-    layout = runtime.layout_of(unet)
-    for _, one in products(layout, 4, 4, 1):
-        if one.source != GATED:
-            choice.measure(one, torch.float16, INT8, lambda: 1, lambda: 2, lambda work: float(work()))
-    served(unet, call)
-    few = runtime.managed_unet(unet).low_bit
-    before, addresses = few.bytes, {key: kept.values.data_ptr() for key, kept in few._kept.items()}
-    assert all(name.endswith("ff.net.2") for name, _ in addresses), "what gains nothing takes no memory"
-    served(unet, larger)
-    assert runtime.managed_unet(unet).low_bit is few and few.bytes > before
-    assert {key: few._kept[key].values.data_ptr() for key in addresses} == addresses, "graphs know those"
-
-
 def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
     unet, tries = compiled(half_unet(), "fp8"), []
 
@@ -142,31 +124,6 @@ def test_what_is_too_far_from_the_host_is_not_used(
 # --- where it cannot be -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", KINDS_OF)
-def test_it_says_why_not(on_a_gpu: Weather, option: str) -> None:
-    whole = compiled(diffusers_unet(**SMALL_XL), option)
-    served(whole, a_call(whole))
-    assert now()[0] == EXACT and "this one is in float32" in reason()
-    other = lib_onediff.compile_unet(half_unet(), low_bit=option, backend="cudagraph")
-    served(other, half_call(other))
-    assert now()[0] == "cudagraph" and "Low-bit needs the native backend" in reason()
-
-
-@pytest.mark.parametrize(("capability", "has"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
-def test_which_gpus_have_it(capability: tuple[int, int], has: bool) -> None:
-    sentence = support.too_old(FP8, capability, "RTX 3090", "3.6.0")
-    assert (sentence is None) == has
-    assert has or "8.6" in sentence and "8.9" in sentence and "RTX 3090" in sentence
-    assert support.too_old(INT8, capability, "RTX 3090", "3.6.0") is None
-
-
-def test_int8_on_turing_depends_on_the_release_of_triton() -> None:
-    assert support.too_old(INT8, (7, 5), "RTX 2080", "3.2.0") is None
-    newer = support.too_old(INT8, (7, 5), "RTX 2080", "3.6.0")
-    assert "3.6.0" in newer and "8.0" in newer and "7.5 with 3.2" in newer and "RTX 2080" in newer
-    assert "3.2" not in support.too_old(INT8, (7, 0), "V100", "3.6.0")
-
-
 def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
     assert support.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
     monkeypatch.setattr(scaled_mm, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
@@ -181,36 +138,28 @@ def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) ->
     assert found.result is None and "not compiled in" in found.reason and "\n" not in found.reason
 
 
-def test_where_only_bfloat16_comes_out_the_output_is_still_the_models(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_low_bit(monkeypatch, torch.bfloat16)
-    unet = compiled(half_unet(), "fp8")
-    call = half_call(unet)
-    assert relative_error(served(unet, call), diffusers_output(unet, call)) < 0.12
-    assert now()[0] == EIGHT, reason()
+def test_auto_prefers_fp8_where_nothing_was_measured_and_everywhere() -> None:
+    choice, kinds = ProductChoice(TuningCache()), [kind.dtype for kind in KINDS]
+    large, small = Product(2048, 1280, 10240, NORMED), Product(8, 16, 32, GATED)
+    assert choice.best(large, torch.float16, kinds) is FP8 and choice.best(small, torch.float16, kinds) is None
+    assert choice.best(large, torch.float16, [INT8.dtype]) is INT8
+    with choice.used_everywhere():
+        assert choice.best(small, torch.float16, kinds) is FP8, "the bench shows the lossier of both"
+        assert choice.best(small, torch.float16, [INT8.dtype]) is INT8
 
 
-def test_later_calls_replay_until_a_weight_changes(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    found_out: list[UNetCall] = []
-    begin = FallbackChain.begin
-    monkeypatch.setattr(
-        FallbackChain, "begin", lambda self, *given: (found_out.append(given[-1]), begin(self, *given))[1]
+def test_what_was_measured_is_known_to_the_next_process() -> None:
+    product, tuning_cache, kinds = Product(8, 16, 32, GATED), TuningCache(), [torch.float8_e4m3fn]
+
+    def best(one: Product) -> Any:
+        return ProductChoice(tuning_cache).best(one, torch.float16, kinds)
+
+    assert best(product) is None, "small"
+    assert best(Product(2048, 1280, 10240, NORMED)) is FP8
+    assert best(Product(2048, 5120, 1280, GATED)) is None, "after a GEGLU"
+    ProductChoice(tuning_cache).measure(
+        product, torch.float16, FP8, lambda: 2, lambda: 1, lambda work: float(work())
     )
-    unet = compiled(half_unet(), "fp8")
-    runtime.begin_sampling(unet)
-    arguments = diffusers_arguments(half_call(unet))
-
-    @torch.no_grad()
-    def answer() -> Tensor:
-        return unet(**arguments).sample
-
-    for _ in range(3):
-        before = answer()
-    count = len(found_out)
-    assert torch.equal(answer(), before) and now() == (EIGHT, "graph")
-    assert len(found_out) == count, "nothing was looked at"
-    with torch.no_grad():
-        unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.ff.net.2").weight.mul_(3)
-    assert relative_error(answer(), before) > 1e-3
-    assert len(found_out) == count + 1
+    assert best(product) is FP8
+    tuning_cache.set(choice_name(product, torch.float16, FP8), "nonsense")
+    assert best(product) is None

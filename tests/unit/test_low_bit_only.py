@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,22 +35,15 @@ from low_bit_builders import (
 )
 
 import lib_onediff
-from lib_onediff.bench.models import random_unet
 from lib_onediff.core.call import UNetCall
-from lib_onediff.core.key import Lossy
 from lib_onediff.core.table import State
-from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.kernels.launch_config import Launches
-from lib_onediff.devices.cuda.low_bit.choice import LowBit
-from lib_onediff.families.registry import read_layout
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui.cache.totals import totals_html
 from lib_onediff.weights import low_bit, offload
 from lib_onediff.weights.fused_storage import shares_storage
 from lib_onediff.weights.low_bit import KINDS_OF
-from lib_onediff.weights.offload import HostMemory, NoHostMemory, OffloadedWeights
+from lib_onediff.weights.offload import OffloadedWeights
 
 ALONE = {"low_bit": "int8", "low_bit_only": True}
 CPU = torch.device("cpu")
@@ -126,24 +118,6 @@ def twice(unet: nn.Module, call: UNetCall) -> Tensor:
 
 
 @pytest.mark.parametrize("option", KINDS_OF)
-def test_the_weights_of_sdxl_take_less_than_60_percent(option: str) -> None:
-    unet = random_unet("sdxl", torch.device("meta"))
-    layout, call = read_layout(unet), SimpleNamespace(latent=torch.empty(2, 4, 128, 128, dtype=torch.float16))
-    cache = TuningCache()
-    wanted = LowBit(cache, Launches(cache)).wanted(Lossy(option, only=True), layout, call)  # type: ignore[arg-type]
-    layers = {fusion.name: fusion for fusion in layout.fusions()} | {leaf.path: leaf for leaf in layout.leaves()}
-    gone = rounded = 0
-    for name in wanted:
-        layer = layers[name]
-        width, out = getattr(layer, "members", [layer])[0].in_features, layer.out_features
-        gone += 2 * width * out
-        rounded += width * out + 4 * out
-    whole = 2 * sum(parameter.numel() for parameter in unet.parameters())
-    print(f"{whole / 2**30:.2f} GiB -> {(whole - gone + rounded) / 2**30:.2f} GiB, {gone / 2**30:.2f} GiB offloaded")
-    assert whole - gone + rounded < 0.6 * whole and whole - gone + rounded < 3 << 30
-
-
-@pytest.mark.parametrize("option", KINDS_OF)
 def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, option: str) -> None:
     """The keys' and values' weights, which are multiplied in the model's type, are rounded in the oracle itself."""
     unet = lib_onediff.compile_unet(half_unet(), low_bit=option, low_bit_only=True)
@@ -169,62 +143,7 @@ def test_it_computes_what_rounded_weights_beside_the_hosts_do(on_a_gpu: None, op
     assert is_unchanged(unet, before), "who saves the model saves the original"
 
 
-def test_of_the_weights_that_it_takes_nothing_is_left_on_the_gpu(
-    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storages: list[StorageWeakRef] = []
-    real = offload.move
-
-    def noted(tensors: list[Tensor], empty: Any) -> None:
-        storages.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
-        real(tensors, empty)
-        # Keys and values of many layers lie in one, which goes with the last of them.
-        assert len({storage.cdata for storage in storages if not storage.expired()}) <= 1, "as fused tensors would stay"
-
-    monkeypatch.setattr(offload, "move", noted)
-    whole, call = sum(parameter.nbytes for parameter in unet.parameters()), half_call(unet)
-    served(unet, call)
-    assert len(storages) > 20 and not offloaded(unet), "the check has brought them back"
-    served(unet, call)
-    assert all(storage.expired() for storage in storages)
-    took, left = managed(unet).low_bit.bytes, whole - offloaded(unet).bytes
-    print(f"{whole} bytes -> {left} + {took}")
-    assert took < 0.6 * offloaded(unet).bytes and left + took < 0.8 * whole, "a network of narrow layers"
-    assert (runtime.totals().low_bit, runtime.totals().offloaded) == (took, offloaded(unet).bytes)
-    assert "of originals in the computer" in totals_html(runtime.totals(), [], [])
-
-
-def test_a_graph_serves_it_and_another_shape_is_checked_like_the_first(unet: nn.Module) -> None:
-    call, larger = half_call(unet), half_call(unet, 8, 8)
-    expected = twice(unet, call)
-    for _ in range(2):
-        assert torch.equal(served(unet, call), expected)
-    assert now() == (ONLY, "graph"), reason()
-    host = diffusers_output(half_unet(), larger)
-    assert relative_error(served(unet, larger), host) < 0.04
-    assert not offloaded(unet) and managed(unet).low_bit is None, "the check takes the host's weights"
-    for one in (larger, call, call, call):
-        served(unet, one)
-    assert now() == (ONLY, "graph") and torch.equal(served(unet, call), expected), reason()
-    assert [entry.state for entry in runtime.table.entries()] == [State.READY, State.READY]
-
-
 # --- the host finds its weights ---------------------------------------------------------------------------------------
-
-
-def test_the_hosts_own_forward_has_its_weights_bit_for_bit(unet: nn.Module) -> None:
-    call, before = half_call(unet), bits(unet)
-    expected = diffusers_output(unet, call)
-    twice(unet, call)
-    assert offloaded(unet) and hooks(unet)
-    # Past our forward: the first layer that was offloaded has all of them back.
-    assert torch.equal(diffusers_output(unet, call), host_over(unet, call))
-    assert not offloaded(unet) and not hooks(unet) and managed(unet).low_bit is None
-    assert is_unchanged(unet, before)
-    twice(unet, call)
-    assert now()[0] == ONLY and offloaded(unet)
-    lib_onediff.uncompile_unet(unet)
-    assert torch.equal(diffusers_output(unet, call), expected), "given back, they lie as they did"
 
 
 def test_switched_off_the_weights_are_where_they_were(unet: nn.Module) -> None:
@@ -303,20 +222,6 @@ def test_a_lora_beside_the_layers_brings_them_back(unet: nn.Module) -> None:
     assert torch.equal(twice(unet, half_call(unet)), before) and offloaded(unet), reason()
 
 
-def test_a_host_that_moves_weights_has_them_all(unet: nn.Module) -> None:
-    call = half_call(unet)
-    expected = twice(unet, call)
-    moved = [parameter for parameter in unet.parameters() if parameter.dim() > 1]
-    for parameter in moved[::2]:
-        parameter.data = parameter.data.clone()
-    output = served(unet, call)
-    assert now()[0] == ONLY, reason()
-    assert torch.equal(output, expected), "rounded from weights that lie together again"
-    before = bits(half_unet())
-    lib_onediff.uncompile_unet(unet)
-    assert is_unchanged(unet, before)
-
-
 def test_a_copy_is_a_model_of_its_own(unet: nn.Module) -> None:
     call = half_call(unet)
     twice(unet, call)
@@ -350,33 +255,6 @@ def fails_at(count: int, error: Exception, real: Any) -> Any:
         return real(*given, **named)
 
     return work
-
-
-def test_without_room_in_the_computers_memory_the_weights_stay(
-    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, before = half_call(unet), bits(unet)
-    served(unet, call)
-    full = NoHostMemory("the computer's memory is full")
-    monkeypatch.setattr(HostMemory, "empty", fails_at(9, full, HostMemory.empty))
-    served(unet, call)
-    assert now()[0] == EIGHT and "the computer's memory is full" in reason()
-    assert not offloaded(unet) and not hooks(unet) and is_unchanged(unet, before)
-    served(unet, call)
-    assert now()[0] == EIGHT, "not tried at every step"
-    runtime.begin_sampling(unet)
-    served(unet, call)
-    assert now()[0] == ONLY, reason()
-
-
-def test_without_room_on_the_gpu_the_weights_stay(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, before = half_call(unet), bits(unet)
-    served(unet, call)
-    full = torch.cuda.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(low_bit, "empty_like", fails_at(9, full, low_bit.empty_like))
-    served(unet, call)
-    assert now()[0] == EXACT and "no GPU memory for the weights in eight bits" in reason()
-    assert not offloaded(unet) and not hooks(unet) and is_unchanged(unet, before)
 
 
 def test_a_fault_midway_leaves_everything_where_it_was(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,50 +303,20 @@ def test_weights_that_find_no_room_for_their_return_are_not_lost(
     assert torch.equal(diffusers_output(unet, call), host_over(unet, call)) and is_unchanged(unet, before)
 
 
-def test_weights_of_which_some_found_no_room_can_be_gone_on_with(
-    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A card that holds the rounded weights, and not the host's own."""
-    call, before = half_call(unet), bits(unet)
-    expected = twice(unet, call)
-    whole, count = OffloadedWeights.restore, len(offloaded(unet)._layers)
-
-    def some(weights: OffloadedWeights, module: nn.Module) -> None:
-        names = list(weights._layers)
-        kept = {name: weights._layers.pop(name) for name in names[len(names) // 2:]}
-        whole(weights, module)
-        weights._layers.update(kept)
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OffloadedWeights, "restore", some)
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            diffusers_output(unet, call)
-        assert 0 < len(offloaded(unet)._layers) < count
-        assert torch.equal(served(unet, call), expected) and now()[0] == ONLY, reason()
-        assert len(offloaded(unet)._layers) == count
-    lib_onediff.uncompile_unet(unet)
-    assert is_unchanged(unet, before) and not hooks(unet)
-
-
 # --- where it rests ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"second_gpu": "1"}, "one GPU"), ({"low_bit": "off"}, ""), ({"backend": "cudagraph"}, "needs the native backend"),
+    ({"second_gpu": "1"}, "one GPU"), ({"low_bit": "off"}, ""), ({}, "accelerate"),
+    ({"backend": "cudagraph"}, "needs the native backend"),
 ])
 def test_it_says_why_the_weights_stay(on_a_gpu: None, options: dict[str, Any], said: str) -> None:
     unet = lib_onediff.compile_unet(half_unet(), **{**ALONE, **options})
+    if said == "accelerate":
+        unet._hf_hook = object()
     call = half_call(unet)
     served(unet, call)
     assert now()[0] != ONLY and said in reason() and not offloaded(unet)
-
-
-def test_a_unet_that_accelerate_offloads_keeps_its_weights(unet: nn.Module) -> None:
-    unet._hf_hook = object()
-    call = half_call(unet)
-    served(unet, call)
-    assert now()[0] == EIGHT and "accelerate" in reason() and not offloaded(unet)
 
 
 def test_weights_that_others_want_again_and_again_stay(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from builders import relative_error
+from grid import grid
 from torch import Tensor
 
 from lib_onediff.core.affine import Affine, LowRank
@@ -60,23 +61,16 @@ def merged(affine: Affine) -> Affine:
     return Affine(weight, None if affine.bias is None else affine.bias.double())
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("members", [(), MEMBERS], ids=["alone", "fused"])
+@grid(members=[(), MEMBERS], biased=[True, False])
 def test_linear(ops: Operators, members: tuple[int, ...], biased: bool) -> None:
-    affine, x = with_loras(sum(MEMBERS), (64,), biased, members), random(2, 33, 64)
-    assert relative_error(ops.linear(x, affine), torch_ops.linear(x.double(), merged(affine)).float()) < CLOSE
-
-
-@pytest.mark.parametrize("biased", [True, False])
-def test_add_linear(ops: Operators, biased: bool) -> None:
-    affine, x, tokens = with_loras(96, (64,), biased), random(2, 32, 64), random(2, 32, 96)
-    expected = tokens.double() + torch_ops.linear(x.double(), merged(affine))
+    affine, x, tokens = with_loras(sum(MEMBERS), (64,), biased, members), random(2, 33, 64), random(2, 33, sum(MEMBERS))
+    expected = torch_ops.linear(x.double(), merged(affine))
+    assert relative_error(ops.linear(x, affine), expected.float()) < CLOSE
+    expected = tokens.double() + expected
     assert relative_error(ops.materialize(ops.add_linear(Stream(tokens), x, affine)), expected.float()) < CLOSE
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@grid(biased=[True, False], joined=[True, False], form=[torch.contiguous_format, torch.channels_last])
 def test_pointwise(ops: Operators, biased: bool, joined: bool, form: torch.memory_format) -> None:
     affine = with_loras(48, (64, 1, 1), biased)
     image = random(2, 64, 8, 8).to(memory_format=form)
@@ -85,24 +79,12 @@ def test_pointwise(ops: Operators, biased: bool, joined: bool, form: torch.memor
     assert relative_error(ops.pointwise(given, affine), expected.float()) < CLOSE
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("circular", [True, False])
-@pytest.mark.parametrize("stride", [1, 2])
+@grid(biased=[True, False], circular=[True, False], stride=[1, 2])
 def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) -> None:
     affine, image = with_loras(48, (32, 3, 3), biased), random(2, 32, 8, 8)
     shape = Convolution("", 32, 48, 3, stride, 1, circular)
     expected = torch_ops.convolution(image.double(), merged(affine), shape)
     assert relative_error(ops.convolution(image, affine, shape), expected.float()) < CLOSE
-
-
-def test_what_is_applied_lies_where_it_is_computed() -> None:
-    """The weight itself may lie elsewhere for the time being."""
-    functions = WeightFunctions((LowRankUpdate(random(48, 4), random(4, 64), 0.5),), bias=lambda bias: bias.add_(1))
-    affines, applied, device = {"a": Affine(random(48, 64), random(48))}, AppliedFunctions(), torch.device("meta")
-    applied.fit({"a": functions}, affines, (), torch.float16, None, device)
-    assert {applied.low_rank["a"].down.device, applied.low_rank["a"].ups[0][1].device, applied.biases["a"].device} == {
-        device
-    }
 
 
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])

@@ -16,26 +16,20 @@ from lib_onediff.core import precision
 from lib_onediff.core.precision import (
     BF16_REDUCTION,
     FP16_REDUCTION,
-    HALF_SUMS,
     SWITCHES,
     TF32_CONVOLUTION,
     TF32_MATMUL,
-    AttentionOverflows,
     Precision,
     applied,
     environment,
     flags_for,
     oneflow_variables,
-    sums_in_half,
     switch_of,
-    tf32_is_on,
 )
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.runtime.effects import Machine
 
 GPU = torch.device("cuda", 0)
 HALF = types.SimpleNamespace(matmul_accumulation="half")
-H200 = Machine("2.13.0", "NVIDIA H200", (9, 0), False, frozenset(SWITCHES))
 HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not None
 
 
@@ -69,22 +63,6 @@ def switched(**values: str) -> types.SimpleNamespace:
 
 
 # --- set and put back -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(HALF_SUMS not in Machine.now().switches, reason="PyTorch has it from 2.7 on")
-def test_half_sums_inside_and_the_hosts_after() -> None:
-    matmul = torch.backends.cuda.matmul
-    before = standing()
-    flags = flags_for(HALF, torch.float16, GPU)
-    assert standing() == before, "asking changes nothing"
-    with applied(flags):
-        assert matmul.allow_fp16_accumulation is True
-    assert standing() == before and sums_in_half(flags)
-    matmul.allow_fp16_accumulation = True
-    flags = flags_for(switched(matmul_accumulation="full"), torch.float16, GPU)
-    with applied(flags):
-        assert matmul.allow_fp16_accumulation is False
-    assert matmul.allow_fp16_accumulation is True and not sums_in_half(flags)
 
 
 @pytest.mark.parametrize("values", list(itertools.product((False, True), repeat=len(SWITCHES))))
@@ -132,14 +110,6 @@ def test_whatever_the_host_has_set_is_put_back() -> None:
 
 
 @pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")
-def test_a_host_that_uses_the_newer_tf32_switch_breaks_nothing() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    with pytest.raises(RuntimeError):
-        _ = torch.backends.cuda.matmul.allow_tf32
-    assert tf32_is_on() and SWITCHES[TF32_MATMUL].read() is True
-
-
-@pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")
 def test_a_switch_that_follows_a_wider_one_still_does_afterwards() -> None:
     generic = torch.backends.fp32_precision
     try:
@@ -152,16 +122,6 @@ def test_a_switch_that_follows_a_wider_one_still_does_afterwards() -> None:
         assert SWITCHES[TF32_MATMUL].read() is False
     finally:
         torch.backends.fp32_precision = generic
-
-
-def test_what_stands_already_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any, state: Any) -> None:
-        raise AssertionError("written")
-
-    flags = flags_for(Precision(), torch.float16, GPU)
-    monkeypatch.setattr(precision.MatmulSwitch, "restore", refuse)
-    with applied(flags):
-        pass
 
 
 def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,39 +161,10 @@ def test_threads_take_turns() -> None:
     assert seen == [before[FP16_REDUCTION] if isinstance(before[FP16_REDUCTION], bool) else before[FP16_REDUCTION][0]]
 
 
-def test_it_takes_microseconds() -> None:
-    flags = flags_for(Precision(), torch.float16, GPU)
-
-    def once() -> None:
-        with applied(flags_for(HALF, torch.float16, GPU)):
-            pass
-
-    once()
-    best = min(timed(once) for _ in range(200))
-    assert best < 200e-6, f"{best * 1e6:.0f} microseconds, flags {flags}"
-
-
-def timed(work: Any) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 # --- what a key holds -------------------------------------------------------------------------------------------------
 
 
-def test_the_switches_of_each_dtype() -> None:
-    has = Machine.now().switches
-    names = {dtype: tuple(name for name, _ in flags_for(Precision(), dtype, GPU)) for dtype in precision.OF_DTYPE}
-    assert names[torch.float16] == tuple(name for name in (HALF_SUMS, FP16_REDUCTION) if name in has)
-    assert names[torch.bfloat16] == (BF16_REDUCTION,)
-    assert names[torch.float32] == (TF32_MATMUL, TF32_CONVOLUTION)
-    upcast = flags_for(Precision(), torch.float16, GPU, upcast_attention=True)
-    assert [name for name, _ in upcast][-1] == TF32_MATMUL
-
-
-def test_a_cpu_has_no_switches() -> None:
-    assert flags_for(HALF, torch.float16, torch.device("cpu")) == ()
+# --- the rest ---------------------------------------------------------------------------------------------------------
 
 
 def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
@@ -246,15 +177,6 @@ def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
         assert dict(flags_for(HALF, dtype, GPU))[name] is True
 
 
-def test_flags_can_be_in_a_key() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    one, other = (flags_for(chosen, torch.float32, GPU) for chosen in (HALF, Precision()))
-    assert len({one, other}) == 2 and eval(repr(one)) == one
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------------
-
-
 def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     matmul, convolution = precision.ONEFLOW_MATMUL, precision.ONEFLOW_CONVOLUTION
     monkeypatch.setenv(matmul, "found")
@@ -263,15 +185,3 @@ def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (os.environ[matmul], os.environ[convolution]) == ("1", "0")
         _ = 1 / 0
     assert os.environ[matmul] == "found" and convolution not in os.environ
-
-
-def test_an_overflow_is_remembered() -> None:
-    tuning_cache = TuningCache()
-    seen = AttentionOverflows(tuning_cache)
-    assert not seen.seen("abc", torch.float16)
-    seen.note("abc", torch.float16)
-    stored = {"attention overflows, abc, float16": True}
-    again = TuningCache()
-    again.attach(lambda: stored, lambda *given: None)
-    assert AttentionOverflows(again).seen("abc", torch.float16)
-    assert not AttentionOverflows(again).seen("abc", torch.bfloat16) and not seen.seen("other", torch.float16)

@@ -12,17 +12,12 @@ from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
-from lib_onediff.core import precision as modes
 from lib_onediff.core.affine import Affine
-from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
 from lib_onediff.core.table import State
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.store.history import verdict_name
-
-REDUCED, FULL = ((FP16_REDUCTION, True),), ((FP16_REDUCTION, False),)
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +36,11 @@ def as_on_a_gpu(settings: Any, dtype: torch.dtype, device: torch.device, upcast_
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """The switches of a GPU, on a CPU. The list tells how one of them stood at each of our calls."""
-    stood: list[bool] = []
-    geglu = torch_ops.geglu
     switch = SWITCHES[FP16_REDUCTION]
     before = switch.state()
     switch.write(False)
+    stood: list[bool] = []
+    geglu = torch_ops.geglu
 
     def watched(tokens: Tensor, reader: Affine) -> Tensor:
         stood.append(SWITCHES[FP16_REDUCTION].read())
@@ -89,21 +84,6 @@ def test_a_fault_leaves_no_switch_behind(gpu: list[bool], monkeypatch: pytest.Mo
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call))
     assert SWITCHES[FP16_REDUCTION].state() == before and lib_onediff.status()["route"] == "host"
-
-
-def test_precision_is_part_of_a_verdict() -> None:
-    call = a_call(diffusers_unet())
-    keys = [ShapeKey.of("abc", torch.float16, call, "native", flags) for flags in ((), REDUCED, FULL)]
-    assert len({verdict_name("native", key, "weights") for key in keys}) == 3
-    latent = torch.empty(1, 4, 8, 8)
-    assert len({ShapeKey.of_decode("abc", latent, False, "native", None, flags) for flags in ((), REDUCED, FULL)}) == 3
-
-
-def test_modes_set_the_switches_of_a_key() -> None:
-    found = SWITCHES[FP16_REDUCTION].read()
-    with modes.our_modes(torch.device("cpu"), ((FP16_REDUCTION, not found),)):
-        assert SWITCHES[FP16_REDUCTION].read() is not found
-    assert SWITCHES[FP16_REDUCTION].read() is found
 
 
 @pytest.mark.usefixtures("fresh_route")
@@ -155,17 +135,6 @@ def test_attention_that_overflows_is_computed_again_in_float32_and_remembered(
         served(unet, a_call(unet, *size))
     assert set(overflowing) == {True} and lib_onediff.status()["route"] == "plain"
     assert len(caplog.messages) == 1
-
-
-def test_healthy_attention_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    attention = torch_ops.attention
-    monkeypatch.setattr(torch_ops, "attention", lambda *given: (asked.append(given[3]), attention(*given))[1])
-    unet = lib_onediff.compile_unet(diffusers_unet())
-    served(unet, a_call(unet))
-    once = len(asked)
-    served(unet, a_call(unet))
-    assert set(asked) == {False} and len(asked) == 2 * once
 
 
 def test_a_model_whose_own_forward_overflows_is_served_by_ours(caplog: pytest.LogCaptureFixture) -> None:

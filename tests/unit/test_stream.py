@@ -39,13 +39,6 @@ def test_every_answer_asks_for_the_next_until_there_is_none(handler: Callable[..
     assert handler("step")(stream, "") == (gradio.update(), gradio.update())
 
 
-def test_nothing_to_show(handler: Callable[..., Any]) -> None:
-    value, turn, stream = handler("begin")(0)
-    assert (value, turn) == (gradio.update(), gradio.update())
-    assert handler("step")(None, "") == (gradio.update(), gradio.update())
-    assert handler("step")(stream, "5") == (gradio.update(), "")
-
-
 def test_a_stream_begun_while_another_ends_goes_on(handler: Callable[..., Any]) -> None:
     """The page misses the new one's first turn, because the old one's request is still open."""
     _, turn, old = handler("begin")(1)

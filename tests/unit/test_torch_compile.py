@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, diffusers_unet, relative_error
-from test_public_api_pipelines import inputs, pipeline
+from test_public_api_pipelines import pipeline
 from torch import Tensor, nn
 
-from lib_onediff import compile_pipe, compile_unet, status, uncompile_pipe, uncompile_unet
 from lib_onediff.hosts.diffusers.instance_forward import InstanceForward
+from lib_onediff.public import compile_pipe, compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 
 
@@ -48,18 +48,8 @@ def in_place_first(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
     return compile_unet(unet)
 
 
-def forward_first(unet: Any, traced: Traced) -> Callable[..., Any]:
-    unet.forward = torch.compile(unet.forward, backend=traced)
-    return compile_unet(unet)
-
-
 def wrapped_later(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
     return torch.compile(compile_unet(unet), backend=traced)
-
-
-def in_place_later(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
-    compile_unet(unet).compile(backend=traced)
-    return unet
 
 
 def within_a_function(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
@@ -67,9 +57,7 @@ def within_a_function(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
     return torch.compile(lambda *given: unet(*given), backend=traced)
 
 
-@pytest.mark.parametrize(
-    "compiled", [wrapped_first, in_place_first, forward_first, wrapped_later, in_place_later, within_a_function]
-)
+@pytest.mark.parametrize("compiled", [wrapped_first, in_place_first, wrapped_later, within_a_function])
 @torch.no_grad()
 def test_nothing_of_ours_is_traced(compiled: Callable[..., Any], traced: Traced) -> None:
     unet = diffusers_unet(**SMALL)
@@ -79,13 +67,6 @@ def test_nothing_of_ours_is_traced(compiled: Callable[..., Any], traced: Traced)
         assert relative_error(call(*given).sample, type(unet).forward(unet, *given).sample) < 1e-5
         assert status()["route"] == "plain"
     assert traced.operators == 0 and runtime.guard.faults == []
-
-
-def test_uncompile_finds_what_torch_compile_left(traced: Traced) -> None:
-    unet: Any = diffusers_unet(**SMALL)
-    unet.forward = compiled = torch.compile(unet.forward, backend=traced)
-    uncompile_unet(compile_unet(unet))
-    assert unet.__dict__["forward"] is compiled
 
 
 @torch.no_grad()
@@ -98,16 +79,3 @@ def test_a_whole_graph_is_the_hosts_own(traced: Traced, caplog: pytest.LogCaptur
     assert isinstance(decoder.__dict__["forward"], InstanceForward)
     torch.testing.assert_close(torch.compile(decoder, backend=traced, fullgraph=True)(latent), expected)
     assert traced.operators > 0 and "fullgraph=True" in caplog.text
-
-
-def test_a_pipe_with_compiled_parts(traced: Traced) -> None:
-    pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
-    expected = pipe(**inputs("StableDiffusionPipeline", 64, 64, 0)).images
-    unet, decoder = pipe.unet, pipe.vae.decoder
-    pipe.unet, pipe.vae.decoder = (torch.compile(part, backend=traced) for part in (unet, decoder))
-    compile_pipe(pipe)
-    images = pipe(**inputs("StableDiffusionPipeline", 64, 64, 0)).images
-    assert abs(images - expected).max() < 1 / 255 and traced.operators == 0
-    assert runtime.status()["route"] == "plain" and runtime.vae.status()["route"] == "ours"
-    uncompile_pipe(pipe)
-    assert "forward" not in unet.__dict__ and "forward" not in decoder.__dict__

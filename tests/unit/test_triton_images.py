@@ -50,14 +50,10 @@ def test_additions(shape: tuple[int, ...], biased: bool, added: Callable[..., ob
     assert torch.equal(image, before[0]) and torch.equal(update, before[1]), "an input is not written to"
     exact = image.double() + update.double() + (0 if bias is None else bias.double()[:, None, None])
     assert worst_error(output, exact) < 2
-
-
-@grid(shape=SHAPES, added=list(KERNELS))
-def test_a_bias_is_added_in_place(shape: tuple[int, ...], added: Callable[..., object]) -> None:
-    image, bias = random_image(*shape), torch.randn(shape[1], device=DEVICE)
-    expected = image + bias[:, None, None]
-    added(None, image, bias, image)
-    assert torch.equal(image, expected)
+    if biased:
+        expected = image + bias[:, None, None]
+        added(None, image, bias, image)
+        assert torch.equal(image, expected), "in place"
 
 
 @pytest.mark.parametrize(
@@ -70,14 +66,6 @@ def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], c
     expected = image + bias[:, None, None]
     added(None, image, bias, image, config)
     assert torch.equal(image, expected)
-
-
-@grid(dtype=list(NEAREST), added=list(KERNELS))
-def test_additions_in_half_precision_are_rounded_once(dtype: torch.dtype, added: Callable[..., object]) -> None:
-    image, update = random_image(2, 48, 5, 7, dtype=dtype), random_image(2, 48, 5, 7, dtype=dtype)
-    bias = torch.randn(48).to(DEVICE, dtype)
-    exact = image.double() + update.double() + bias.double()[:, None, None]
-    assert worst_error(sum_of(added, image, update, bias), exact) <= NEAREST[dtype]
 
 
 @pytest.mark.parametrize(
@@ -109,16 +97,8 @@ def test_resize_rounds_as_torch_does_where_that_is_not_exact() -> None:
         assert torch.equal(resize(image, 1, new), expected), (old, new)
 
 
-@pytest.mark.parametrize("dtype", NEAREST, ids=str)
-def test_resize_copies_values_of_any_precision(dtype: torch.dtype) -> None:
-    image = random_image(1, 33, 3, 5, dtype=dtype)
-    expected = functional.interpolate(image.float(), size=(5, 9), mode="nearest").to(dtype)
-    assert torch.equal(resize(image, 5, 9), expected)
-
-
 # In units of float32's rounding, for values of about 1.
 CLOSE = 20
-# In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -163,11 +143,22 @@ def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None
     assert worst_error(materialize(stream, config), total) < CLOSE
 
 
-@pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_eps_counts_where_tokens_hardly_vary(eps: float) -> None:
-    tokens, weight, bias = 1e-2 * random(5, 96), random(96), random(96)
-    _, output = layer_norm(Stream(tokens), weight, bias, eps)
-    assert worst_error(output, exact_layer_norm(tokens, weight, bias, eps)) < CLOSE
+@pytest.mark.parametrize("dtype", NEAREST, ids=str)
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    image, update = random_image(2, 48, 5, 7, dtype=dtype), random_image(2, 48, 5, 7, dtype=dtype)
+    bias = random(48, dtype=dtype)
+    exact = image.double() + update.double() + bias.double()[:, None, None]
+    for added in KERNELS:
+        assert worst_error(sum_of(added, image, update, bias), exact) <= NEAREST[dtype]
+    expected = functional.interpolate(image.float(), size=(9, 13), mode="nearest").to(dtype)
+    assert torch.equal(resize(image, 9, 13), expected)
+    stream, total = owing(random(9, 96, dtype=dtype), True, True)
+    weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
+    _, output = layer_norm(stream, weight, bias, 1e-5)
+    assert worst_error(materialize(stream), total) <= NEAREST[dtype]
+    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) <= NEAREST[dtype]
+    tokens = 3 * random(4, 192, dtype=dtype)
+    assert worst_error(geglu(tokens), exact_geglu(tokens)) <= NEAREST[dtype]
 
 
 @pytest.mark.parametrize("mean", [50.0, -50.0])
@@ -177,15 +168,6 @@ def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -
     _, output = layer_norm(Stream(tokens, deferred_bias), weight, bias, 1e-5)
     # The mean itself is rounded: to 2**-19, which is 3e-5 of a deviation.
     assert worst_error(output, exact_layer_norm(tokens + deferred_bias, weight, bias, 1e-5)) < 1000
-
-
-@pytest.mark.parametrize("dtype", NEAREST, ids=str)
-def test_a_stream_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    stream, total = owing(random(9, 96, dtype=dtype), True, True)
-    weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
-    _, output = layer_norm(stream, weight, bias, 1e-5)
-    assert worst_error(materialize(stream), total) <= NEAREST[dtype]
-    assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) <= NEAREST[dtype]
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 640), (1, 3, 2560), (5, 96), (2, 10), (1, 2, 2 * 513), (1, 2)], ids=str)
@@ -208,9 +190,3 @@ def test_geglu_of_large_gates_is_the_identity_or_nothing() -> None:
     output = geglu(tokens)
     assert worst_error(output, exact_geglu(tokens)) < CLOSE
     assert output[0, 7:].tolist() == [200.0, 0.0, 120000.0, 0.0]
-
-
-@pytest.mark.parametrize("dtype", NEAREST, ids=str)
-def test_geglu_in_half_precision_rounds_only_the_result(dtype: torch.dtype) -> None:
-    tokens = 3 * random(4, 192, dtype=dtype)
-    assert worst_error(geglu(tokens), exact_geglu(tokens)) <= NEAREST[dtype]

@@ -14,10 +14,8 @@ from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import (
     ADDITION,
     GEGLU,
-    LARGE,
     LAYER_NORM,
     SMALL,
-    STATISTICS,
     LaunchConfig,
     Launches,
     row_class,
@@ -52,16 +50,6 @@ def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches.of(LAYER_NORM, row_class(96), torch.float16) == LAYER_NORM.candidates[0], "another dtype"
     clock.timed.clear()
     assert tune_kernels(launches, LAYERS, torch.float32, CPU, clock) == 0 and not clock.timed
-
-
-def test_a_choice_is_kept_for_the_next_process_and_a_strange_one_is_none() -> None:
-    tuning_cache = TuningCache()
-    Launches(tuning_cache).choose(STATISTICS, LARGE, torch.float16, STATISTICS.candidates[1])
-    assert Launches(tuning_cache).of(STATISTICS, LARGE, torch.float16) == STATISTICS.candidates[1]
-    assert Launches(tuning_cache).of(STATISTICS, SMALL, torch.float16) == STATISTICS.candidates[0]
-    for strange in ([3, 3], "fast", None, [], [[8, 1]]):
-        tuning_cache.set(f"kernel {ADDITION.name}, {SMALL}, float16", strange)
-        assert Launches(tuning_cache).of(ADDITION, SMALL, torch.float16) == ADDITION.candidates[0]
 
 
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])

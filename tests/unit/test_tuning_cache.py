@@ -1,7 +1,9 @@
-"""Tuned choices: in memory, in the store, and what a strange store may hold."""
+"""Tuned choices: in memory, in the store, what a strange store may hold, and on their kind of GPU alone."""
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ import torch
 from store_builders import opened
 
 from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.torch.attention import GEMM, TORCH, Attention, choice_name
+from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches
+from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice
+from lib_onediff.devices.torch.attention import FLASH, GEMM, TORCH, Attention, choice_name
+from lib_onediff.devices.torch.attention import choice_name as attention_name
 from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History
+from lib_onediff.weights.low_bit import FP8, INT8, NORMED
 
 STRANGE = [None, True, 7, "flash", ["flash"], {}, {"backend": None}, {"backend": ["flash"]}, {"backend": "warp drive"},
-           {"backend": {"flash": 1}}]
+           {"backend": {"flash": 1}}, {"backend": "flash, as it was"}]
 
 
 @pytest.fixture(autouse=True)
@@ -41,31 +47,6 @@ def test_what_was_chosen_before_the_store_came_is_saved_and_counts_more(tmp_path
         assert cache.get("tile") == 128 and cache.get("layout") == "nhwc"
 
 
-def test_attaching_again_saves_nothing_twice() -> None:
-    saved: list[tuple[str, Any]] = []
-    tuning_cache = TuningCache()
-    tuning_cache.set("tile", 64)
-    for _ in range(3):
-        tuning_cache.attach(lambda: dict(saved), lambda name, value: saved.append((name, value)))
-    assert saved == [("tile", 64)]
-
-
-def test_what_json_cannot_hold_is_refused_with_and_without_a_store(tmp_path: Path) -> None:
-    for tuning_cache in (TuningCache(), cache_in(tmp_path)[1]):
-        with pytest.raises(TypeError):
-            tuning_cache.set("tile", object())
-        assert tuning_cache.get("tile") is None
-
-
-def test_purging_one_resolution_leaves_them_and_purging_all_does_not(tmp_path: Path) -> None:
-    history, tuning_cache = cache_in(tmp_path)
-    tuning_cache.set("tile", 64)
-    history.forget(["512x512"])
-    assert cache_in(tmp_path)[1].get("tile") == 64
-    history.forget()
-    assert cache_in(tmp_path)[1].get("tile") is None
-
-
 @pytest.mark.parametrize("value", STRANGE, ids=json.dumps)
 def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
     narrow, wide = (2, 8, 64, 40), (1, 1, 64, 512)
@@ -77,8 +58,67 @@ def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
     assert attention.pick(wide, wide, torch.float16) == GEMM
 
 
-def test_a_choice_that_cannot_serve_the_width_is_no_choice() -> None:
-    tuning_cache = TuningCache()
-    wide = (1, 1, 64, 512)
-    tuning_cache.set(choice_name(wide, wide, torch.float16), {"backend": "flash"})
-    assert Attention(tuning_cache).pick(wide, wide, torch.float16) == GEMM
+HALF, SHAPE = torch.float16, (2, 8, 4096, 64)
+PRODUCT = Product(8, 16, 32, NORMED)
+SECOND = torch.device("cuda", 1)
+
+
+class TwoCards:
+    """torch's current card is 0 until somebody makes it another. on: to which cards events went."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.on: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
+    cards = TwoCards()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.enable_timing = enable_timing
+
+        def record(self, stream: torch.device | None = None) -> None:
+            cards.on.append(stream or torch.device("cuda", cards.current))
+
+    patched: dict[str, Any] = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "current_device": lambda: cards.current,
+        "get_device_name": lambda device: ("Large", "Small")[cards.current if device.index is None else device.index],
+        "device": cards.using, "is_current_stream_capturing": lambda: True, "Event": Event,
+        "current_stream": lambda device=None: device or torch.device("cuda", cards.current),
+    }
+    for name, function in patched.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return cards
+
+
+def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:
+    cache = TuningCache()
+    launches, attention, products = Launches(cache), Attention(cache), ProductChoice(cache)
+
+    def choices() -> tuple[object, ...]:
+        return (
+            launches.of(LAYER_NORM, "64", HALF), attention.pick(SHAPE, SHAPE, HALF),
+            products.best(PRODUCT, HALF, [FP8.dtype, INT8.dtype]),
+        )
+
+    unmeasured = choices()
+    times = iter((2.0, 1.0))
+    launches.choose(LAYER_NORM, "64", HALF, LAYER_NORM.candidates[1])
+    cache.set(attention_name(SHAPE, SHAPE, HALF), {"backend": FLASH})
+    products.measure(PRODUCT, HALF, FP8, lambda: None, lambda: None, lambda work: next(times))
+    measured = LAYER_NORM.candidates[1], FLASH, FP8
+    for _ in range(2):
+        assert choices() == measured
+        with cards.using(SECOND):
+            assert choices() == unmeasured
+    assert all(name.endswith(", Large") for name in cache._values)

@@ -1,15 +1,30 @@
-"""Control residuals: our slots against ldm's own blocks in a loop that is written out here."""
+"""Control residuals: our slots against ldm's own blocks in a loop that is written out here, and diffusers' ControlNets
+and adapters through a compiled UNet."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as functional
-from builders import a_call, our_output, relative_error, shared_ldm_unet, shared_unet
+from builders import (
+    POOLED_WIDTH,
+    SD1,
+    SDXL,
+    a_call,
+    diffusers_unet,
+    our_output,
+    randomise,
+    relative_error,
+    shared_ldm_unet,
+)
 from torch import Tensor
 
+import lib_onediff
 from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.devices.torch import operators as torch_ops
 
 CLOSE = 1e-5
 
@@ -90,7 +105,118 @@ def test_residuals_of_another_precision_are_cast() -> None:
     assert relative_error(ours, expected) < CLOSE
 
 
-def test_an_empty_control_changes_nothing() -> None:
-    unet = shared_unet("SDXL")
-    call = a_call(unet)
-    assert torch.equal(our_output(unet, replace(call, control=Control())), our_output(unet, call))
+PICTURE = torch.linspace(0, 9, 2 * 3 * 64 * 96).reshape(2, 3, 64, 96).sin()
+
+
+class Scene:
+    """One UNet and one denoising call with the extras of its architecture."""
+
+    def __init__(self, layout: dict[str, Any]) -> None:
+        self.layout = layout
+        self.unet = diffusers_unet(**layout)
+        self.call = a_call(self.unet, 8, 12)
+        sdxl = layout is SDXL
+        self.added = {"text_embeds": torch.randn(2, POOLED_WIDTH), "time_ids": 9 * torch.rand(2, 6)} if sdxl else None
+
+    @torch.no_grad()
+    def output(self, **residuals: Any) -> Tensor:
+        # The UNet eats the list of a T2I adapter.
+        whole = {name: list(value) if isinstance(value, list) else value for name, value in residuals.items()}
+        call = self.call
+        return self.unet(
+            call.latent, call.timestep, call.context, added_cond_kwargs=self.added, **whole
+        ).sample
+
+    @torch.no_grad()
+    def controlnet(self) -> tuple[list[Tensor], Tensor]:
+        from diffusers import ControlNetModel
+
+        net = randomise(ControlNetModel.from_unet(self.unet, conditioning_embedding_out_channels=(8, 8, 16, 16)), 1)
+        call = self.call
+        return net(
+            call.latent, call.timestep, call.context, controlnet_cond=PICTURE, added_cond_kwargs=self.added,
+            return_dict=False,
+        )
+
+    @torch.no_grad()
+    def adapter(self) -> list[Tensor]:
+        from diffusers import T2IAdapter
+
+        if self.layout is SDXL:
+            adapter = T2IAdapter(3, [16, 32, 64, 64], 1, 16, adapter_type="full_adapter_xl")
+        else:
+            adapter = T2IAdapter(3, [16, 32, 64, 64], 1, 8, adapter_type="full_adapter")
+        return randomise(adapter, 2)(PICTURE)
+
+
+def controlled(scene: Scene) -> dict[str, Any]:
+    down, middle = scene.controlnet()
+    return {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+
+
+def adapted(scene: Scene, count: int = 4) -> dict[str, Any]:
+    """SDXL's adapter has a fourth residual, which the host adds to the middle block's output."""
+    return {"down_intrablock_additional_residuals": scene.adapter()[:count]}
+
+
+def one_more(scene: Scene) -> dict[str, Any]:
+    """Without a middle block it goes nowhere."""
+    residuals = scene.adapter()
+    return {"down_intrablock_additional_residuals": [*residuals, torch.ones_like(residuals[-1])]}
+
+
+@pytest.mark.parametrize(("layout", "residuals"), [
+    (SD1, controlled), (SDXL, controlled), (SD1, adapted), (SDXL, adapted), (SDXL, lambda scene: adapted(scene, 2)),
+    (SD1, lambda scene: controlled(scene) | adapted(scene, 3)), ({**SD1, "mid_block_type": None}, one_more),
+], ids=["ControlNet", "SDXL ControlNet", "adapter", "SDXL adapter", "fewer", "both", "no middle block"])
+def test_residuals_give_what_the_host_gives(layout: dict, residuals: Callable[[Scene], dict[str, Any]]) -> None:
+    scene = Scene(layout)
+    given = residuals(scene)
+    bare, expected = scene.output(), scene.output(**given)
+    lib_onediff.compile_unet(scene.unet)
+    output = scene.output(**given)
+    assert (lib_onediff.status()["route"], relative_error(output, expected) < CLOSE) == ("plain", True)
+    assert relative_error(expected, bare) > 1e-2
+
+
+def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
+    scene = Scene(SD1)
+    _, middle = scene.controlnet()
+    expected = scene.output(mid_block_additional_residual=middle)
+    assert torch.equal(expected, scene.output())
+    lib_onediff.compile_unet(scene.unet)
+    assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
+
+
+def test_one_more_residual_is_never_served_by_the_proof_of_one_less() -> None:
+    """What the host adds and we do not must not hide in a shape that was proved without it."""
+    scene = Scene(SDXL)
+    residuals = scene.adapter()
+    expected = scene.output(down_intrablock_additional_residuals=residuals)
+    lib_onediff.compile_unet(scene.unet)
+    scene.output(down_intrablock_additional_residuals=residuals[:3])
+    assert lib_onediff.status()["route"] == "plain"
+    assert relative_error(scene.output(down_intrablock_additional_residuals=residuals), expected) < CLOSE
+
+
+def test_the_host_finds_an_adapters_residuals_whole_however_often_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It eats the list that it is given; here it runs to check us, and again because we were wrong."""
+    scene = Scene(SD1)
+    residuals = scene.adapter()
+    expected = scene.output(down_intrablock_additional_residuals=residuals)
+    lib_onediff.compile_unet(scene.unet)
+    monkeypatch.setattr(torch_ops, "geglu", lambda tokens, reader: tokens.chunk(2, dim=-1)[0])
+    assert torch.equal(scene.output(down_intrablock_additional_residuals=residuals), expected)
+    assert lib_onediff.status()["route"] == "host"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_in_the_old_way_is_left_to_the_host() -> None:
+    scene = Scene(SD1)
+    residuals = scene.adapter()
+    expected = scene.output(down_block_additional_residuals=list(residuals))
+    lib_onediff.compile_unet(scene.unet)
+    assert torch.equal(scene.output(down_block_additional_residuals=list(residuals)), expected)
+    assert (lib_onediff.status()["route"], lib_onediff.status()["reason"]) == (
+        "host", "a T2I adapter passes its residuals in the old way"
+    )

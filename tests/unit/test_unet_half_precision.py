@@ -27,7 +27,6 @@ from grid import first, grid
 from torch import Tensor, nn
 
 from lib_onediff.core.call import UNetCall
-from lib_onediff.devices.torch import operators as torch_ops
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # One picture's rounding errors happen to add up or not: this many give a ratio that is known to 0.03.
@@ -75,35 +74,6 @@ def test_our_error_with_upcast_attention_is_not_above_diffusers_own(dtype: torch
         return unet
 
     assert error_ratio(build, dtype, diffusers_output, diffusers_output, upcast=True) <= WORST_RATIO
-
-
-@pytest.mark.parametrize("upcast", [True, False])
-def test_upcast_reaches_every_attention(upcast: bool) -> None:
-    seen: list[bool] = []
-
-    class Recording:
-        def __getattr__(self, name: str) -> object:
-            return getattr(torch_ops, name)
-
-        @staticmethod
-        def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
-            seen.append(upcast)
-            return torch_ops.attention(query, key, value, upcast)
-
-    unet = diffusers_unet(**SD2)
-    our_output(unet, replace(a_call(unet), upcast_attention=upcast), Recording())
-    blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
-    assert seen == [upcast] * (2 * blocks)
-
-
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_upcast_attention_rounds_only_its_result(dtype: torch.dtype) -> None:
-    query, key, value = (2 * torch.randn(2, 4, 50, 16).to(dtype) for _ in range(3))
-    scores = query.double() @ key.double().transpose(-1, -2) / 4.0
-    expected = (scores.softmax(-1) @ value.double()).to(dtype)
-    output = torch_ops.attention(query, key, value, upcast=True)
-    assert output.dtype == dtype
-    torch.testing.assert_close(output, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @contextlib.contextmanager

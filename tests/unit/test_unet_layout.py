@@ -1,85 +1,32 @@
 """Reading a layout: which architectures are one, which are two, and which are refused."""
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from builders import (
     LAYOUTS,
     LDM_LAYOUTS,
-    POOLED_WIDTH,
     SD1,
     SDXL,
-    SSD,
-    TIME_ID_WIDTH,
     diffusers_structure,
     ldm_structure,
 )
+from grid import name_of
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import read_layout
-from lib_onediff.families.unet.layout import SpatialTransformer, UNetLayout, Upsample
 
 
-def without_resizing(node: Any) -> Any:
-    """A stage of diffusers as if it resized odd sizes where A1111 does."""
-    if isinstance(node, Upsample):
-        return replace(node, resize_before=False)
-    return tuple(without_resizing(item) for item in node) if isinstance(node, tuple) else node
-
-
-def test_two_checkpoints_of_one_config_are_one_architecture() -> None:
-    for name, config in LAYOUTS.items():
-        first, second = (read_layout(diffusers_structure(config)) for _ in range(2))
-        assert first.architecture == second.architecture, name
-        assert first == second, name
-
-
-def test_every_layout_is_an_architecture_of_its_own() -> None:
-    layouts = [read_layout(diffusers_structure(config)) for config in LAYOUTS.values()]
-    layouts += [read_layout(ldm_structure(config)) for config in LDM_LAYOUTS.values()]
+def test_an_architecture_is_that_of_every_checkpoint_and_of_no_other_layout() -> None:
+    """Also where numbers without parameters differ."""
+    plain = [*LAYOUTS.values(), {**SD1, "attention_head_dim": 4}, {**SD1, "norm_eps": 1e-6}, {**SD1, "freq_shift": 1},
+             {**SD1, "flip_sin_to_cos": False}]
+    builders = [lambda config=config: diffusers_structure(config) for config in plain]
+    builders += [lambda config=config: ldm_structure(config) for config in [*LDM_LAYOUTS.values(), {"num_heads": 4}]]
+    layouts = [read_layout(build()) for build in builders]
     assert len({layout.architecture for layout in layouts}) == len(layouts)
-
-
-def test_ldm_and_diffusers_differ_only_in_how_they_resize_odd_sizes() -> None:
-    ours = read_layout(ldm_structure({}))
-    theirs = read_layout(diffusers_structure({**SD1, "block_out_channels": (32, 64, 128, 128)}))
-    assert ours.architecture != theirs.architecture
-    as_a1111 = replace(theirs, output_stages=without_resizing(theirs.output_stages))
-    assert as_a1111.architecture == ours.architecture
-
-
-def test_number_of_heads_counts_although_the_parameters_are_the_same() -> None:
-    eight, four = (read_layout(diffusers_structure({**SD1, "attention_head_dim": heads})) for heads in (8, 4))
-    assert eight.architecture != four.architecture
-    ldm = [read_layout(ldm_structure(config)) for config in ({}, {"num_heads": 4})]
-    assert ldm[0].architecture != ldm[1].architecture
-
-
-@pytest.mark.parametrize("change", [{"norm_eps": 1e-6}, {"freq_shift": 1}, {"flip_sin_to_cos": False}], ids=str)
-def test_numbers_without_parameters_count_too(change: dict[str, Any]) -> None:
-    plain, changed = (read_layout(diffusers_structure({**SD1, **config})) for config in ({}, change))
-    assert plain.architecture != changed.architecture
-
-
-def depths(layout: UNetLayout, part: str) -> list[int]:
-    stages = getattr(layout, part)
-    return [len(layer.blocks) for stage in stages for layer in stage if isinstance(layer, SpatialTransformer)]
-
-
-def test_transformer_depths_are_read_from_the_modules() -> None:
-    sdxl, ssd = read_layout(diffusers_structure(SDXL)), read_layout(diffusers_structure(SSD))
-    assert (depths(sdxl, "input_stages"), depths(sdxl, "output_stages")) == ([2, 2, 3, 3], [3, 3, 3, 2, 2, 2])
-    assert (depths(ssd, "input_stages"), depths(ssd, "output_stages")) == ([2, 1, 3, 1], [3, 1, 2, 2, 1, 1])
-    assert [type(layer).__name__ for layer in ssd.middle_stage] == ["ResidualBlock"]
-
-
-def test_widths_are_read_from_the_modules() -> None:
-    layout = read_layout(diffusers_structure(SDXL))
-    assert (layout.in_channels, layout.out_channels) == (4, 4)
-    assert layout.y_width == POOLED_WIDTH + 6 * TIME_ID_WIDTH
-    assert read_layout(ldm_structure({"in_channels": 9})).in_channels == 9
+    assert layouts == [read_layout(build()) for build in builders]
 
 
 def test_a_layout_claims_every_parameter_once() -> None:
@@ -89,52 +36,43 @@ def test_a_layout_claims_every_parameter_once() -> None:
         assert set(paths) == {name.rpartition(".")[0] for name, _ in unet.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"num_class_embeds": 5}, "it has class labels"),
-        ({"class_embed_type": "timestep"}, "it has class labels"),
-        ({"center_input_sample": True}, "class labels or another way to prepare its inputs"),
-        ({"time_embedding_act_fn": "silu"}, "class labels or another way to prepare its inputs"),
-        ({"timestep_post_act": "silu"}, "its time embedding has a second activation"),
-        ({"time_embedding_type": "fourier"}, "its time projection or output norm is of another kind"),
-        ({"act_fn": "gelu"}, "is GELU, not SiLU"),
-        ({"resnet_time_scale_shift": "scale_shift"}, "is a residual block of another kind"),
-        ({"mid_block_scale_factor": 2.0}, "mid_block.resnets.0 is a residual block of another kind"),
-        ({"dual_cross_attention": True}, "is a DualTransformer2DModel, which we do not know"),
-        ({"only_cross_attention": True}, "is a transformer block of another kind"),
-        ({"encoder_hid_dim": 24, "encoder_hid_dim_type": "text_proj"}, "another projection of the context is loaded"),
-        ({"addition_embed_type": "text"}, "its extra embedding is of type text"),
-        ({"attention_type": "gated"}, "GLIGEN"),
-        ({"downsample_padding": 0}, "is a downsampling layer of another kind"),
-        ({"down_block_types": ("AttnDownBlock2D", "DownBlock2D", "DownBlock2D", "DownBlock2D"),
-          "up_block_types": ("UpBlock2D", "UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D")}, "AttnDownBlock2D"),
-        ({"down_block_types": ("DownBlock2D",) * 4, "up_block_types": ("UpBlock2D",) * 4,
-          "mid_block_type": "UNetMidBlock2D"}, "it has no cross attention"),
-    ],
-    ids=str,
-)
-def test_other_architectures_are_refused_in_one_line(config: dict[str, Any], reason: str) -> None:
-    unet = diffusers_structure({**SD1, **config})
-    with pytest.raises(Refusal, match=reason) as refusal:
-        read_layout(unet)
-    assert "\n" not in str(refusal.value)
+DIFFUSERS_REFUSALS = [
+    ({"num_class_embeds": 5}, "it has class labels"),
+    ({"class_embed_type": "timestep"}, "it has class labels"),
+    ({"center_input_sample": True}, "class labels or another way to prepare its inputs"),
+    ({"time_embedding_act_fn": "silu"}, "class labels or another way to prepare its inputs"),
+    ({"timestep_post_act": "silu"}, "its time embedding has a second activation"),
+    ({"time_embedding_type": "fourier"}, "its time projection or output norm is of another kind"),
+    ({"act_fn": "gelu"}, "is GELU, not SiLU"),
+    ({"resnet_time_scale_shift": "scale_shift"}, "is a residual block of another kind"),
+    ({"mid_block_scale_factor": 2.0}, "mid_block.resnets.0 is a residual block of another kind"),
+    ({"dual_cross_attention": True}, "is a DualTransformer2DModel, which we do not know"),
+    ({"only_cross_attention": True}, "is a transformer block of another kind"),
+    ({"encoder_hid_dim": 24, "encoder_hid_dim_type": "text_proj"}, "another projection of the context is loaded"),
+    ({"addition_embed_type": "text"}, "its extra embedding is of type text"),
+    ({"attention_type": "gated"}, "GLIGEN"),
+    ({"downsample_padding": 0}, "is a downsampling layer of another kind"),
+    ({"down_block_types": ("AttnDownBlock2D", "DownBlock2D", "DownBlock2D", "DownBlock2D"),
+      "up_block_types": ("UpBlock2D", "UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D")}, "AttnDownBlock2D"),
+    ({"down_block_types": ("DownBlock2D",) * 4, "up_block_types": ("UpBlock2D",) * 4,
+      "mid_block_type": "UNetMidBlock2D"}, "it has no cross attention"),
+]
+LDM_REFUSALS = [
+    ({"num_classes": 5}, "class-conditional"), ({"num_classes": "continuous"}, "class-conditional"),
+    ({"use_scale_shift_norm": True}, "is a residual block with use_scale_shift_norm"),
+    ({"resblock_updown": True}, "is a residual block with updown"), ({"n_embed": 8}, "it predicts codebook ids"),
+    ({"conv_resample": False}, "resamples without a 2D convolution"),
+    ({"disable_self_attentions": [True] * 4}, "is a transformer block of another kind"),
+    ({"use_spatial_transformer": False, "context_dim": None}, "AttentionBlock, which we do not know"),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"num_classes": 5}, "class-conditional"), ({"num_classes": "continuous"}, "class-conditional"),
-        ({"use_scale_shift_norm": True}, "is a residual block with use_scale_shift_norm"),
-        ({"resblock_updown": True}, "is a residual block with updown"), ({"n_embed": 8}, "it predicts codebook ids"),
-        ({"conv_resample": False}, "resamples without a 2D convolution"),
-        ({"disable_self_attentions": [True] * 4}, "is a transformer block of another kind"),
-        ({"use_spatial_transformer": False, "context_dim": None}, "AttentionBlock, which we do not know"),
-    ],
-    ids=str,
-)
-def test_other_ldm_architectures_are_refused_in_one_line(config: dict[str, Any], reason: str) -> None:
-    unet = ldm_structure(config)
+@pytest.mark.parametrize(("structure", "config", "reason"), [
+    *((diffusers_structure, config, reason) for config, reason in DIFFUSERS_REFUSALS),
+    *((ldm_structure, config, reason) for config, reason in LDM_REFUSALS),
+], ids=name_of)
+def test_other_architectures_are_refused_in_one_line(structure: Any, config: dict[str, Any], reason: str) -> None:
+    unet = structure({**SD1, **config} if structure is diffusers_structure else config)
     with pytest.raises(Refusal, match=reason) as refusal:
         read_layout(unet)
     assert "\n" not in str(refusal.value)

@@ -1,16 +1,19 @@
-"""No black picture: a decode that overflows is repeated in a wider type, said so, and remembered of its VAE."""
+"""No black picture: a decode that overflows, ours or the host's, is repeated in a wider type, said so, and remembered
+of its VAE; and the type of choice."""
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from vae_builders import SD, a_latent, diffusers_vae, host_picture, last, ldm_decoder
+from vae_builders import SD, a_latent, decodes, diffusers_vae, host_picture, last, ldm_decoder
 from vae_precision_builders import (
     KNOWN,
+    LIMIT,
     OVERFLOWED,
     STEP,
     Host,
@@ -25,8 +28,11 @@ from vae_precision_builders import (
     untouched,
 )
 
+from lib_onediff.core.table import State
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.vae import precision
+from lib_onediff.runtime.vae.precision import NOT_FINITE, ONE_COLOUR, SATURATED, KnownVae, look_at
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
@@ -119,14 +125,6 @@ def test_a_healthy_vae_decodes_once(share: float, monkeypatch: pytest.MonkeyPatc
     assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
 
 
-def test_the_watch_changes_no_picture() -> None:
-    decoder, latent = scaled(0.5)
-    host = Host(decoder)
-    watched = decode(host, latent)
-    runtime.configure(chosen("fp16"))
-    assert torch.equal(decode(host, latent), watched)
-
-
 def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = scaled(3)
     run = Decoding.run
@@ -143,20 +141,6 @@ def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert types == [torch.float16, torch.float32, torch.bfloat16]
     assert last() == ("ours", OVERFLOWED.replace("float32", "bfloat16") + ", and there is no memory for float32")
     assert relative_error(picture, in_float32(decoder, latent)) < 6e-2
-
-
-def test_no_memory_at_all_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, latent = scaled(3)
-    freed: list[bool] = []
-
-    def too_large(self: Decoding, layout: Any, given: Tensor) -> Tensor:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(Decoding, "run", too_large)
-    monkeypatch.setattr(runtime.services, "free_graphs", lambda: freed.append(True))
-    host = Host(decoder, lambda picture: torch.rand(picture.shape))
-    decode(host, latent)
-    assert host.calls == 1 and freed == [True] and last() == ("host", "out of GPU memory: the graphs were freed")
 
 
 def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,3 +168,138 @@ def test_a_latent_that_the_unet_has_spoilt(caplog: pytest.LogCaptureFixture, mon
     assert types == [torch.float16] and host.calls == 1
     assert last()[0] == "host" and "they come from the UNet" in last()[1] and "VAE's encoder" in last()[1]
     assert len(caplog.messages) == 1 and "they come from the UNet" in caplog.messages[0]
+
+
+CLOSE = {"fp16": 1e-2, "bf16": 6e-2, "fp32": 1e-2}
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("choice", TYPES)
+def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = diffusers_vae(**SD).decoder.to(stored)
+    latent = a_latent(decoder)
+    runtime.configure(chosen(choice))
+    before, types, host = parameters_of(decoder), count_decodes(monkeypatch), Host(decoder)
+    for _ in range(2):
+        picture = decode(host, latent)
+    assert types == [TYPES[choice]] * 2 and last() == ("ours", "") and host.calls == 1
+    assert picture.dtype == stored
+    worst = max(CLOSE[choice], 6e-2 if stored == torch.bfloat16 else 0)
+    assert relative_error(picture, in_float32(decoder, latent)) < worst
+    assert untouched(decoder, before)
+    (entry,) = runtime.table.entries()
+    assert (entry.key.dtype, entry.key.latent_dtype, entry.state) == (TYPES[choice], stored, State.PROVED)
+
+
+def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a CPU many times as long."""
+    monkeypatch.setattr(precision, "SLOW_ON_CPU", {"fp16"})
+    types = count_decodes(monkeypatch)
+    runtime.configure(chosen("fp16"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        host = Host(diffusers_vae().decoder.to(dtype))
+        decode(host, a_latent(host.decoder))
+        reason = f"decoded in {str(dtype).removeprefix('torch.')}, because CPUs decode float16 many times slower"
+        assert last() == ("ours", reason if dtype != torch.float16 else "")
+    assert types == [torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_half, latent = scaled(3)
+    decoder, types = copy.deepcopy(in_half).float(), count_decodes(monkeypatch)
+    runtime.configure(chosen("fp16"))
+    host = Host(decoder)
+    for _ in range(2):
+        picture = decode(host, latent.float())
+        assert (shown(picture) - shown(in_float32(in_half, latent))).abs().max() <= STEP
+    assert types == [torch.float16, torch.float32, torch.float32] and host.calls == 0
+
+
+@pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
+def test_a_store_that_anybody_has_written(stored: Any) -> None:
+    vae = KnownVae(runtime.tuning_cache, "abc", {})
+    vae.remember(torch.float16, stored)
+    assert vae.saw(torch.float16) is None
+
+
+@pytest.mark.parametrize(("spoil", "peaks", "saw"), [
+    (lambda picture: None, [1.0], None),
+    (lambda picture: picture[1, 2].fill_(7), [1.0], None),
+    (lambda picture: picture[1].fill_(7), [1.0], ONE_COLOUR),
+    (lambda picture: picture[0, 0, 3, 3].fill_(float("nan")), [1.0], NOT_FINITE),
+    (lambda picture: picture[0, 0, 3, 3].fill_(float("-inf")), [1.0], NOT_FINITE),
+    (lambda picture: None, [1.0, float("nan"), 2.0], NOT_FINITE),
+    (lambda picture: None, [float("inf"), 2.0], NOT_FINITE),
+    (lambda picture: None, [0.91 * LIMIT, 2.0], SATURATED),
+    (lambda picture: None, [0.89 * LIMIT, 2.0], None),
+])
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_what_is_seen_of_a_decode(spoil: Any, peaks: list[float], saw: str | None, format: Any) -> None:
+    picture = torch.rand(2, 3, 8, 8).half().contiguous(memory_format=format)
+    spoil(picture)
+    assert look_at(picture, [torch.tensor(peak).half() for peak in peaks]) == saw
+
+
+def foreign(host: Host, latent: Tensor, reason: str = "Decoder.forward was replaced by somebody") -> Tensor:
+    runtime.vae.adopt(host.decoder)
+    with torch.no_grad():
+        return runtime.vae.decode_by_host(host.decoder, latent, lambda: host(latent), reason)
+
+
+@pytest.mark.parametrize(("change", "saw"), [
+    (lambda picture: picture * float("nan"), NOT_FINITE), (lambda picture: picture / 0, NOT_FINITE),
+    (lambda picture: picture * 0, ONE_COLOUR), (lambda picture: torch.full_like(picture, 0.5), ONE_COLOUR),
+    (lambda picture: torch.cat([picture[:1] * 0, picture[1:]]), ONE_COLOUR),
+])
+def test_a_black_picture_of_the_hosts_is_decoded_again(
+    change: Callable[[Tensor], Tensor], saw: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Host(diffusers_vae().decoder.half(), change)
+    latent = a_latent(host.decoder, batch=2)
+    with caplog.at_level(logging.WARNING, "onediff"):
+        picture = foreign(host, latent)
+    assert picture.dtype == torch.float16
+    assert (shown(picture) - shown(in_float32(host.decoder, latent))).abs().max() <= STEP
+    reason = f"decoded again in float32, because the VAE's own image is {saw}"
+    assert last() == ("ours", reason) and caplog.messages == [f"VAE: {reason}."]
+    assert decodes() == {"ours": 1, "host": 0}
+
+
+def test_a_picture_of_the_hosts_that_we_cannot_decode_is_said_to_be_black(caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
+    host.decoder.conv_out.register_forward_hook(lambda module, given, output: output)
+    latent = a_latent(host.decoder)
+    with caplog.at_level(logging.WARNING, "onediff"):
+        assert decode(host, latent).isnan().all()
+    hooked = "conv_out has a forward hook"
+    assert last()[0] == "host" and last()[1].count(hooked) == 2
+    assert len(caplog.messages) == 1 and hooked in caplog.messages[0]
+
+
+def test_a_host_that_overflows_where_we_do_not_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As attention that keeps its scores in float16 does."""
+    host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
+    latent = a_latent(host.decoder)
+    for _ in range(3):
+        picture = decode(host, latent)
+        assert (shown(picture) - shown(in_float32(host.decoder, latent))).abs().max() <= STEP
+    assert host.calls == 1 and decodes() == {"ours": 3, "host": 0}
+
+
+def test_a_picture_that_is_of_one_colour_in_every_type_is_shown() -> None:
+    decoder = diffusers_vae().decoder.half()
+    with torch.no_grad():
+        decoder.conv_out.weight.zero_()
+    host, latent = Host(decoder), a_latent(decoder)
+    picture = decode(host, latent)
+    assert torch.allclose(picture, host_picture(decoder, latent)) and last()[0] == "ours"
+    # That says nothing of float16.
+    assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
+    assert torch.equal(foreign(host, latent), host_picture(decoder, latent))
+    assert last()[0] == "host" and "of one colour in float32 too" in last()[1]
+    wide = Host(diffusers_vae().decoder)
+    with torch.no_grad():
+        wide.decoder.conv_out.weight.zero_()
+    assert torch.allclose(decode(wide, a_latent(wide.decoder)), host_picture(wide.decoder, a_latent(wide.decoder)))
+    assert last() == ("ours", "")

@@ -1,7 +1,9 @@
 """What a host does to its weights while they are bound: noticed, followed, and bound again only if they moved."""
 from __future__ import annotations
 
-import copy
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from builders import (
     relative_error,
     served,
 )
+from grid import grid
 from torch import nn
 
 import lib_onediff
@@ -30,9 +33,6 @@ LAYERS = {
     "time projection": "mid_block.resnets.0.time_emb_proj", "label embedding": "add_embedding.linear_1",
     "convolution": "down_blocks.0.resnets.0.conv2",
 }
-EVERY_LAYER = pytest.mark.parametrize("path", LAYERS.values(), ids=LAYERS)
-
-
 class Compiled:
     """A compiled SDXL-like UNet that has answered its call once."""
 
@@ -57,43 +57,37 @@ class Compiled:
         assert self.generation == (2 if moved else 1)
 
 
-@EVERY_LAYER
 @torch.no_grad()
-def test_an_edit_in_place_is_seen_and_nothing_is_bound_again(path: str) -> None:
+def in_place(layer: Any) -> None:
+    for parameter in layer.parameters():
+        parameter.add_(torch.randn_like(parameter))
+
+
+def behind_autograds_back(layer: Any) -> None:
+    """It counts no edit, and the prompt's tensors are the same."""
+    layer.weight.data.mul_(1.5)
+
+
+def pointed_elsewhere(layer: Any) -> None:
+    layer.weight.data = torch.randn_like(layer.weight)
+
+
+def replaced(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+
+
+@grid(path=list(LAYERS.values()), change=[in_place, behind_autograds_back, pointed_elsewhere, replaced])
+def test_a_change_counts_at_the_next_call_and_what_moved_is_bound_again(path: str, change: Any) -> None:
     compiled = Compiled()
-    weight = compiled.layer(path).weight
-    weight.add_(torch.randn_like(weight))
-    compiled.answers_with_the_changed_weights(moved=False)
+    change(compiled.layer(path))
+    compiled.answers_with_the_changed_weights(moved=change in (pointed_elsewhere, replaced))
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if "context" not in name and "attention" not in name])
-@torch.no_grad()
-def test_a_bias_edited_in_place_is_seen(name: str) -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_another_checkpoint_is_bound_again_where_it_is_assigned(assign: bool) -> None:
     compiled = Compiled()
-    bias = compiled.layer(LAYERS[name]).bias
-    bias.add_(torch.randn_like(bias))
-    compiled.answers_with_the_changed_weights(moved=False)
-
-
-@EVERY_LAYER
-@pytest.mark.parametrize("replaced", [True, False])
-def test_a_parameter_that_is_replaced_or_pointed_elsewhere_is_bound_again(path: str, replaced: bool) -> None:
-    compiled = Compiled()
-    layer, other = compiled.layer(path), torch.randn_like(compiled.layer(path).weight)
-    if replaced:
-        layer.weight = nn.Parameter(other)
-    else:
-        layer.weight.data = other
-    compiled.answers_with_the_changed_weights(moved=True)
-
-
-@EVERY_LAYER
-def test_a_replaced_layer_of_the_same_class_is_read_again(path: str) -> None:
-    compiled = Compiled()
-    parent, _, name = path.rpartition(".")
-    new = randomise(copy.deepcopy(compiled.layer(path)), 7)
-    setattr(compiled.unet.get_submodule(parent), name, new)
-    compiled.answers_with_the_changed_weights(moved=True)
+    compiled.unet.load_state_dict(diffusers_unet(1, **SMALL_XL).state_dict(), assign=assign)
+    compiled.answers_with_the_changed_weights(moved=assign)
 
 
 def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
@@ -133,17 +127,7 @@ def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
         pytest.skip("no parameter got the place of the one before")
 
 
-@EVERY_LAYER
-@torch.no_grad()
-def test_an_edit_behind_autograds_back_counts_at_the_next_call(path: str) -> None:
-    """weight.data.mul_() counts no edit, and the prompt's tensors are the same."""
-    compiled = Compiled()
-    compiled.layer(path).weight.data.mul_(1.5)
-    compiled.answers_with_the_changed_weights(moved=False)
-
-
-@pytest.mark.parametrize("path", [f"{CROSS_ATTENTION}.to_k", LAYERS["label embedding"], LAYERS["convolution"]])
-@pytest.mark.parametrize("inference_context", [False, True])
+@grid(path=[f"{CROSS_ATTENTION}.to_k", LAYERS["label embedding"]], inference_context=[False, True])
 def test_an_edit_of_parameters_made_in_inference_mode_counts_at_the_next_call(
     path: str, inference_context: bool
 ) -> None:
@@ -155,13 +139,6 @@ def test_an_edit_of_parameters_made_in_inference_mode_counts_at_the_next_call(
     with torch.inference_mode(inference_context):
         compiled.call = replace(fresh, context=fresh.context.clone(), y=fresh.y.clone())
         compiled.answers_with_the_changed_weights(moved=False)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_state_dict_is_bound_again_where_it_is_assigned(assign: bool) -> None:
-    compiled = Compiled()
-    compiled.unet.load_state_dict(diffusers_unet(1, **SMALL_XL).state_dict(), assign=assign)
-    compiled.answers_with_the_changed_weights(moved=assign)
 
 
 def test_a_round_trip_through_another_type_ends_in_ours() -> None:
@@ -193,16 +170,6 @@ def test_a_unet_cast_to_half_precision_and_back_is_followed(dtype: torch.dtype) 
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_lora_on_and_off_by_new_parameters_gives_the_first_picture_again() -> None:
-    compiled = Compiled()
-    layer = compiled.layer(f"{CROSS_ATTENTION}.to_v")
-    original = layer.weight
-    layer.weight = nn.Parameter(original.detach() + torch.randn_like(original))
-    compiled.answers_with_the_changed_weights(moved=True)
-    layer.weight = original
-    assert torch.equal(served(compiled.unet, compiled.call), compiled.first)
-
-
 @torch.no_grad()
 def test_lora_on_and_off_in_place_gives_the_first_picture_again() -> None:
     compiled = Compiled()
@@ -217,10 +184,34 @@ def test_lora_on_and_off_in_place_gives_the_first_picture_again() -> None:
     assert compiled.generation == 1
 
 
-def test_calls_alone_move_nothing() -> None:
-    compiled = Compiled()
-    addresses = [parameter.data_ptr() for parameter in compiled.unet.parameters()]
-    for seed in range(3):
-        served(compiled.unet, a_call(compiled.unet, 9, 11, seed=seed))
-    assert compiled.generation == 1
-    assert [parameter.data_ptr() for parameter in compiled.unet.parameters()] == addresses
+def test_an_unloaded_unet_is_freed_at_once_and_not_when_garbage_is_collected() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        unet = lib_onediff.compile_unet(diffusers_unet())
+        served(unet, a_call(unet))
+        gone = weakref.ref(unet)
+        del unet
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "another prompt": lambda unet: served(unet, a_call(unet, tokens=154)),
+    "FreeU": lambda unet: (unet.enable_freeu(0.9, 0.2, 1.2, 1.4), served(unet, a_call(unet, seed=1))),
+    "a refusal": lambda unet: (setattr(unet, "conv_act", nn.GELU()), served(unet, a_call(unet, seed=1))),
+    "uncompiled": lib_onediff.uncompile_unet,
+    "another type": lambda unet: unet.half(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_unet_is_freed_whatever_happened_to_it(change: Callable[[Any], object]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    served(unet, a_call(unet))
+    change(unet)
+    gone = weakref.ref(unet), weakref.ref(unet.conv_in.weight)
+    del unet
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]

@@ -15,8 +15,9 @@ from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import precision
-from lib_onediff.runtime.vae.bound import BoundDecoder, HostTraits
+from lib_onediff.runtime.vae.bound import BoundDecoder
 from lib_onediff.runtime.vae.precision import WatchedOperators
+from lib_onediff.weights.scan import HostTraits
 
 LIMIT = torch.finfo(torch.float16).max
 STEP = 1 / 255

@@ -1,32 +1,90 @@
-"""A convolution in float8, and the group norm that writes what it reads."""
+"""Products in float8: a feed-forward's first with its GEGLU, and a convolution with the norm before it."""
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as functional
 from builders import relative_error
 from grid import first
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+import torch.nn.functional as functional
+
 from lib_onediff.core.affine import Affine, QuantizedWeight
 from lib_onediff.core.leaves import Convolution, GroupNorm
+from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import VirtualConcatenation
-from lib_onediff.devices.cuda.low_bit import convolution, kernels, scaled_mm
+from lib_onediff.devices.cuda.low_bit import convolution, gated_product, scaled_mm
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.weights.low_bit import FP8, LowBitWeights, as_rows, normed_scale
+from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale, normed_scale
 
-if convolution.TensorDescriptor is None:
+if gated_product.TensorDescriptor is None:
     pytest.skip("this Triton has no tensor descriptors", allow_module_level=True)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONFIG = (8, 16, 32, 32, 8, 4, 2)
+CONFIG = (64, 64, 64, 8, 4, 2)
+
+
+def factors(
+    rows: int, width: int, half: int, norm: Affine, row_scales: bool
+) -> tuple[Tensor, QuantizedTokens, Tensor, QuantizedWeight]:
+    """Tokens as the norm gives them and a weight, each in float32 and in float8."""
+    hidden = torch.randn(rows, width, device=DEVICE)
+    tokens = torch.nn.functional.layer_norm(hidden, (width,), norm.weight, norm.bias)
+    weight = torch.randn(2 * half, width, device=DEVICE) / width**0.5
+    if row_scales:
+        weight *= torch.logspace(-4, 0, 2 * half, device=DEVICE)[:, None]
+    one = scaled_mm.one_scale_of(tokens, FP8)
+    values, scales = scaled_mm.rounded_rows(weight, FP8, None if row_scales else scaled_mm.one_scale_of(weight, FP8))
+    rounded = QuantizedTokens((tokens / one).to(FP8.dtype), one, (rows,))
+    return tokens, rounded, weight, QuantizedWeight(values, scales.t().contiguous())
+
+
+def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> float:
+    """Relative, against the same rounded factors; of normal numbers, three bits after the point make 2.7e-2."""
+    sums = (tokens.values.float() * tokens.scales) @ (weight.values.float() * weight.scales.t()).t()
+    expected = torch_ops.geglu(sums if bias is None else sums + bias.float())
+    # Triton's interpreter rounds what is just below a power of two to half of it.
+    carries = (torch.frexp(expected / found.scales).mantissa.abs() > 0.968) & (DEVICE.type == "cpu")
+    number = found.values.float() * found.scales
+    return relative_error(torch.where(carries, expected, number), expected)
+
+
+@pytest.mark.parametrize(("rows", "width", "half", "row_scales", "dtype"), first(2, [
+    (70, 80, 48, False, torch.float16), (33, 160, 80, True, torch.bfloat16), (64, 64, 64, False, torch.bfloat16),
+    (1, 48, 16, False, torch.float16), (130, 128, 96, True, torch.float16),
+]))
+def test_it_is_the_geglu_of_the_product(rows: int, width: int, half: int, row_scales: bool, dtype: torch.dtype) -> None:
+    norm = Affine(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
+    _, rounded, weight, low_bit = factors(rows, width, half, norm, row_scales)
+    bias = torch.randn(2 * half, device=DEVICE).to(dtype)
+    found = gated_product.product(rounded, low_bit, bias, gated_scale(weight, bias, norm).view(1, 1), CONFIG)
+    assert found.values.shape == (rows, half) and found.unit is None
+    assert error_of(found, rounded, low_bit, bias) < 3.5e-2
+    found = gated_product.product(rounded, low_bit, None, gated_scale(weight, None, norm).view(1, 1), CONFIG)
+    assert error_of(found, rounded, low_bit, None) < 3.5e-2
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1000.0])
+def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
+    """The worst tokens that a layer norm can give: along a row of the weight."""
+    width, half = 64, 24
+    norm = Affine(torch.rand(width) + 0.5, torch.randn(width))
+    weight, bias = torch.randn(2 * half, width), torch.randn(2 * half)
+    weight[half + 3] = weight[3] * 2
+    weight[3] *= outlier
+    scale = gated_scale(weight, bias, norm)
+    hidden = torch.cat([torch.randn(200, width), weight * norm.weight, 50 * torch.eye(width)])
+    tokens = torch.nn.functional.layer_norm(hidden, (width,), norm.weight, norm.bias)
+    largest = torch_ops.geglu(torch.nn.functional.linear(tokens, weight, bias)).abs().max() / scale
+    assert FP8.largest / 16 < largest * 1.3 <= FP8.largest, "none is cut off, and the range is used"
+
+
+CONVOLUTION_CONFIG = (8, 16, 32, 32, 8, 4, 2)
 NORMAL = 2.7e-2
 
 
@@ -51,7 +109,7 @@ def test_it_is_the_convolution_of_the_rounded_factors(
     scale = given.abs().max().view(1, 1) / FP8.largest
     rounded = convolution.QuantizedImage((given.permute(0, 2, 3, 1) / scale).to(FP8.dtype).contiguous(), scale)
     low_bit = rounded_weight(weight)
-    found = convolution.convolution(rounded, low_bit, torch.float32, CONFIG)
+    found = convolution.convolution(rounded, low_bit, torch.float32, CONVOLUTION_CONFIG)
     back = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
     expected = functional.conv2d(rounded.values.float().permute(0, 3, 1, 2) * scale, back, padding=1)
     assert found.is_contiguous(memory_format=torch.channels_last)
@@ -102,18 +160,3 @@ def test_nothing_that_a_norm_can_give_is_too_large(members: int) -> None:
 
     largest = float((normed / normed_scale(affine) / deviations(members)).max())
     assert FP8.largest / 5 < largest <= FP8.largest
-
-
-def test_weights_are_rounded_in_the_order_that_the_kernel_reads() -> None:
-    weight, norm = torch.randn(16, 32, 3, 3, device=DEVICE), Affine(torch.rand(32), torch.rand(32))
-    layout = SimpleNamespace(layers=lambda kind: (), residual_blocks=())
-    kept = LowBitWeights(layout, kernels.rounded_rows)  # type: ignore[arg-type]
-    kept._norms = {"conv": "norm"}
-    weights = {"conv": Affine(weight, None), "norm": norm}
-    kept.fit(lambda: 0, lambda: weights, {"conv": FP8}, DEVICE)
-    found = kept.beside(weights, (FP8,))["conv"]
-    values, scales = found.low_bit[0]
-    back = (values.float() * scales.t()).view(16, 3, 3, 32).permute(0, 3, 1, 2)
-    assert relative_error(back, weight) < 0.1
-    assert found.normed_scale is not None and float(found.normed_scale) == float(normed_scale(norm))
-    assert found.gated_scale is None
