@@ -35,6 +35,8 @@ pytestmark = [
 # What the host itself calls, each no more than a step to the guard, and the guard. Nothing stands around them.
 OUTERMOST = {
     "Guard.serve", "Guard.attempt", "Guard.hook.<locals>.decorate.<locals>.guarded",
+    # contract_hosts decorates within a generation; the script does once, when it is loaded.
+    "Guard.hook", "Guard.hook.<locals>.decorate",
     "ClassPatch.__init__.<locals>.patched", "InstanceForward.__call__", "InstanceForward._guarded",
     "LoopAnnouncer.__call__", "AnnouncedLoop.__enter__", "AnnouncedLoop.__exit__", "AnnouncedLoop.__iter__",
     "AnnouncedLoop.__getattr__",
