@@ -3,6 +3,7 @@ without anything that moves away while it changes."""
 from __future__ import annotations
 
 import io
+from time import sleep
 from typing import Any
 
 import pytest
@@ -187,6 +188,18 @@ def test_enter_and_space_press_the_buttons_of_the_settings(page: Any) -> None:
         browser.wait(lambda: browser.run(value, field) == "1", "the default", 10)
 
 
+def settled_boxes(browser: Any) -> Any:
+    """BOXES, once two looks 0.2 s apart agree: gradio sizes a textbox after it is drawn."""
+    found = browser.run(BOXES)
+    for _ in range(25):
+        sleep(0.2)
+        now = browser.run(BOXES)
+        if now == found:
+            break
+        found = now
+    return found
+
+
 def test_a_new_status_moves_nothing(standalone: WebUI, page: Any) -> None:
     """Neither the title of the accordion nor a control in it or behind it, whatever the status and the error say."""
     browser = page
@@ -194,17 +207,17 @@ def test_a_new_status_moves_nothing(standalone: WebUI, page: Any) -> None:
         standalone.txt2img()
         open_advanced(browser, "txt2img")
         browser.wait_for_text(told("txt2img"), "switched off", 20)
-        before = browser.run(BOXES)
+        before = settled_boxes(browser)
     browser.type(changed_options("txt2img"), "backend maybe")
     browser.find(changed_options("txt2img")).send_keys(Keys.TAB)
     browser.wait_for_text(told("txt2img"), "is made without OneDiff", 20)
-    assert browser.run(BOXES) == before
+    assert settled_boxes(browser) == before
     browser.type(changed_options("txt2img"), "")
     make_picture(browser)
     browser.wait_for_text(status_line("txt2img"), "without CUDA graphs", 20)
-    assert browser.run(BOXES) == before
+    assert settled_boxes(browser) == before
     browser.run("""
         const at = document.querySelector(".onediff-accordion .onediff-summary");
         at.textContent = "1234 ms/step, 12.34 x, WebUI's UNet, and words that are too long for one line ".repeat(3);
     """)
-    assert browser.run(BOXES) == before
+    assert settled_boxes(browser) == before
