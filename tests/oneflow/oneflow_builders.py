@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.oneflow.route import OneFlow, OneFlowRunner
 from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.weights.scan import HostTraits
@@ -27,9 +28,13 @@ class Ours:
         self.graphs = graphs
 
     def runner(self, call: UNetCall, waits_for_compile: bool = True) -> OneFlowRunner | str:
+        """The graph's runner, or the sentence that refuses it."""
         self.bound.refresh(call)
         key = ShapeKey.of(self.bound.architecture, self.bound.binding.dtype, call)
-        return self.graphs.runner(self.managed, key, call, waits_for_compile)
+        try:
+            return self.graphs.runner(self.managed, key, call, waits_for_compile)
+        except Refusal as refusal:
+            return str(refusal)
 
     def output(self, call: UNetCall) -> Tensor:
         return self.runner(call).run(call)
