@@ -73,7 +73,8 @@ class Devices:
                 one.refuse(settings, device, dtype, waits)
                 found.append(one)
             except Refusal as refusal:
-                reason = reason or str(refusal)
+                # Why what is slower than one already found refuses is of no interest.
+                reason = reason or ("" if found else str(refusal))
         return Candidates(tuple(found), reason)
 
     def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> Candidates:
