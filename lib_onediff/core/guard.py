@@ -1,6 +1,6 @@
 """The outermost line of every hook: an error of ours is noted, and the host goes on as if we were not there.
 
-serve, attempt and hook lean on nothing of ours: what fails while a fault is taken down costs no more than the note.
+serve, attempt and hook call no other code of OneDiff: what fails while a fault is noted costs only the note.
 """
 from __future__ import annotations
 

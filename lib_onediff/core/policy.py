@@ -54,7 +54,7 @@ class Compute(Protocol):
         """The output of a call, which need not be the one that the host has made. host: the host's own forward of the
         same, with which a first use is compared. With None, only what was checked before serves.
 
-        Raises Refusal where nothing of ours serves, torch.cuda.OutOfMemoryError, and what the host raises.
+        Raises Refusal where OneDiff does not serve the call, torch.cuda.OutOfMemoryError, and what the host raises.
         """
 
     def check(self, call: UNetCall, served: Served) -> None:

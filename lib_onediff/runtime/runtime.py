@@ -309,7 +309,7 @@ class Runtime:
 
 
 class OursOrHosts:
-    """A UNet's calls, by the host where nothing of ours serves; as steps.policy.Compute."""
+    """Computes a UNet's calls; by the host where OneDiff refuses. It is a core.policy.Compute."""
 
     def __init__(
         self, runtime: Runtime, unet: nn.Module, managed: ManagedUNet, settings: Settings, was_looked_at: bool

@@ -81,7 +81,7 @@ def must_be_whole() -> bool:
         tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
         whole = bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
     except Exception:
-        log.debug("another torch, or another tracer: nothing of ours is for either", exc_info=True)
+        log.debug("another torch, or another tracer: this cannot be told", exc_info=True)
         whole = True
     if whole:
         log.warning("OneDiff leaves this call to torch.compile, whose graph must be whole (fullgraph=True).")
