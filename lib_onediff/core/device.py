@@ -1,4 +1,4 @@
-"""The protocol of devices: one way to compute a network's operators, and how their result is run."""
+"""What a device is: one way to compute a network's operators, and how their result is run."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -96,11 +96,14 @@ class Traits:
     errors: Mapping[torch.dtype, float] = field(default_factory=dict)
 
 
-class Device(Protocol):
-    """name: of the backend, as users choose it and as a shape's key holds it."""
+class Device:
+    """A way to compute: what is said here holds where a device does not say otherwise.
+
+    name: of the backend, as users choose it and as a shape's key holds it.
+    """
 
     name: str
-    traits: Traits
+    traits = Traits()
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
         """Raise Refusal with the reason where this machine lacks what it needs, or these settings rule it out. waits:
@@ -111,6 +114,7 @@ class Device(Protocol):
 
     def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
         """By which it computes. wide_norms: the host has norms in float32. attention: as Lossy.attention."""
+        raise NotImplementedError
 
     def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
         """Have what a network needs compiled, and, where that is waited for, also measured (measures). Raises NotYet
@@ -118,6 +122,7 @@ class Device(Protocol):
 
     def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
         """Measure what is the fastest for a call with these attentions, where that is not known; whether it was so."""
+        return False
 
     def runner(self, managed: Any, key: Any, call: UNetCall, waits: bool) -> Any:
         """A runner of its own for a call (managed_unet.Runner); None where it has none, and calls are launched or
@@ -125,6 +130,7 @@ class Device(Protocol):
 
     def contents_reader(self, device: torch.device) -> Reader | None:
         """Reads the contents of many tensors in one launch; None where torch's operators do it as well."""
+        return None
 
     def measure_anew(self) -> None:
         """Trust nothing that was measured before."""

@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.call import UNetCall
 from ...core.card import on_card
-from ...core.device import Network, NotYet, Traits
+from ...core.device import Device, Network, NotYet, Traits
 from ...core.family import AttentionShapes
 from ...core.guard import first_line
 from ...core.operators import Operators
@@ -49,8 +48,8 @@ def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | 
         return None
 
 
-class Native:
-    """See engines.device.Device. Its operators are made when they are first needed."""
+class Native(Device):
+    """Its operators are made when they are first needed."""
 
     name = "native"
     traits = Traits(has_graphs=True, launches_patched=False, channels_last=True, takes_lossy=True)
@@ -81,12 +80,6 @@ class Native:
         if device not in self._why_not:
             self._why_not[device] = why_no_triton(device)
         return self._why_not[device]
-
-    def refuse_call(self, call: UNetCall) -> None:
-        """It computes every call."""
-
-    def runner(self, managed: Any, key: Any, call: UNetCall, waits: bool) -> Any:
-        return None
 
     def contents_reader(self, device: torch.device) -> Reader | None:
         return None if device.type != "cuda" or self.why_not(device) is not None else read_contents

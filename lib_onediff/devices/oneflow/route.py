@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...core.affine import Affine, Weights
 from ...core.call import UNetCall
-from ...core.device import CachedRunner, Network, Traits
-from ...core.family import AttentionShapes
+from ...core.device import CachedRunner, Device, Traits
 from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.precision import ROUNDING_HALF_SUMS, environment, oneflow_variables
@@ -28,7 +27,6 @@ from ...families.unet.cuts import cached_pass, full_pass
 from ...families.unet.forward import forward
 from ...families.unet.layout import UNetLayout
 from ...options.settings import Settings
-from ...weights.contents import Reader
 from ..cuda.graphs.inputs import copy_inputs, mapped, own_inputs
 from ..torch import operators as torch_ops
 from .gate import OneFlowGate, brief
@@ -70,8 +68,8 @@ class OneFlowRunner:
         return output
 
 
-class OneFlow:
-    """See engines.device.Device. One for the process. Whoever calls holds the runtime's lock.
+class OneFlow(Device):
+    """One for the process. Whoever calls holds the runtime's lock.
 
     failure: what the compiler said when it failed; after that nothing is compiled any more.
     """
@@ -116,18 +114,6 @@ class OneFlow:
     def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
         """A graph has its own; what is launched beside it is PyTorch's."""
         return torch_ops
-
-    def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
-        """Graphs compile themselves."""
-
-    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
-        return False
-
-    def contents_reader(self, device: torch.device) -> Reader | None:
-        return None
-
-    def measure_anew(self) -> None:
-        """It measures nothing."""
 
     def runner(
         self, managed: Any, key: ShapeKey, call: UNetCall, waits: bool

@@ -6,11 +6,9 @@ it must know that the weights still lie where they were.
 """
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,8 +22,8 @@ from ....core.weak_dictionary import WeakDictionary
 from .allocations import peak
 from .device_memory import empty_cache
 from .inputs import bytes_of, copy_inputs, rehearsal_of
-from .segments import GraphRecording, Segments, record
-from .timing import time_in_graph
+from .recording import GraphRecording, time_in_graph
+from .segments import Segments, record
 
 Result = TypeVar("Result")
 # What torch says of its max_split_size_mb where the user has set none.
@@ -47,12 +45,11 @@ class Pool:
         self.bytes = 0
         self.is_fresh = True
         # torch gives a pool up with its last graph, so there is one that stays.
-        self._anchor = torch.cuda.CUDAGraph()
-        before = torch.cuda.memory_reserved(device)
-        with torch.cuda.stream(stream), no_garbage_collected():
-            self._anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        before, recording = torch.cuda.memory_reserved(device), GraphRecording(self.handle, stream)
+        with recording.ended_on_failure():
+            recording.begin()
             self._anchored = torch.zeros(1, device=device)
-            self._anchor.capture_end()
+            self._anchor = recording.stop()
         self.grown_since(before)
 
     def grown_since(self, reserved: int) -> None:
@@ -101,12 +98,11 @@ class CudaGraphs:
             pool = self._pool(device, architecture, stream)
             before = torch.cuda.memory_reserved(device)
             piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
-            recorded: torch.cuda.CUDAGraph | Segments
+            stream.wait_stream(torch.cuda.current_stream())
             try:
-                if inputs.patches is not None:
-                    recorded = capture_segments(self._output, binding, ops, inputs, pool.handle, stream, piece)
-                else:
-                    recorded, output = capture(self._output, binding, ops, inputs, pool.handle, stream, piece)
+                recorded, output = capture(
+                    self._output, binding, ops, inputs, GraphRecording(pool.handle, stream, piece)
+                )
             except BaseException:
                 # torch may believe that this pool is still being recorded to, and would refuse every further capture.
                 del self._pools[device, architecture]
@@ -157,7 +153,7 @@ class CudaGraphs:
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
         """How long a run of work takes in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot
         be captured."""
-        with torch.cuda.device(device), random_numbers_survive(device), no_garbage_collected():
+        with torch.cuda.device(device):
             return time_in_graph(work, self._stream(device, dtype))
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
@@ -178,7 +174,7 @@ class CudaGraphs:
 
 @dataclass
 class GraphRunner:
-    """engines.managed_unet.Runner by a CUDA graph. memory: the pool that it was captured in."""
+    """core.device.Runner by a CUDA graph. memory: the pool that it was captured in."""
 
     graph: torch.cuda.CUDAGraph
     inputs: UNetCall
@@ -195,7 +191,7 @@ class GraphRunner:
 
 @dataclass
 class SegmentsRunner:
-    """engines.managed_unet.Runner by the CUDA graphs between functions of other extensions. memory: see GraphRunner."""
+    """core.device.Runner by the CUDA graphs between functions of other extensions. memory: see GraphRunner."""
 
     segments: Segments
     inputs: UNetCall
@@ -207,49 +203,19 @@ class SegmentsRunner:
         return self.segments.run(call, self.inputs)
 
 
-def capture_segments(
-    output: Output, binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
-    stream: torch.cuda.Stream, piece: int,
-) -> Segments:
-    """As capture, with the functions that the call brings, which are called."""
-    if inputs.patches is None:
-        raise ValueError("no functions run within this call")
-    weights = binding.weights()
-    recording = GraphRecording(pool, stream, piece)
-    with random_numbers_survive(inputs.latent.device), no_garbage_collected():
-        try:
-            return record(
-                recording, inputs.patches,
-                lambda points: output(binding.layout, weights, ops, replace(inputs, patches=points)),
-            )
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                recording.stop()
-            raise
-
-
 def capture(
-    output: Output, binding: Source, ops: Operators, inputs: UNetCall, pool: Any,
-    stream: torch.cuda.Stream, piece: int,
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph, and the output that it writes. piece: bytes that the pool gets in one piece before."""
-    weights, device = binding.weights(), inputs.latent.device
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), random_numbers_survive(device), no_garbage_collected():
-        # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the image's step is still running.
-        # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            if piece:
-                torch.empty(piece, dtype=torch.uint8, device=device)
-            made = output(binding.layout, weights, ops, inputs)
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    return graph, made
+    output: Output, binding: Source, ops: Operators, inputs: UNetCall, recording: GraphRecording
+) -> tuple[torch.cuda.CUDAGraph | Segments, Tensor]:
+    """What replays a call, and the output that it writes. Functions that the call brings are called."""
+    weights, patches = binding.weights(), inputs.patches
+    compute = lambda points: output(binding.layout, weights, ops, replace(inputs, patches=points))  # noqa: E731
+    with recording.ended_on_failure():
+        if patches is not None:
+            segments = record(recording, patches, compute)
+            return segments, segments.output
+        recording.begin()
+        made = compute(None)
+        return recording.stop(), made
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
@@ -259,32 +225,3 @@ def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
         torch.nn.functional.linear(square, square, square[0])
         torch.bmm(square[None], square[None])
     stream.synchronize()
-
-
-@contextlib.contextmanager
-def no_garbage_collected() -> Iterator[None]:
-    """A graph or an event that is destroyed during a capture would spoil it."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def random_numbers_survive(device: torch.device) -> Iterator[None]:
-    """Give the device's random generator a sound state back if a capture inside fails.
-
-    A failed capture leaves the generator believing that it is still being captured, and every later torch.randn on
-    the GPU raises. torch 2.3 has no way to put that right.
-    """
-    generator = torch.cuda.default_generators[device.index or 0]
-    spare = generator.clone_state() if hasattr(generator, "clone_state") else None
-    try:
-        yield
-    except BaseException:
-        if spare is not None:
-            generator.graphsafe_set_state(spare.graphsafe_get_state())
-        raise

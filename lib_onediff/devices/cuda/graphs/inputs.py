@@ -35,22 +35,22 @@ def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
     )
 
 
+def tensors_of(call: UNetCall) -> list[Tensor | None]:
+    """What a graph reads, in an order that depends on the shape alone."""
+    tensors: list[Tensor | None] = [call.latent, call.timestep, call.timestep_condition, call.context, call.y]
+    if call.control is not None:
+        for part in fields(Control):
+            tensors += getattr(call.control, part.name)
+    for prompt in call.image_prompts:
+        tensors += prompt.tensors()
+    return tensors if call.freeu is None else [*tensors, call.freeu.factors]
+
+
 def bytes_of(inputs: UNetCall) -> int:
     """What a graph's own inputs hold, what it writes at a cut among them: who reads it shares it."""
-    control = inputs.control or Control()
-    residuals = (residual for part in fields(Control) for residual in getattr(control, part.name))
-    given = (
-        inputs.latent, inputs.timestep, inputs.timestep_condition, inputs.context, inputs.y, *residuals,
-        *added_tensors(inputs),
-    )
     cut = inputs.cut
     written = cut.memory.bytes if cut is not None and not cut.reads else 0
-    return sum(tensor.nbytes for tensor in given if tensor is not None) + written
-
-
-def added_tensors(call: UNetCall) -> list[Tensor]:
-    tensors = [tensor for prompt in call.image_prompts for tensor in prompt.tensors()]
-    return tensors if call.freeu is None else [*tensors, call.freeu.factors]
+    return sum(tensor.nbytes for tensor in tensors_of(inputs) if tensor is not None) + written
 
 
 def rehearsal_of(inputs: UNetCall) -> UNetCall:
@@ -59,14 +59,7 @@ def rehearsal_of(inputs: UNetCall) -> UNetCall:
 
 
 def copy_inputs(source: UNetCall, target: UNetCall) -> None:
-    # Calls of one shape have the same tensors: where the target has one, so has the source.
-    pairs: list[tuple[Any, Tensor | None]] = [(source.latent, target.latent), (source.timestep, target.timestep)]
-    pairs += [(source.timestep_condition, target.timestep_condition), (source.y, target.y)]
-    pairs.append((source.context, target.context))
-    if source.control is not None:
-        for part in fields(Control):
-            pairs += zip(getattr(source.control, part.name), getattr(target.control, part.name), strict=True)
-    pairs += zip(added_tensors(source), added_tensors(target), strict=True)
-    for given, own in pairs:
-        if own is not None:
+    # Calls of one shape have the same tensors.
+    for given, own in zip(tensors_of(source), tensors_of(target), strict=True):
+        if own is not None and given is not None:
             own.copy_(given)
