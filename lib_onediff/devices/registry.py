@@ -17,8 +17,8 @@ from ..core.tuning_cache import TuningCache
 from ..families.registry import read_layout
 from ..options.settings import SAGE, Settings
 from ..weights.contents import Reader
-from .cuda.availability import how_to_be_fast_here
 from .cuda.native import Native
+from .cuda.requirements import how_to_be_fast_here
 from .oneflow.route import OneFlow
 from .torch.device import CudaGraphs, Eager
 

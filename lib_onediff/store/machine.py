@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..devices.cuda.availability import triton_version
+from ..devices.cuda.requirements import triton_here
 from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ class Fingerprint:
                 gpu = torch.cuda.get_device_name(torch.device("cuda"))
             except RuntimeError:
                 gpu = "a GPU that does not start"
-        return cls(gpu, driver, torch.__version__, triton_version(), f"{__version__} {source_digest()}")
+        return cls(gpu, driver, torch.__version__, triton_here() or "none", f"{__version__} {source_digest()}")
 
 
 @functools.cache

@@ -11,14 +11,18 @@ import torch
 
 import install as installer
 import lib_onediff
-from lib_onediff.devices.cuda import availability, requirements
-from lib_onediff.devices.cuda.availability import (
+from lib_onediff.devices.cuda import requirements
+from lib_onediff.devices.cuda.requirements import (
+    OLDEST_TORCH,
+    OLDEST_TRITON,
+    Setup,
+    how_to_be_fast,
+    release,
     why_no_compiler,
     why_no_triton,
     why_no_triton_gpu,
     why_no_triton_package,
 )
-from lib_onediff.devices.cuda.requirements import OLDEST_TORCH, OLDEST_TRITON, Setup, how_to_be_fast, release
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton builds its launcher so on Linux only")
@@ -121,7 +125,7 @@ def test_releases(version: str, numbers: tuple[int, ...]) -> None:
 
 def test_asking_imports_no_triton() -> None:
     script = (
-        "import sys, torch\nfrom lib_onediff.devices.cuda.availability import why_no_compiler, why_no_triton_package\n"
+        "import sys, torch\nfrom lib_onediff.devices.cuda.requirements import why_no_compiler, why_no_triton_package\n"
         "why_no_triton_package(); why_no_compiler()\nassert 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=Path(lib_onediff.__file__).parents[1], check=True)
@@ -200,21 +204,21 @@ def test_what_is_recommended_fits_together() -> None:
 
 def test_the_hint_is_for_gpus_that_our_kernels_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert availability.how_to_be_fast_here() is None
+    assert requirements.how_to_be_fast_here() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce")
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(availability, "setup_here", lambda version: linux("2.7.1", None))
+    monkeypatch.setattr(requirements, "setup_here", lambda version: linux("2.7.1", None))
     for capability, said in (((6, 1), False), ((7, 5), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert (availability.how_to_be_fast_here() is not None) == said
+        assert (requirements.how_to_be_fast_here() is not None) == said
 
     def fails() -> int:
         raise RuntimeError("CUDA error: initialization error")
 
     monkeypatch.setattr(torch.cuda, "current_device", fails)
-    assert availability.how_to_be_fast_here() is None
+    assert requirements.how_to_be_fast_here() is None
 
 
 @pytest.mark.parametrize(("cuda", "driver", "capability", "said"), [

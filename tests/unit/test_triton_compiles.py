@@ -62,7 +62,10 @@ def test_the_kernels_of_a_network_serve_every_size(
     assert len(counts) == len(sizes) and set(counts.values()) == {0}, counts
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "lib_onediff" / "ops").rglob("*.py")), ids=lambda path: path.name)
+KERNELS = REPOSITORY / "lib_onediff" / "devices" / "cuda"
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.name)
 def test_what_is_not_to_be_specialised_is_a_parameter(path: Path) -> None:
     """Triton ignores a name that is none, and compiles the kernel anew for the numbers that it finds special."""
     for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -25,9 +25,9 @@ from ..torch.attention import Attention
 from ..torch.attention_tuning import time_on_gpu
 from ..torch.device import refuse_without_gpu
 from ..torch.sage import SageAttention
-from .availability import why_no_triton
 from .kernels.launch_config import Launches
 from .low_bit.choice import LowBit
+from .requirements import why_no_triton
 
 log = logging.getLogger("onediff")
 COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"

@@ -1,16 +1,21 @@
-"""Which torch and which Triton OneDiff's kernels need, and how to get them on this system.
+"""Which GPU, torch and Triton OneDiff's kernels need: why they cannot be used here, and how to get what is missing.
 
-Nothing here needs torch: install.py loads this file alone, by its path.
+install.py loads this file alone, by its path and without torch: only what takes a device imports that.
 """
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 import sysconfig
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 OLDEST_TORCH = (2, 1, 2)
 # The first whose language has erf and rsqrt of its own. Our kernels compile with it for compute capability 7.0 to 9.0,
@@ -35,6 +40,59 @@ NEW_TORCH, NEW_TORCHVISION, NEW_CUDA = "2.7.1", "0.22.1", "12.6"
 TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
 # If we are in its folder of extensions.
 WEBUI_FOLDER = Path(__file__).resolve().parents[3].parent.parent
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way.
+
+    Triton itself is not imported. Takes up to a millisecond: ask once for a device.
+    """
+    return why_no_triton_gpu(device) or why_no_triton_package() or why_no_compiler()
+
+
+def why_no_triton_gpu(device: torch.device) -> str | None:
+    """Why Triton kernels are not for this device."""
+    import torch
+
+    if device.type != "cuda":
+        return f"OneDiff's kernels need an NVIDIA GPU, and this is the {device.type}"
+    if torch.version.hip:
+        return "OneDiff's kernels have not been tried on AMD GPUs, so PyTorch's own operators are used"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return (
+            f"OneDiff's kernels need a GPU of compute capability {written(OLDEST_CAPABILITY)} or higher, "
+            f"such as GTX 16 and RTX 20, and the {torch.cuda.get_device_name(device)} has {written(capability)}"
+        )
+    return None
+
+
+def why_no_triton_package() -> str | None:
+    """Why this Python has no Triton that our kernels can use; how_to_be_fast_here() says how to get it."""
+    version = triton_here()
+    if triton_is_usable(version):
+        return None
+    if version is None:
+        return "OneDiff's kernels need Triton, which is not installed"
+    return f"OneDiff's kernels need Triton {written(OLDEST_TRITON)} or newer, and {version} is installed"
+
+
+def why_no_compiler() -> str | None:
+    """What Triton's first launch would miss: it builds a small Python module in C."""
+    header = python_header()
+    if sys.platform == "win32":
+        # triton-windows brings a compiler of its own, but not Python's headers, which an embedded Python lacks.
+        return None if header.exists() else f"Triton needs this Python's {header}, which is not there"
+    named = os.environ.get("CC")
+    if named is not None:
+        if shutil.which(named) is None:
+            return f"Triton needs a C compiler, and CC names {named!r}, which is not there: correct CC or take it away"
+    elif not (shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler, and there is no gcc or clang here. On Debian and Ubuntu: apt install gcc"
+    if not header.exists():
+        python = f"python{written(sys.version_info[:2])}"
+        return f"Triton needs this Python's {header}. On Debian and Ubuntu: apt install {python}-dev"
+    return None
 
 
 class Setup(NamedTuple):
@@ -71,6 +129,21 @@ def triton_here() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return ""
+
+
+def how_to_be_fast_here() -> str | None:
+    """What would make OneDiff fast on this machine's GPU and how to get it, in one or two sentences; None where nothing
+    is missing, and where our kernels are not for this GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        lack = why_no_triton_gpu(torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError:
+        # A GPU that does not start.
+        return None
+    return None if lack else how_to_be_fast(setup_here(torch.__version__))
 
 
 def how_to_be_fast(setup: Setup) -> str | None:

@@ -21,7 +21,6 @@ from ...torch import operators as torch_ops
 from ..kernels.launch_config import Launches
 from .gains import Product, ProductChoice, TimeMs, products, suited
 from .support import Float8Support, float8_support, why_not
-from .ways import way_of
 
 log = logging.getLogger("onediff")
 
@@ -173,7 +172,7 @@ class LowBit:
     ) -> None:
         """Measure what a product gains by a kind."""
         from .operators import LowBitOperators
-        from .tuning import tune_product
+        from .tuning import tune_product, way_of
 
         tune_product(self._launches, product, dtype, device, kind, self._float8_result(device, dtype), time_ms)
         # What makes the tokens of a GEGLU's reader is in eight bits both ways.
@@ -183,7 +182,7 @@ class LowBit:
                 lambda *given: kind,
             )
         )
-        way = way_of(product, dtype, device, (kind,))
+        way = way_of(product, dtype, device, kind)
         self.choice.measure(product, dtype, kind, partial(way, plain), partial(way, rounded), time_ms)
 
     def forget(self) -> None:

@@ -1,18 +1,54 @@
-"""Measure how our products in eight bits are best cut on this GPU."""
+"""The products in eight bits that a network has, on random numbers: measured in their places, for whether they gain and
+how they are best cut on this GPU, and compiled."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....core.affine import Affine, QuantizedWeight
-from ....core.operators import QuantizedImage, QuantizedTokens, Stream
-from ....weights.low_bit import FP8, GATED, INT8, KERNEL, Kind, gated_scale
-from ..kernels.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
-from ..kernels.tuning import TimeMs, Trial, best_cut
+from ....core.device import TimeMs
+from ....core.leaves import Convolution, GroupNorm, LayerNorm
+from ....core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
+from ....weights.low_bit import (
+    ALIGNED,
+    FP8,
+    GATED,
+    GROUP_NORMED,
+    INT8,
+    KERNEL,
+    NORMED,
+    PADDING,
+    PLAIN,
+    STRIDE,
+    Kind,
+    as_rows,
+    gated_scale,
+    normed_scale,
+)
+from ..kernels.launch_config import (
+    CONVOLUTION,
+    FEED_FORWARD,
+    GATED_PRODUCT,
+    LAYER_NORM,
+    LIBRARY,
+    LaunchConfig,
+    Launches,
+    row_class,
+)
+from ..kernels.tuning import Trial, random_on, tuned, widths
 from . import convolution, gated_product, int8_mm, kernels, scaled_mm
 from .gains import Product
-from .ways import EPS
+
+Way = Callable[[Operators], object]
+EPS, GROUPS = 1e-5, 32
+# Of random numbers in eight bits.
+SPREAD = 32.0
+# Rows of tokens, and sides of an image, that are compiled for.
+FEW = 4
 
 
 def tune_product(
@@ -21,61 +57,138 @@ def tune_product(
 ) -> None:
     """Choose how a product is cut, where it is one of our own and that was not measured on this GPU. result: see
     scaled_mm.product. Raises what Triton raises."""
+    trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
+    if trial is not None:
+        tuned(launches, trial, dtype, time_ms)
+
+
+def trial_of(
+    product: Product, make: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, kind: Kind,
+    result: torch.dtype,
+) -> Trial | None:
+    """How a product can be cut; None where a library cuts it. make: a tensor of a shape; a GPU multiplies zeros faster
+    than random numbers."""
+    rows, width, out = product[:3]
+    one = torch.ones((1, 1), device=device)
+
+    def values(*shape: int) -> Tensor:
+        return (make(*shape) * SPREAD).clamp(-kind.largest, kind.largest).to(kind.dtype)
+
     if kind is INT8:
-        trial = int8_trial(product, dtype, device)
-    elif product.size is not None:
-        trial = convolution_trial(product, dtype, device)
-    elif product.source == GATED and int8_mm.copies_tiles(device):
-        trial = gated_trial(product, dtype, device, result)
-    else:
-        return
-    if launches.chosen(trial.kernel, trial.shape_class, dtype) is None:
-        launches.choose(trial.kernel, trial.shape_class, dtype, best_cut(trial, time_ms))
+        tokens = QuantizedTokens(values(rows, width), torch.ones((rows, 1), device=device), (rows,))
+        weight = QuantizedWeight(values(out, width), torch.ones((1, out), device=device))
+        shape_class = int8_mm.shape_class(rows, out, width)
+        return Trial(int8_mm.kernel_for(device), shape_class, partial(int8_mm.product, tokens, weight, None, dtype))
+    if product.size is not None:
+        height, across = product.size
+        image = QuantizedImage(values(rows // (height * across), height, across, width // KERNEL**2), one)
+        run = partial(convolution.convolution, image, QuantizedWeight(values(out, width), one), dtype)
+        return Trial(CONVOLUTION, convolution.shape_class(image, out), run)
+    if product.source != GATED or not int8_mm.copies_tiles(device):
+        return None
+    # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
+    tokens, weight = QuantizedTokens(values(rows, out), one, (rows,)), QuantizedWeight(values(2 * width, out), one)
+    bias = make(2 * width)
 
-
-def int8_trial(product: Product, dtype: torch.dtype, device: torch.device) -> Trial:
-    shape_class = int8_mm.shape_class(product.rows, product.out, product.width)
-    run = partial(int8_mm.product, *factors(product, device), None, dtype)
-    return Trial(int8_mm.kernel_for(device), shape_class, run)
-
-
-def gated_trial(product: Product, dtype: torch.dtype, device: torch.device, result: torch.dtype) -> Trial:
-    """How what a feed-forward's second product reads is made in float8, by its first one and a GEGLU."""
-    rows, half, width = product[:3]
-    random = partial(torch.randn, device=device, dtype=dtype)
-    norm, bias = Affine(random(width), None), random(2 * half)
-    tokens = kernels.layer_norm(Stream(random(rows, width)), norm.weight, None, EPS, FP8)[1]
-    weight = kernels.rounded_weight(random(2 * half, width), FP8)
-    output_scale = gated_scale(weight.values, bias, norm).view(1, 1)
-
-    def run(config: LaunchConfig) -> object:
+    def gate(config: LaunchConfig) -> object:
         if config == LIBRARY:
             return kernels.geglu(scaled_mm.product(tokens, weight, bias, result), FP8)
-        return gated_product.product(tokens, weight, bias, output_scale, config)
+        return gated_product.product(tokens, weight, bias, one, config)
 
-    return Trial(GATED_PRODUCT, int8_mm.shape_class(rows, 2 * half, width), run)
-
-
-def convolution_trial(product: Product, dtype: torch.dtype, device: torch.device) -> Trial:
-    image = image_of(product, device)
-    weight = kernels.rounded_weight(torch.randn((product.out, product.width), device=device, dtype=dtype), FP8)
-    run = partial(convolution.convolution, image, weight, dtype)
-    return Trial(CONVOLUTION, convolution.shape_class(image, product.out), run)
+    return Trial(GATED_PRODUCT, int8_mm.shape_class(rows, 2 * width, out), gate)
 
 
-def image_of(product: Product, device: torch.device) -> QuantizedImage:
-    """A random one that a convolution takes."""
-    assert product.size is not None
-    height, width = product.size
-    shape = product.rows // (height * width), height, width, product.width // KERNEL**2
-    return QuantizedImage(torch.randn(shape, device=device).to(FP8.dtype), torch.ones((1, 1), device=device))
+def way_of(product: Product, dtype: torch.dtype, device: torch.device, kind: Kind) -> Way:
+    """What computes a product by any operators, with what makes its tokens and the norm after it; the weights are there
+    in this kind too. Of a GEGLU's reader, what makes its tokens begins at the norm before; of a convolution, the group
+    norm comes with it."""
+    random = random_on(device, dtype)
+    if product.size is not None:
+        return way_of_convolution(product, product.size, random)
+    weight = random(product.out, product.width)
+    affine = Affine(weight, None, (kernels.rounded_weight(weight, kind),))
+    if product.source == NORMED:
+        tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
+        norm = LayerNorm("norm", product.width, EPS)
+        return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)
+    stream, vector = Stream(random(product.rows, product.out)), random(product.out)
+    if product.source == GATED:
+        # A feed-forward from norm to norm: its first product may make what this one reads.
+        parameters, norm = Affine(vector, None), LayerNorm("norm", product.out, EPS)
+        matrix, bias = random(2 * product.width, product.out), random(2 * product.width)
+        rounded = kernels.rounded_weight(matrix, kind)
+        into = Affine(matrix, bias, (rounded,), gated_scale=gated_scale(matrix, bias, parameters).view(1, 1))
+
+        def fed_forward(ops: Operators) -> object:
+            now, normed = ops.layer_norm(stream, parameters, norm, into)
+            return kernels.layer_norm(
+                ops.add_linear(now, ops.gated_linear(normed, into, affine), affine), vector, None, EPS, kind
+            )
+
+        return fed_forward
+    hidden = random(product.rows, product.width)
+    return lambda ops: kernels.layer_norm(ops.add_linear(stream, hidden, affine), vector, None, EPS, kind)
 
 
-def factors(product: Product, device: torch.device) -> tuple[QuantizedTokens, QuantizedWeight]:
-    """Random ones: a GPU multiplies zeros faster than others."""
+def way_of_convolution(product: Product, size: tuple[int, int], random: Callable[..., Tensor]) -> Way:
+    channels, batch = product.width // KERNEL**2, product.rows // (size[0] * size[1])
+    image = random(batch, channels, *size).to(memory_format=torch.channels_last)
+    weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
+    parameters = Affine(random(channels), random(channels))
+    rounded = kernels.rounded_weight(as_rows(weight), FP8)
+    affine = Affine(weight, None, (rounded,), normed_scale=normed_scale(parameters).view(1, 1))
+    norm = GroupNorm("norm", channels, GROUPS, EPS)
+    shape = Convolution("convolution", channels, product.out, KERNEL, STRIDE, PADDING)
+    return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)
 
-    def random(rows: int) -> torch.Tensor:
-        return torch.randint(-127, 128, (rows, product.width), device=device, dtype=INT8.dtype)
 
-    tokens = QuantizedTokens(random(product.rows), torch.ones((product.rows, 1), device=device), (product.rows,))
-    return tokens, QuantizedWeight(random(product.out), torch.ones((1, product.out), device=device))
+def low_bit_compilations(
+    users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
+) -> list[Callable[[], object]]:
+    """As kernels.tuning.compilations: for what makes tokens of a kind of eight bits, and for every cut of a product of
+    our own, of which the fastest is measured for each shape."""
+    make = partial(torch.zeros, dtype=dtype, device=device)
+    found: list[Callable[[], object]] = []
+
+    def tokens_of(width: int) -> None:
+        tokens, weight = make(FEW, width), make(width)
+        config = launches.of(LAYER_NORM, row_class(width), dtype)
+        for update in (make(FEW, width), tokens.to(torch.bfloat16)):
+            kernels.layer_norm(Stream(tokens, None, weight, update), weight, weight, EPS, kind, config)
+        hidden = make(FEW, 2 * FEED_FORWARD * width)
+        kernels.geglu(hidden, kind)
+        for features in (FEED_FORWARD * width, width):
+            kernels.rounded(hidden[:, :features], kind)
+            if kind is FP8:
+                rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
+                kernels.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
+
+    def norm(channels: int) -> object:
+        image, one = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last), torch.ones(1, 1, device=device)
+        scales = torch.zeros((1, 2, channels), device=device)
+        return convolution.normed(image, None, scales, one, channels, True)
+
+    for width in widths(users):
+        found.append(partial(tokens_of, width))
+    # Sizes are multiples of this in every network: Triton compiles another kernel for others.
+    width, products = ALIGNED, list[Product]()
+    if kind is INT8:
+        products.append(Product(FEW, width, width, PLAIN))
+    elif int8_mm.copies_tiles(device):
+        found.append(partial(norm, width))
+        products.append(Product(FEW, width, width, GATED))
+        products.append(Product(FEW * FEW, KERNEL**2 * width, width, GROUP_NORMED, (FEW, FEW)))
+    for product in products:
+        trial = trial_of(product, make, device, dtype, kind, torch.bfloat16)
+        if trial is not None:
+            found += [partial(attempted, trial, config) for config in trial.kernel.candidates if config != LIBRARY]
+    return found
+
+
+def attempted(trial: Trial, config: LaunchConfig) -> None:
+    """Launch; but for the first, a GPU need not have every cut."""
+    try:
+        trial.run(config)
+    except Exception:
+        if config == trial.kernel.candidates[0]:
+            raise
