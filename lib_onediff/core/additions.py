@@ -1,5 +1,4 @@
-"""What users put on a UNet that our forward computes itself: image prompts, FreeU, perturbed attention, Kohya's hires
-fix."""
+"""What users put on a UNet that our forward computes itself: image prompts, FreeU, perturbed attention."""
 from __future__ import annotations
 
 import hashlib
@@ -9,7 +8,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -59,27 +57,23 @@ class FreeU:
 
     factors: (output stages, 2) in float32: of the backbone and of the skip.
     stages: the output stages where it works.
-    follows_mean: the backbone's factor grows with the mean over the channels (the paper's second version).
     """
 
     factors: Tensor
     stages: frozenset[int]
-    follows_mean: bool = False
 
     def apply(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
         """What an output stage joins, (batch, channels, height, width) each, as new tensors."""
         if index not in self.stages:
             return hidden_states, skip
         backbone, low = self.factors[index]
-        if self.follows_mean:
-            backbone = (backbone - 1) * relative_mean(hidden_states) + 1
         half = hidden_states.shape[1] // 2
         amplified = (hidden_states[:, :half].float() * backbone).to(hidden_states.dtype)
         return torch.cat([amplified, hidden_states[:, half:]], dim=1), with_low_frequencies(skip, low)
 
     @cached_property
     def structure(self) -> str:
-        return f"FreeU{' 2' * self.follows_mean} at stages {', '.join(map(str, sorted(self.stages)))}"
+        return f"FreeU at stages {', '.join(map(str, sorted(self.stages)))}"
 
 
 @dataclass(frozen=True)
@@ -93,50 +87,6 @@ class PerturbedAttention:
     @cached_property
     def structure(self) -> str:
         return f"{len(self.queries)} attentions ({digest(self.queries)}) perturbed from row {self.first_row} on"
-
-
-@dataclass(frozen=True)
-class Shrink:
-    """Kohya's hires fix ("deep shrink"): an input stage hands on smaller hidden states, and output stages take them to
-    the sizes of their skips again.
-
-    stage: the input stage. factor: height and width are divided by it. after_skip: whether the stage's own skip keeps
-    its size. smaller, larger: the modes of torch.nn.functional.interpolate.
-    """
-
-    stage: int
-    factor: float
-    after_skip: bool
-    smaller: str
-    larger: str
-
-    def after_stage(self, index: int, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The skip of an input stage, and what the next stage takes: (batch, channels, height, width) each."""
-        if index != self.stage:
-            return hidden_states, hidden_states
-        # As the host rounds it, which multiplies.
-        size = [round(side * (1.0 / self.factor)) for side in hidden_states.shape[-2:]]
-        small = functional.interpolate(hidden_states, size, mode=self.smaller)
-        return hidden_states if self.after_skip else small, small
-
-    def join(self, hidden_states: Tensor, skip: Tensor) -> Tensor:
-        """hidden_states at the size of a skip."""
-        if hidden_states.shape[2] == skip.shape[2]:
-            return hidden_states
-        return functional.interpolate(hidden_states, skip.shape[-2:], mode=self.larger)
-
-    @cached_property
-    def structure(self) -> str:
-        skip = "" if self.after_skip else " with its skip"
-        return f"hidden states / {self.factor:g} from stage {self.stage} on{skip} ({self.smaller}, {self.larger})"
-
-
-def relative_mean(hidden_states: Tensor) -> Tensor:
-    """The mean over the channels, (batch, 1, height, width), from 0 at its smallest to 1 at its largest in each row of
-    the batch; in float32."""
-    mean = hidden_states.float().mean(1, keepdim=True)
-    least, most = mean.amin((1, 2, 3), keepdim=True), mean.amax((1, 2, 3), keepdim=True)
-    return (mean - least) / (most - least)
 
 
 def with_low_frequencies(skip: Tensor, factor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""The contract of a WebUI: eight methods that its adapter has, and what follows from them."""
+"""The contract of a WebUI: what its adapter has, and what follows from that."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +17,12 @@ from ..families.unet.layout import UNetLayout
 from ..prewarm.job import CannotWarm
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits
-from .needs import why_unknown
+from .hooks import ForwardPatches
+from .needs import first_missing
 
+log = logging.getLogger("onediff")
 Result = TypeVar("Result")
+NOT_IN_USE = "OneDiff is not in use"
 # How loud the noise is that stands for a prompt in a warm-up: at 1 the softmaxes of some models choose between two
 # tokens that are nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
 PROMPT_NOISE = 0.1
@@ -29,27 +33,22 @@ TIMESTEP = 500.0
 class WebUI:
     """A running WebUI. Nothing of it is changed but by serve(), and stop() undoes all of that.
 
-    An adapter overrides the first eight methods. As they stand here they are those of a WebUI in which OneDiff does
-    nothing, for the reason `unmet`. What follows them is the same for all hosts, but may be overridden too.
+    An adapter overrides the first six methods, and sets patches. As they stand here they are those of a WebUI in which
+    OneDiff does nothing, for the reason `unmet`. The others are the same for all hosts, but may be overridden too.
 
     name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
     unet_class: what the class of a UNet is called that we serve; "" for none. checkpoint_paths: attributes that a
     checkpoint must have. host_traits: see there. unmet: what this release or its checkpoint lacks, as a sentence; None
-    for nothing.
+    for nothing. patches: our forwards in the classes of its UNets and VAEs.
     """
 
     name, unet_class = "unknown", ""
     checkpoint_paths: tuple[str, ...] = ()
     host_traits = HostTraits()
+    patches: Sequence[ForwardPatches] = ()
 
     def __init__(self, release: str = "this WebUI", unmet: str | None = None) -> None:
         self.release, self.unmet = release, unmet
-
-    def serve(self) -> None:
-        """Put our forwards into every UNet's and VAE's calls. Safe to call twice."""
-
-    def stop(self) -> None:
-        """Undo serve() and give every network back as it was. Safe to call twice."""
 
     def network(self, checkpoint: Any) -> Any:
         """What a checkpoint computes its steps with, of whatever kind; None where it has none."""
@@ -60,6 +59,8 @@ class WebUI:
 
     def after_run(self, p: Any) -> None:
         """The generation p is done."""
+        runtime.vae.end_run()
+        runtime.end_sampling()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.
@@ -82,9 +83,20 @@ class WebUI:
 
     # --- what is the same for all ---------------------------------------------------------------------------------
 
+    def serve(self) -> None:
+        """Put our forwards into every UNet's and VAE's calls. Safe to call twice."""
+        for forwards in self.patches:
+            forwards.serve()
+
+    def stop(self) -> None:
+        """Undo serve() and give every network back as it was. Safe to call twice."""
+        for forwards in self.patches:
+            runtime.guard.attempt("switching a hook off", forwards.stop)
+        runtime.guard.attempt("giving the UNets back", runtime.release_all)
+
     def hooks(self) -> int:
         """How many hooks of ours are in place on a method: 1 after serve(), however often, and 0 after stop()."""
-        return 0
+        return int(any(forwards.active for forwards in self.patches))
 
     def loads_at_start(self) -> bool:
         """Whether the host loads a checkpoint by itself when it starts, and not with the first image."""
@@ -93,7 +105,12 @@ class WebUI:
     def model_loaded(self, checkpoint: Any) -> None:
         """The host has loaded a checkpoint."""
         if self.checkpoint_paths:
-            self.unmet = why_unknown(self.release, checkpoint, self.checkpoint_paths)
+            path = first_missing(checkpoint, self.checkpoint_paths)
+            self.unmet = path and (
+                f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
+            )
+            if self.unmet:
+                log.warning("%s.", self.unmet)
         if self.hooks():
             self.adopt(checkpoint)
 
@@ -152,7 +169,7 @@ class WebUI:
     def layout_to_warm(self) -> UNetLayout:
         """Of the loaded checkpoint's UNet. Raises CannotWarm where there is none to make ready."""
         if not self.hooks():
-            raise CannotWarm("OneDiff is not in use")
+            raise CannotWarm(NOT_IN_USE)
         unet = self.adopt(self.checkpoint())
         if unet is None:
             raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")

@@ -1,4 +1,4 @@
-"""Hooks on a host's classes: ours in place of a method, and a UNet's or a VAE's call by it, served or handed back.
+"""Hooks on a host's classes: ours in place of a forward, and a UNet's or a VAE's call by it, served or handed back.
 
 A class-level patch lies below whatever another extension sets on an instance (ControlNet, a decoder in tiles), serves
 every network (the refiner's too), and leaves no attribute on the host's objects.
@@ -31,16 +31,6 @@ def note_host(unet: Any, reason: str) -> None:
     runtime.note_host(reason, unet)
 
 
-def active_patches(owner: type, method: str) -> list[ClassPatch]:
-    """Our patches that are at work on a method, from the top of the chain down to the first that is not ours."""
-    found = []
-    function = owner.__dict__[method]
-    while isinstance(getattr(function, "patch", None), ClassPatch):
-        found.append(function.patch)
-        function = function.patch.original
-    return [patch for patch in found if patch.active]
-
-
 class ClassPatch:
     """One replaced method. Where somebody has patched over ours since, ours stays in the chain but does nothing.
 
@@ -66,7 +56,6 @@ class ClassPatch:
 
         self._serve = guard.serve
         self._is_traced = True
-        vars(patched)["patch"] = self
         self.function = patched
 
     def apply(self) -> None:
@@ -83,11 +72,6 @@ class ClassPatch:
         if self._in_chain and self.owner.__dict__[self.method] is self.function:
             setattr(self.owner, self.method, self.original)
             self._in_chain = False
-
-    def count(self) -> int:
-        """How many patches of ours are at work on the method; one below another extension's cannot be found, but knows
-        that it is there."""
-        return len(active_patches(self.owner, self.method)) or int(self.active)
 
     def keep_out_of_traces(self) -> None:
         """Let torch.compile step over the replacement instead of tracing it, which would take minutes.
@@ -120,10 +104,6 @@ class ForwardPatches:
     def stop(self) -> None:
         for patch in self.patches:
             patch.undo()
-
-    def count(self) -> int:
-        """How many patches of ours are at work on a class, at most."""
-        return max(patch.count() for patch in self.patches)
 
 
 class UNetHooks(ForwardPatches):

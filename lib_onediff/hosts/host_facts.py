@@ -35,12 +35,12 @@ OPTIONS = (
 )
 
 
-def host_facts(name: str) -> Facts:
-    """The facts of the WebUI that we run in. name: which one it is ("a1111")."""
+def host_facts(release: str) -> Facts:
+    """The facts of the WebUI that we run in. release: what its adapter calls it ("A1111 v1.10.1")."""
     from modules import shared
 
     return {
-        "WebUI": {"Name": name, "Version": version(), "Attention": attention(), **types()},
+        "WebUI": {"Release": release, "Attention": attention(), **types()},
         "WebUI flags": named(shared.cmd_opts, FLAGS),
         "WebUI options": named(shared.opts, OPTIONS),
         "Model": model(),
@@ -52,25 +52,17 @@ def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
     return {name: as_fact(getattr(holder, name)) for name in names if hasattr(holder, name)}
 
 
-def version() -> str:
-    """The WebUI's own version."""
-    forge, launch = host_module("modules_forge.forge_version"), host_module("modules.launch_utils")
-    if forge is not None:
-        return as_fact(getattr(forge, "version", None))
-    return as_fact(launch.git_tag() if hasattr(launch, "git_tag") else None)
-
-
 def attention() -> str:
     """The attention that the WebUI's own UNet uses."""
-    forge, hijack = host_module("backend.attention"), host_module("modules.sd_hijack")
+    forge, a1111 = sys.modules.get("backend.attention"), sys.modules.get("modules.sd_hijack")
     if forge is not None:
         return as_fact(getattr(getattr(forge, "attention_function", None), "__name__", None))
-    return as_fact(getattr(getattr(hijack, "model_hijack", None), "optimization_method", None))
+    return as_fact(getattr(getattr(a1111, "model_hijack", None), "optimization_method", None))
 
 
 def types() -> dict[str, str]:
     """The number types that the WebUI has chosen."""
-    devices = host_module("modules.devices")
+    devices = sys.modules.get("modules.devices")
     names = {"Type": "dtype", "Type of the UNet": "dtype_unet", "Type of the VAE": "dtype_vae"}
     return {
         label: as_fact(str(getattr(devices, name)).removeprefix("torch."))
@@ -81,7 +73,7 @@ def types() -> dict[str, str]:
 def model() -> dict[str, str]:
     """The loaded checkpoint and VAE, by name and hash."""
     facts = {"Checkpoint": as_fact(checkpoint_name()), "Hash": as_fact(getattr(loaded(), "sd_model_hash", None))}
-    vae = host_module("modules.sd_vae")
+    vae: Any = sys.modules.get("modules.sd_vae")
     if hasattr(vae, "get_loaded_vae_name"):
         facts.update({"VAE": as_fact(vae.get_loaded_vae_name()), "Hash of the VAE": as_fact(vae.get_loaded_vae_hash())})
     return facts
@@ -98,8 +90,3 @@ def loaded() -> Any:
     from modules import sd_models
 
     return sd_models.model_data.sd_model
-
-
-def host_module(name: str) -> Any:
-    """A module that the WebUI has imported; None for any other."""
-    return sys.modules.get(name)

@@ -6,9 +6,8 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.origins import origin, package
 from ..core.refusal import Refusal
@@ -16,8 +15,7 @@ from ..core.refusal import Refusal
 log = logging.getLogger("onediff")
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Something that a module of the host must have.
 
     name: an attribute, with dots for one of a class. parameters: which a function must take by these names.
@@ -38,25 +36,23 @@ def offers(module: str) -> bool:
 
 def check_needs(release: str, needs: Iterable[Need]) -> None:
     """Raise Refusal with a sentence that names the first need that this release does not meet."""
-    lacks = f"{release} has "
     for need in needs:
-        try:
-            found: Any = importlib.import_module(need.module)
-        except Exception as error:
-            log.debug("%s cannot be imported", need.module, exc_info=True)
-            lacks += f"no module {need.module} that can be imported ({type(error).__name__}: {error})"
-            break
-        if first_missing(found, [need.name]):
-            lacks += f"no {need.name} in {need.module}"
-            break
-        function = attrgetter(need.name)(found)
-        names = [name for name in need.parameters if not takes(function, name, need.module)]
-        if names:
-            lacks += f"a {need.name} in {need.module} that does not take {', '.join(names)}"
-            break
-    else:
-        return
-    raise Refusal(f"{lacks}: OneDiff does not know this release, and changes nothing")
+        if lack := lack_of(need):
+            raise Refusal(f"{release} has {lack}: OneDiff does not know this release, and changes nothing")
+
+
+def lack_of(need: Need) -> str:
+    """What the host has in place of a need, or lacks; "" where it meets it."""
+    try:
+        module = importlib.import_module(need.module)
+    except Exception as error:
+        log.debug("%s cannot be imported", need.module, exc_info=True)
+        return f"no module {need.module} that can be imported ({type(error).__name__}: {error})"
+    if first_missing(module, [need.name]):
+        return f"no {need.name} in {need.module}"
+    found = attrgetter(need.name)(module)
+    names = ", ".join(name for name in need.parameters if not takes(found, name, need.module))
+    return f"a {need.name} in {need.module} that does not take {names}" if names else ""
 
 
 def takes(function: Any, parameter: str, module: str) -> bool:
@@ -71,17 +67,6 @@ def takes(function: Any, parameter: str, module: str) -> bool:
     kinds = {found.kind for found in parameters.values()}
     takes_all = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
     return parameter in parameters or (takes_all and package(origin(function)) != package(module))
-
-
-def why_unknown(release: str, checkpoint: Any, paths: Iterable[str]) -> str | None:
-    """Why a checkpoint that this release has loaded is the host's, also for the log: it lacks one of these attribute
-    paths. None where it has all."""
-    path = first_missing(checkpoint, paths)
-    if path is None:
-        return None
-    reason = f"{release} has loaded a checkpoint without {path}: OneDiff does not know this release"
-    log.warning("%s.", reason)
-    return reason
 
 
 def first_missing(holder: Any, paths: Iterable[str]) -> str | None:

@@ -36,7 +36,7 @@ def build_onediff_tab(
     def facts() -> Facts:
         tuned = runtime.history.tuned()
         return {
-            **machine_facts(), **host_facts(webui.name), **onediff_facts(standing(), runtime.status(), tuned),
+            **machine_facts(), **host_facts(webui.release), **onediff_facts(standing(), runtime.status(), tuned),
         }
 
     maker = TextToImage(make_script, runtime.status)

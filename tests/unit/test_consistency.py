@@ -121,9 +121,9 @@ def test_facts_of_a_webui(monkeypatch: pytest.MonkeyPatch) -> None:
     hijack = SimpleNamespace(model_hijack=SimpleNamespace(optimization_method="sdp"))
     monkeypatch.setitem(sys.modules, "modules.sd_hijack", hijack)
     monkeypatch.setitem(sys.modules, "modules.devices", SimpleNamespace(dtype=torch.float32, dtype_vae=torch.bfloat16))
-    facts = host_facts("a1111")
+    facts = host_facts("A1111 v1.10.1")
     assert facts["WebUI"] == {
-        "Name": "a1111", "Version": "none", "Attention": "sdp", "Type": "float32", "Type of the VAE": "bfloat16",
+        "Release": "A1111 v1.10.1", "Attention": "sdp", "Type": "float32", "Type of the VAE": "bfloat16",
     }
     assert facts["WebUI flags"] == {"precision": "full", "no_half": "on"}
     assert facts["WebUI options"] == {"upcast_attn": "on", "sd_vae": "b.safetensors", "s_churn": "0.5"}

@@ -15,9 +15,8 @@ from torch.nn import functional
 
 from lib_onediff.core.call import UNetCall
 from lib_onediff.hosts.forge import image_prompts
-from lib_onediff.hosts.forge.additions import read_additions
 from lib_onediff.hosts.forge.call import HostCall, unet_call
-from lib_onediff.hosts.forge.image_prompts import has_known_source, source_digest
+from lib_onediff.hosts.forge.image_prompts import has_known_source, image_prompts_of, source_digest
 from lib_onediff.hosts.forge.patches import REPLACED
 
 SIZE, TOKENS = (16, 32), 4
@@ -91,7 +90,7 @@ def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None 
 def made(options: dict[str, Any], **changes: Any) -> UNetCall:
     call = a_call(shared_ldm_unet(), *SIZE, **changes)
     with torch.no_grad():
-        found = read_additions(shared_ldm_unet(), options, call.latent)
+        found = image_prompts_of(shared_ldm_unet(), options, call.latent)
         given = HostCall(call.latent, call.timestep, call.context, None, None, dict(options), {})
         return unet_call(shared_ldm_unet(), given, False, READ, found)
 
@@ -142,4 +141,4 @@ def test_what_is_used_otherwise_runs_as_the_function_that_it_is(options: Any) ->
 
 def test_a_mask_that_does_not_cover_the_image_is_the_hosts() -> None:
     latent = a_call(shared_ldm_unet(), 28, 9).latent
-    assert not read_additions(shared_ldm_unet(), adapters(mask=torch.rand(1, 40, 60)), latent).image_prompts
+    assert not image_prompts_of(shared_ldm_unet(), adapters(mask=torch.rand(1, 40, 60)), latent)

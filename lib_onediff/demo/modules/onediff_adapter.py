@@ -74,11 +74,6 @@ class Standalone(WebUI):
             diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
         runtime.vae.begin_run()
 
-    def after_run(self, p: Any) -> None:
-        # diffusers calls the UNet's own forward, which nobody bypasses here.
-        runtime.vae.end_run()
-        runtime.end_sampling()
-
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         unet = self.unet_of(self.checkpoint())
         if unet is None:

@@ -109,10 +109,8 @@ class Pass:
         image = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)
         skips: list[Tensor] = []
         for index, stage in enumerate(self.layout.input_stages[:stages]):
-            image = skip = add_residual(self.layers.stage(stage, image, None), self.control.input, index)
-            if self.call.shrink is not None:
-                skip, image = self.call.shrink.after_stage(index, image)
-            skips.append(skip)
+            image = add_residual(self.layers.stage(stage, image, None), self.control.input, index)
+            skips.append(image)
         return image, skips
 
     def middle(self, image: Tensor) -> Tensor:
@@ -131,8 +129,6 @@ class Pass:
             skip = add_residual(skips.pop(), self.control.output, index)
             if self.call.freeu is not None:
                 image, skip = self.call.freeu.apply(index, image, skip)
-            if self.call.shrink is not None:
-                image = self.call.shrink.join(image, skip)
             if image.shape[-2:] != skip.shape[-2:]:
                 image = self.ops.resize(image, *skip.shape[-2:])
             following = skips[-1] if skips else remaining

@@ -46,13 +46,10 @@ class PatchedPass(Pass):
             hidden_states = self.patches.before_stage(INPUT, index, hidden_states)
             hidden_states = self.patched.at(INPUT, index).stage(stage, hidden_states, None)
             hidden_states = add_residual(hidden_states, self.control.input, index)
-            skip = following = self.patches.after_stage(INPUT, index, hidden_states)
-            if self.call.shrink is not None:
-                skip, following = self.call.shrink.after_stage(index, following)
-            following = self.patches.after_skip(index, following)
+            skip = self.patches.after_stage(INPUT, index, hidden_states)
+            hidden_states = self.patches.after_skip(index, skip)
             # A function may have written to what the skip is: operators must not use what they know of it.
-            skips.append(skip if following is skip else skip.detach())
-            hidden_states = following
+            skips.append(skip if hidden_states is skip else skip.detach())
         return hidden_states, skips
 
     def middle(self, hidden_states: Tensor) -> Tensor:
@@ -69,8 +66,6 @@ class PatchedPass(Pass):
             skip = add_residual(skips.pop(), self.control.output, index)
             if self.call.freeu is not None:
                 hidden_states, skip = self.call.freeu.apply(index, hidden_states, skip)
-            if self.call.shrink is not None:
-                hidden_states = self.call.shrink.join(hidden_states, skip)
             hidden_states, skip = self.patches.join(index, hidden_states, skip)
             joined = self._concatenated(index, hidden_states, skip)
             following = skips[-1] if skips else remaining

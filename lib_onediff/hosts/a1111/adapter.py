@@ -93,22 +93,9 @@ class A1111(WebUI):
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
         self._vae = VaeHooks(parts, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
+        self.patches = self._unets, self._stages, self._vae
         # The host's CFGDenoiserParams, which live as long as the step; other callbacks may change them.
         self._step: Callable[[], Any] = no_object
-
-    def serve(self) -> None:
-        self._unets.serve()
-        self._stages.serve()
-        self._vae.serve()
-
-    def stop(self) -> None:
-        self._unets.stop()
-        self._stages.stop()
-        runtime.guard.attempt("switching the VAE off", self._vae.stop)
-        runtime.guard.attempt("giving the UNets back", runtime.release_all)
-
-    def hooks(self) -> int:
-        return max(self._unets.count(), self._vae.count())
 
     def loads_at_start(self) -> bool:
         from modules import shared
@@ -136,8 +123,7 @@ class A1111(WebUI):
 
     def after_run(self, p: Any) -> None:
         self._unets.end_sampling()
-        runtime.end_sampling()
-        runtime.vae.end_run()
+        super().after_run(p)
 
     # --- one call -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from ...core.leaves import TransformerBlock
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...core.refusal import Refusal
 from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
-from ..additions import Additions, freeu_of
 
 log = logging.getLogger("onediff")
 
@@ -82,31 +82,29 @@ class UNetPatches(PatchPoints):
         return added
 
 
+class Within(NamedTuple):
+    """What runs within the UNet in one call beside its own layers; see UNetCall."""
+
+    patches: UNetPatches | None = None
+    image_prompts: tuple[ImagePrompt, ...] = ()
+    freeu: FreeU | None = None
+    perturbed: PerturbedAttention | None = None
+
+
 def within(
-    unet: Any, processors: dict[str, Any], sample: Tensor, added: dict[str, Any], arguments: dict[str, Any]
-) -> tuple[UNetPatches | None, Additions]:
-    """What runs within the UNet in this call beside its own layers. processors: by the path of their attention.
-    arguments: the pipeline's cross_attention_kwargs."""
+    unet: Any, processors: dict[str, Any], latent: Tensor, added: dict[str, Any], arguments: dict[str, Any]
+) -> Within:
+    """processors: by the path of their attention. arguments: the pipeline's cross_attention_kwargs. Raises Refusal."""
     unknown = sorted(set(arguments) - {MASKS})
     if unknown:
         raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
     # What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each.
     tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
-    additions = read_additions(unet, processors, sample, tokens, arguments)
-    patches = UNetPatches(unet, processors.values(), tokens, arguments, additions.stand_for)
-    return patches if patches.structure else None, additions
-
-
-def read_additions(
-    unet: Any, processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, arguments: dict[str, Any]
-) -> Additions:
-    """processors: by the path of their attention. image_tokens: of each IP-Adapter, (batch, images, tokens, width).
-    arguments: the pipeline's cross_attention_kwargs."""
     adapters, perturbed = of_classes(processors, IP_ADAPTERS), of_classes(processors, PERTURBED)
     prompts, guidance, computed = tuple[ImagePrompt, ...](), None, list[Any]()
     try:
         if adapters:
-            found = adapters_of(adapters, latent, image_tokens, arguments.get(MASKS))
+            found = adapters_of(adapters, latent, tokens, arguments.get(MASKS))
             prompts = tuple(one for adapter in found for one in image_prompts(adapter, latent, len(unet.down_blocks)))
             computed += adapters.values() if prompts else ()
     except Refusal as reason:
@@ -114,8 +112,9 @@ def read_additions(
     if perturbed and (guidance := perturbed_attention(perturbed, latent.shape[0])):
         computed += perturbed.values()
     factors = tuple(freeu_factors(index, block) for index, block in enumerate(unet.up_blocks) for _ in block.resnets)
-    freeu: FreeU | None = freeu_of(factors, False, latent.device) if any(factors) else None
-    return Additions(prompts, freeu, guidance, stand_for=frozenset(map(type, computed)))
+    freeu = freeu_of(factors, latent.device) if any(factors) else None
+    patches = UNetPatches(unet, processors.values(), tokens, arguments, set(map(type, computed)))
+    return Within(patches if patches.structure else None, prompts, freeu, guidance)
 
 
 def of_classes(processors: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -203,6 +202,14 @@ def downsampled(mask: Tensor, latent: Tensor, levels: int) -> dict[int, Tensor]:
         found[height * width] = cut.to(latent.device, latent.dtype)
         height, width = (height + 1) // 2, (width + 1) // 2
     return found
+
+
+@lru_cache(maxsize=8)
+def freeu_of(factors: tuple[tuple[float, float] | None, ...], device: torch.device) -> FreeU:
+    """FreeU with these factors of the backbone and of the skip at each output stage: the same tensor for every call."""
+    with torch.inference_mode(False):
+        values = torch.tensor([pair or (1.0, 1.0) for pair in factors], dtype=torch.float32, device=device)
+    return FreeU(values, frozenset(index for index, pair in enumerate(factors) if pair is not None))
 
 
 def freeu_factors(index: int, block: Any) -> tuple[float, float] | None:

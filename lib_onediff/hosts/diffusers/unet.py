@@ -25,11 +25,10 @@ from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, replaced_by
 from ...weights.watch import no_object
-from ..additions import NO_ADDITIONS
 from .call import arguments_of_prompt, control_of, rows_of_prompt
 from .instance_forward import InstanceForward, attached, own_forward, put_on, take_off
 from .loras import LoraReader
-from .patches import within
+from .patches import Within, within
 from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
@@ -131,27 +130,25 @@ class DiffusersForward(InstanceForward):
                 raise Refusal(f"the pipeline passes {name}")
         attentions, arguments = self._attentions_of(unet), dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
-        patches, additions = None, NO_ADDITIONS
+        inside = Within()
         processors = list(map(PROCESSOR_OF, attentions))
         if self._has_foreign(unet, processors):
             by_path = dict(zip(self._attentions, processors, strict=True))
-            patches, additions = within(unet, by_path, sample, added_cond_kwargs or {}, arguments)
+            inside = within(unet, by_path, sample, added_cond_kwargs or {}, arguments)
         elif arguments:
             raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(sorted(arguments))})")
         if scale != 1.0 or self.loras.scale != 1.0:
-            self.loras.use_scale(unet, scale, whole=patches is None)
-        down, middle, inside = (
-            down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
-        )
-        has_control = down is not None or middle is not None or inside is not None
+            self.loras.use_scale(unet, scale, whole=inside.patches is None)
         # The host computes attention scores in float32 by its older processor alone.
         upcasts = bool(processors) and type(processors[0]).__name__ == UPCASTING and attentions[0].upcast_attention
         return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, added_cond_kwargs), timestep_condition=timestep_cond,
-            control=control_of(unet, sample, down, middle, inside) if has_control else None,
-            upcast_attention=bool(upcasts), patches=patches,
-            image_prompts=additions.image_prompts, freeu=additions.freeu, perturbed=additions.perturbed,
+            control=control_of(
+                unet, sample, down_block_additional_residuals, mid_block_additional_residual,
+                down_intrablock_additional_residuals,
+            ),
+            upcast_attention=bool(upcasts), **inside._asdict(),
         )
 
     def _attentions_of(self, unet: nn.Module) -> list[Any]:

@@ -2,6 +2,7 @@
 sets on a UNet (an object patch, a forward of its own)."""
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,21 +19,18 @@ from ...core.origins import origin
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
 from ...core.sampling import Sampling
-from ...families.unet.layout import UNetLayout
 from ...prewarm.job import CannotWarm
-from ...runtime.call_stats import HOST
 from ...runtime.runtime import runtime
 from ...weights.fused_storage import shares_storage
 from ...weights.scan import HostTraits
 from ...weights.weight_functions import Casts
-from ..additions import NO_ADDITIONS
 from ..changed_modules import ChangedModules, foreign_forward, is_block_or_attention
-from ..contract import TIMESTEP, Result, WebUI, random_inputs
+from ..contract import NOT_IN_USE, TIMESTEP, Result, WebUI, random_inputs
 from ..hooks import UNetHooks, VaeHooks, check_original, serve_call
 from ..needs import check_needs
 from ..sampler_schedule import sampling_of
-from .additions import read_additions
 from .call import HostCall, names_read_by, unet_call
+from .image_prompts import image_prompts_of
 from .traits import FORGE, Traits, check_storage
 from .weight_functions import LayerFunctions, cast_to_input
 
@@ -57,17 +55,17 @@ class Forge(WebUI):
         super().__init__(traits.release())
         self.traits, self._loads_at_start = traits, loads_at_start
         self.name, self.unet_class = traits.name, traits.unet_class
-        unet, vae = traits.module(traits.unet), traits.module(traits.vae)
+        unet, vae = importlib.import_module(traits.unet), importlib.import_module(traits.vae)
         self._unets = UNetHooks([getattr(unet, self.unet_class)], self._forward, self._why_bypassed)
         self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), traits.check_vae)
+        self.patches = self._unets, self._vae
         self.host_traits = HostTraits(
             yardstick=traits.with_exact_attention, functions=LayerFunctions(), casts=Casts(cast_to_input),
             brought=lambda unet, module: is_block_or_attention(module),
             keeps_weights=lambda unet: f"Low-bit only is not for {self.release}, which moves the weights itself",
         )
         self._changed = ChangedModules()
-        self._own_functions: dict[Any, Any] = {}
-        self._names_read = names_read_by(unet, traits.module(traits.attention))
+        self._names_read = names_read_by(unet, importlib.import_module(traits.attention))
         # Why each UNet that was called in this sampling is the host's; "" where it is ours.
         self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._sampling = Sampling()
@@ -78,21 +76,15 @@ class Forge(WebUI):
 
     def serve(self) -> None:
         with self._lock:
-            self._unets.serve()
-            self._vae.serve()
+            super().serve()
             if self.checkpoint() is not None:
                 self.model_loaded(self.checkpoint())
 
     def stop(self) -> None:
         with self._lock:
-            self._unets.stop()
-            runtime.guard.attempt("switching the VAE off", self._vae.stop)
-            runtime.guard.attempt("giving the UNets back", runtime.release_all)
+            super().stop()
             give_originals_storage_of_their_own(patcher_of(self.checkpoint()))
             self._refusals.clear()
-
-    def hooks(self) -> int:
-        return self._unets.count()
 
     def loads_at_start(self) -> bool:
         return self._loads_at_start
@@ -108,7 +100,7 @@ class Forge(WebUI):
     # --- a generation ---------------------------------------------------------------------------------------------
 
     def before_sampling(self, p: Any) -> None:
-        if not self._unets.active:
+        if not self.hooks():
             return
         vae = getattr(getattr(p.sd_model, "forge_objects", None), "vae", None)
         self._vae.begin_run(getattr(getattr(vae, "first_stage_model", None), "decoder", None))
@@ -116,8 +108,7 @@ class Forge(WebUI):
         self._look_again(sampling_of(p))
 
     def after_run(self, p: Any) -> None:
-        runtime.vae.end_run()
-        runtime.end_sampling()
+        super().after_run(p)
         self._unets.end_sampling()
 
     def _look_again(self, sampling: Sampling) -> None:
@@ -156,11 +147,9 @@ class Forge(WebUI):
         """A call as ours. Raises Refusal where it is the host's."""
         self._check(unet)
         changed = self._changed.at_call(unet)
-        # The host calls a module with a forward of its own in another way than our additions would.
-        additions = NO_ADDITIONS if changed else read_additions(unet, given.options, given.x)
-        return unet_call(
-            unet, given, self.traits.upcasts_attention(given.x.dtype), self._names_read, additions, changed
-        )
+        # The host calls a module with a forward of its own in another way than image prompts would.
+        prompts = () if changed else image_prompts_of(unet, given.options, given.x)
+        return unet_call(unet, given, self.traits.upcasts_attention(given.x.dtype), self._names_read, prompts, changed)
 
     def _check(self, unet: nn.Module) -> None:
         """Raise Refusal where a UNet's calls are the host's now. The UNet is looked at once a sampling."""
@@ -176,18 +165,12 @@ class Forge(WebUI):
             runtime.begin_sampling(unet, self._sampling)
         if self._refusals[unet]:
             raise Refusal(self._refusals[unet])
-        functions = self.traits.unet_functions()
-        if functions != self._own_functions:
-            for (_, name, owner), function in functions.items():
-                source = origin(function)
-                if source != owner:
-                    raise Refusal(f"{name} of the WebUI's UNet was replaced by {source}")
-            self._own_functions = functions
+        self.traits.check_functions()
 
     # --- what users ask -------------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        if not self._unets.active:
+        if not self.hooks():
             return []
         unused = self.traits.unused_attention()
         said = [] if unused is None else [
@@ -200,8 +183,8 @@ class Forge(WebUI):
         return said
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        if not self._unets.active:
-            raise CannotWarm("OneDiff is not in use")
+        if not self.hooks():
+            raise CannotWarm(NOT_IN_USE)
         try:
             checkpoint = self.traits.selected_checkpoint()
         except Exception as error:
@@ -209,25 +192,11 @@ class Forge(WebUI):
         layout = self.layout_to_warm()
         self._look_again(Sampling())
         calls = runtime.call_stats.total
-        try:
-            self._call_once(checkpoint, layout, width, height, batch, tokens)
-        except torch.cuda.OutOfMemoryError as error:
-            runtime.free_graphs()
-            raise CannotWarm(f"not enough GPU memory for {width}x{height} with {batch} latents") from error
-        if runtime.call_stats.total == calls:
-            raise CannotWarm(self._why_bypassed() if self._unets.active else "OneDiff is not in use")
-        status = runtime.status()
-        if status["route"] == HOST:
-            raise CannotWarm(status["reason"])
-
-    def _call_once(
-        self, checkpoint: Any, layout: UNetLayout, width: int, height: int, batch: int, tokens: int
-    ) -> None:
-        """Load a checkpoint's UNet as the host does for a sampling, and call it with random inputs."""
         # With the last generation's LoRAs; Classic keeps none where there were no LoRAs.
         patcher = (checkpoint.forge_objects_after_applying_lora or checkpoint.forge_objects_original).unet
-        sampling = self.traits.module(self.traits.sampling)
-        device, dtype = patcher.load_device, self.traits.computation_dtype(patcher)
+        sampling, model = importlib.import_module(self.traits.sampling), patcher.model
+        computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
+        device, dtype = patcher.load_device, computed or patcher.model_dtype()
         generator = torch.Generator().manual_seed(0)
         noise = lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)  # noqa: E731
         with torch.inference_mode():
@@ -235,15 +204,17 @@ class Forge(WebUI):
             # The host plans memory for twice the images: the prompt and the negative prompt.
             sampling.sampling_prepare(patcher, latent[:(batch + 1) // 2])
             try:
-                patcher.model.diffusion_model(
+                model.diffusion_model(
                     latent, torch.full((batch,), TIMESTEP, device=device), control=None, transformer_options={},
                     context=context, **({} if label is None else {"y": label}),
                 )
             finally:
                 sampling.sampling_cleanup(patcher)
+        if runtime.call_stats.total == calls:
+            raise CannotWarm(self._why_bypassed())
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        checkpoint, memory = self.checkpoint(), self.traits.module(self.traits.memory)
+        checkpoint, memory = self.checkpoint(), importlib.import_module(self.traits.memory)
         vae = checkpoint.forge_objects.vae
         latent = torch.randn(
             (images, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),

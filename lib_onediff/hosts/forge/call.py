@@ -2,17 +2,19 @@
 host's own forward understands."""
 from __future__ import annotations
 
+import ast
+import inspect
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...core.additions import ImagePrompt
 from ...core.call import Control, UNetCall
 from ...core.origins import origin
 from ...core.refusal import Refusal
 from ...core.rows import APART, OTHER_ROWS, half_of, rows_within
-from ..additions import NO_ADDITIONS, Additions
 from ..changed_modules import Changed
 from .patches import OptionPatches, points_of
 
@@ -78,11 +80,11 @@ class HostCall(NamedTuple):
 
 def unet_call(
     unet: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
-    additions: Additions = NO_ADDITIONS, changed: Changed | None = None,
+    image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> UNetCall:
     """The call as ours.
 
-    names_read: every name by which the host's UNet may ask for an option or another argument. additions: what our
+    names_read: every name by which the host's UNet may ask for an option or another argument. image_prompts: what our
     forward computes in the place of functions. changed: the UNet's modules on which a forward of their own stands.
     """
     options = given.options
@@ -95,12 +97,11 @@ def unet_call(
         raise Refusal(f"the UNet is called with more than we know ({', '.join(unknown)})")
     patches: OptionPatches | None = None
     if changed or not all(is_empty(options.get(name)) for name in points):
-        patches = OptionPatches(unet, options, names_read, additions.stand_for, changed or {})
+        patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
     return UNetCall(
         latent=given.x, timestep=given.timesteps, context=given.context, y=given.y, control=control_of(given.control),
         upcast_attention=upcast_attention, patches=patches if patches is not None and patches.structure else None,
-        image_prompts=additions.image_prompts, freeu=additions.freeu, perturbed=additions.perturbed,
-        shrink=additions.shrink,
+        image_prompts=image_prompts,
     )
 
 
@@ -155,27 +156,8 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
 
 
 def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
-    """Every string that the functions of these modules hold as a constant: the keys by which they can read a mapping
+    """Every string and every argument's name in the source of these modules: the keys by which they can read a mapping
     are among them."""
-    return frozenset(text for module in modules for code in codes_of(module) for text in strings_in(code))
-
-
-def codes_of(module: types.ModuleType) -> Iterator[types.CodeType]:
-    """Of the functions and methods that are written in a module."""
-    for value in list(vars(module).values()):
-        for member in list(vars(value).values()) if isinstance(value, type) else [value]:
-            function = getattr(member, "__func__", member)
-            while hasattr(function, "__wrapped__"):
-                function = function.__wrapped__
-            code = getattr(function, "__code__", None)
-            if code is not None and code.co_filename == getattr(module, "__file__", None):
-                yield code
-
-
-def strings_in(constant: Any) -> Iterator[str]:
-    """The strings in a constant of a function, or among those of its code."""
-    if isinstance(constant, str):
-        yield constant
-    elif isinstance(constant, (tuple, frozenset, types.CodeType)):
-        for inside in constant.co_consts if isinstance(constant, types.CodeType) else constant:
-            yield from strings_in(inside)
+    nodes = [node for module in modules for node in ast.walk(ast.parse(inspect.getsource(module)))]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return frozenset(texts | {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg})

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import hashlib
 import inspect
+import logging
 import math
 import textwrap
 from collections.abc import Mapping
@@ -20,23 +21,36 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...core.additions import ImagePrompt
+from ...core.patch_points import CROSS_ATTENTION
 from ...core.refusal import Refusal
+from .patches import REPLACED
 
-ATTENTION = "attn2"
+log = logging.getLogger("onediff")
+
 # lib_ipadapter's CrossAttentionPatch of Forge (June 2025) and Forge Neo 2.26, as Python 3.10 and later ones write it.
 KNOWN = {"8e182e7ffcc7ecf0", "6fad6df6ee380c99"}
-QUERY = "{}.{}.transformer_blocks.{}.{}.to_q"
+QUERY = "{}.{}.transformer_blocks.{}.attn2.to_q"
 MOST_LEVELS = 4
 # What percent_to_sigma of the host returns for 0 and 1: at every step.
 ANY_SIGMA = (999999999.9, 0.0)
 
 
+def image_prompts_of(unet: nn.Module, options: Mapping[str, Any], latent: Tensor) -> tuple[ImagePrompt, ...]:
+    """What stands for cross attentions, one for each adapter at this step's sigma; none where something else stands
+    there, or an adapter is used in a way that only the host knows. options: the call's transformer_options. Computed at
+    every call, as the host does."""
+    functions = (options.get(REPLACED) or {}).get(CROSS_ATTENTION)
+    try:
+        return read_image_prompts(unet, functions, options, latent) if functions else ()
+    except Refusal as reason:
+        log.debug("what stands for cross attentions is called as it is: %s", reason)
+        return ()
+
+
 def read_image_prompts(
     unet: nn.Module, functions: Mapping[Any, Any], options: Mapping[str, Any], latent: Tensor
 ) -> tuple[ImagePrompt, ...]:
-    """One for each adapter at this step's sigma. Raises Refusal where something else stands for cross
-    attentions, or an adapter is used in a way that only the host knows. functions: what stands for cross attentions, by
-    place. options: the call's transformer_options. Computed at every call, as the host does."""
+    """As image_prompts_of. functions: what stands for cross attentions, by place. Raises Refusal with the reason."""
     if not all(has_known_source(kind.__call__) for kind in set(map(type, functions.values()))):
         raise Refusal("they are no IP-Adapters that we know")
     # Whether each part of the batch is of the prompt (0) or the negative one (1).
@@ -109,7 +123,7 @@ def has_known_source(function: Any) -> bool:
 
 
 def source_digest(function: Any) -> str | None:
-    """Of what a function or its code does, however it is laid out; None where its source cannot be had."""
+    """Of what a function does, however it is laid out; None where its source cannot be had."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:16]
@@ -117,13 +131,13 @@ def source_digest(function: Any) -> str | None:
         return None
 
 
-def queries_at(unet: nn.Module, key: tuple[Any, ...], attention: str = ATTENTION) -> list[str]:
-    """The paths of the queries of the attentions at a place: ("input", 4), or ("input", 4, 0) for one block."""
+def queries_at(unet: nn.Module, key: tuple[Any, ...]) -> list[str]:
+    """The paths of the queries of the cross attentions at a place: ("input", 4), or ("input", 4, 0) for one block."""
     part, index, *block = key
     stage_path = "middle_block" if part == "middle" else f"{part}_blocks.{index}"
     stage: Any = unet.get_submodule(stage_path)
     return [
-        QUERY.format(stage_path, place, number, attention)
+        QUERY.format(stage_path, place, number)
         for place, layer in enumerate(stage) if hasattr(layer, "transformer_blocks")
         for number in range(len(layer.transformer_blocks)) if not block or number == block[0]
     ]

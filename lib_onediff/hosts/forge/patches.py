@@ -46,21 +46,21 @@ class OptionPatches(PatchPoints):
     """The functions in one call's transformer_options and on the UNet's modules; see model.patch_points.PatchPoints."""
 
     def __init__(
-        self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], known: Collection[str],
+        self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], has_image_prompts: bool,
         changed: Changed,
     ) -> None:
-        """known: the lists and the attentions for whose functions our forward stands. changed: the modules on which a
-        forward of their own stands."""
+        """has_image_prompts: whether our forward stands for what replaces cross attentions. changed: the modules on
+        which a forward of their own stands."""
         self._unet = weakref.ref(unet)
         self._changed_modules = changed
         self._here: dict[str, Any] = {}
         self._options = options
         self._lists: dict[str, list[Callable[..., Any]]] = {
-            name: list(functions) for name, functions in (options.get(PATCHES) or {}).items()
-            if functions and name not in known
+            name: list(functions) for name, functions in (options.get(PATCHES) or {}).items() if functions
         }
         self._replaced: Mapping[str, Mapping[Any, Callable[..., Tensor]]] = {
-            name: blocks for name, blocks in (options.get(REPLACED) or {}).items() if name not in known
+            name: blocks for name, blocks in (options.get(REPLACED) or {}).items()
+            if not (has_image_prompts and name == CROSS_ATTENTION)
         }
         self._modifiers = list(options.get(MODIFIERS) or ())
         self._norm: Any = options.get(NORM)

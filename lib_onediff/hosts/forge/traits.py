@@ -3,9 +3,8 @@ serving a call there."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class Traits:
     vae: the module of the VAE's Decoder and Encoder.
     attention: the module with the UNet's attention functions.
     attention_user, attention_name: the module and the global name by which the UNet calls the chosen one.
-    helpers: other global functions that the UNet calls, (module, name), each with the module whose code it must be.
+    helpers: other global functions of the UNet's module that it calls, each with the module whose code it must be.
     memory, sampling: the modules of the memory management and of sampling_prepare.
     selected_checkpoint: loads the checkpoint that the user has chosen.
     vae_attention: the function by which a decoder computes attention.
@@ -51,7 +50,7 @@ class Traits:
     attention: str
     attention_user: str
     attention_name: str
-    helpers: tuple[tuple[str, str, str], ...]
+    helpers: Mapping[str, str]
     memory: str
     sampling: str
     selected_checkpoint: Callable[[], Any]
@@ -61,7 +60,7 @@ class Traits:
         """What must be there before we hook anything."""
         return (
             Need(self.unet, f"{self.unet_class}.forward", UNET_ARGUMENTS),
-            *(Need(module, name) for module, name, _ in self.helpers),
+            *(Need(self.unet, name) for name in self.helpers),
             Need(self.attention_user, self.attention_name),
             Need(self.vae, "Decoder.forward", ("z",)), Need(self.vae, "Encoder.forward", ("x",)),
             Need(self.memory, "get_free_memory"), Need(self.memory, "module_size"),
@@ -70,18 +69,9 @@ class Traits:
             Need("modules.shared", "state"), Need("modules_forge.main_thread", "run_and_wait_result"),
         )
 
-    def module(self, name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    def computation_dtype(self, patcher: Any) -> Any:
-        """The type in which the host calls the UNet of a patcher."""
-        model = patcher.model
-        computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
-        return computed or patcher.model_dtype()
-
     def attention_function(self) -> Any:
         """The attention function that the host's UNet uses now."""
-        return getattr(self.module(self.attention_user), self.attention_name)
+        return getattr(importlib.import_module(self.attention_user), self.attention_name)
 
     def unused_attention(self) -> str | None:
         """What people call the attention that the user has chosen for the host and that we do not use."""
@@ -91,7 +81,7 @@ class Traits:
         """Whether the host computes the UNet's attention scores in float32 when its inputs are of dtype."""
         if self.attention_function().__name__ not in UPCASTING_ATTENTIONS:
             return False
-        attention = self.module(self.attention)
+        attention = importlib.import_module(self.attention)
         precision = getattr(attention, "get_attn_precision", None)
         if precision is None:
             # Classic has a flag of the module instead.
@@ -103,12 +93,12 @@ class Traits:
     def with_exact_attention(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """The host's forward with PyTorch's attention in place of one that rounds its inputs to 8 bits."""
         chosen = self.attention_function()
-        exact = getattr(self.module(self.attention), EXACT_ATTENTION, None)
+        exact = getattr(importlib.import_module(self.attention), EXACT_ATTENTION, None)
         if chosen.__name__ not in APPROXIMATE_ATTENTIONS or exact is None:
             return host
 
         def exactly() -> Tensor:
-            user = self.module(self.attention_user)
+            user = importlib.import_module(self.attention_user)
             setattr(user, self.attention_name, exact)
             try:
                 return host()
@@ -117,10 +107,14 @@ class Traits:
 
         return exactly
 
-    def unet_functions(self) -> dict[tuple[str, str, str], Any]:
-        """The functions that the host's UNet calls now, by module, name and the module whose code they should run."""
-        attention = (self.attention_user, self.attention_name, self.attention)
-        return {place: getattr(self.module(place[0]), place[1]) for place in (*self.helpers, attention)}
+    def check_functions(self) -> None:
+        """Raise Refusal where a function that the host's UNet calls is not the host's own now. Microseconds."""
+        unet = importlib.import_module(self.unet)
+        called = [(name, getattr(unet, name), owner) for name, owner in self.helpers.items()]
+        for name, function, owner in (*called, (self.attention_name, self.attention_function(), self.attention)):
+            source = origin(function)
+            if source != owner:
+                raise Refusal(f"{name} of the WebUI's UNet was replaced by {source}")
 
     def check_vae(self, decoder: Any) -> None:
         """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""
@@ -171,11 +165,7 @@ FORGE = Traits(
     name="forge", release=forge_release, unet="backend.nn.unet", unet_class="IntegratedUNet2DConditionModel",
     vae="backend.nn.vae",
     attention="backend.attention", attention_user="backend.nn.unet", attention_name="attention_function",
-    helpers=(
-        ("backend.nn.unet", "apply_control", "backend.nn.unet"),
-        ("backend.nn.unet", "timestep_embedding", "backend.nn.unet"),
-        ("backend.nn.unet", "checkpoint", "backend.nn.unet"),
-    ),
+    helpers=dict.fromkeys(("apply_control", "timestep_embedding", "checkpoint"), "backend.nn.unet"),
     memory="backend.memory_management", sampling="backend.sampling.sampling_function",
     selected_checkpoint=reloaded_checkpoint, vae_attention=forge_vae_attention,
 )

@@ -41,7 +41,7 @@ LDM_PATCHED = Traits(
     name="ldm_patched", release=release, unet=UNET, unet_class="UNetModel",
     vae="ldm_patched.ldm.modules.diffusionmodules.model",
     attention=ATTENTION, attention_user=ATTENTION, attention_name="optimized_attention",
-    helpers=((UNET, "apply_control", UNET), (UNET, "forward_timestep_embed", UNET), (UNET, "timestep_embedding", UTIL)),
+    helpers={"apply_control": UNET, "forward_timestep_embed": UNET, "timestep_embedding": UTIL},
     memory="ldm_patched.modules.model_management", sampling="modules_forge.forge_sampler",
     selected_checkpoint=loaded_or_first, vae_attention=vae_attention,
 )
