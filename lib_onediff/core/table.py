@@ -169,7 +169,8 @@ class Entry:
     weights: whose verdict that is (BoundUNet.identity). model: its name for people. bytes: how much GPU memory comes
     back when its graph alone goes. needs: how much its graph takes of the memory that all graphs share, alone; known
     from its plain calls on. waits: why it has no graph yet. misfits: how often functions of other extensions did not
-    fit its graphs. no_graph, of its verdict: why it has no graph and will get none.
+    fit its graphs. kept_uses: how many of its uses the store knows. no_graph, of its verdict: why it has no graph and
+    will get none.
     """
 
     key: ShapeKey
@@ -180,6 +181,7 @@ class Entry:
     waits: str = ""
     misfits: int = 0
     uses: int = 0
+    kept_uses: int = 0
     last_used: float = field(default_factory=time.time)
     own: Stopwatch = field(default_factory=Stopwatch)
     host: Stopwatch = field(default_factory=Stopwatch)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..store import triton_cache
 from .call_stats import GRAPH, ROUTES
 from .card_route import CardRoute
 from .graphs.accounting import MemorySnapshot
@@ -93,7 +94,7 @@ class Cache:
     def open_cache(self, folder: Path) -> None:
         """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one."""
         self._services.history.open(folder)
-        self._services.history.keep_compiled()
+        triton_cache.keep_in(folder)
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:

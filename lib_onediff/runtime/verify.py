@@ -46,7 +46,7 @@ def prove(
     Raises Refusal where it cannot be used.
     """
     # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
-    known = not entry.key.patches and (recall(entry, history) or (nobody_waits and entry.state is not State.COLD))
+    known = not entry.key.patches and (history.recall(entry) or (nobody_waits and entry.state is not State.COLD))
     if known and nobody_waits and times_host and entry.host.timing is None:
         time_host(entry, output.device, host, often=True)
     if not known:
@@ -65,7 +65,7 @@ def prove(
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             if not (entry.key.patches or nobody_waits):
-                history.keep_verdict(entry.key.backend, entry.key, entry.weights, entry.relative_error)
+                history.keep_verdict(entry)
     if entry.state is not State.READY:
         entry.state = State.PROVED
     entry.verdict.failures = 0
@@ -77,18 +77,6 @@ def blame(entry: Entry, what: str, sampling: Hashable = None, is_final: bool = T
     sampling, is_final: see Entry.fail."""
     entry.fail(f"{what} (backend {entry.key.way})", sampling, is_final)
     return entry.reason
-
-
-def recall(entry: Entry, history: History) -> bool:
-    """Whether this shape was checked over these weights on this machine before; then the entry knows what was found."""
-    error = history.verdict(entry.key.backend, entry.key, entry.weights)
-    if error is None:
-        return False
-    entry.relative_error = error
-    host_ms = history.host_ms(entry)
-    if host_ms is not None and entry.host.timing is None:
-        entry.host.remember(host_ms)
-    return True
 
 
 def judge(

@@ -18,7 +18,6 @@ from typing import Any
 
 from ..core.card import card_name
 from ..core.image_times import Times
-from ..core.key import ShapeKey
 from ..core.table import Entry
 from . import triton_cache
 from .machine import Fingerprint
@@ -26,7 +25,7 @@ from .store import NotKept, Store
 
 # The one thing that says where the cache folder is.
 CACHE_VARIABLE = "ONEDIFF_CACHE"
-# Findings come in bursts, and while something is being measured: one write for all, when it is over.
+# Findings come in bursts: one write for all.
 WRITE_AFTER_SECONDS = 2.0
 # The kinds of findings. What users chose holds on every machine.
 VERDICTS, TUNED, CHOSEN = "verdict", "tuned", "chosen"
@@ -73,7 +72,7 @@ class HistoryRow:
     @property
     def shape(self) -> tuple[Any, ...]:
         """What makes two rows the same shape."""
-        return self.architecture, self.model, self.resolution, self.batch, self.tokens, self.dtype
+        return dataclasses.astuple(self)[:6]
 
     @property
     def ratio(self) -> float | None:
@@ -95,13 +94,8 @@ class History:
         self._store: Store | None = None
         # The history names no card: its times are this one's.
         self._gpu = self._machine = ""
-        self._lock = threading.Lock()
-        self._counted: dict[ShapeKey, int] = {}
-        self._verdicts: dict[str, float] = {}
-        # Those of earlier processes that this one has not used yet.
-        self._unused: set[str] = set()
+        self._findings: dict[str, dict[str, Any]] = {kind: {} for kind in (VERDICTS, TUNED, CHOSEN)}
         self._host_ms: dict[tuple[Any, ...], float] = {}
-        self._pins: frozenset[tuple[str, str]] = frozenset()
         self._writer: threading.Timer | None = None
 
     @property
@@ -116,16 +110,15 @@ class History:
 
     def open(self, folder: Path) -> None:
         """Remember in this folder until close(), or the end of the process; safe to call again with the same one."""
-        if self.folder != folder:
-            self.close()
-            machine = Fingerprint.of()
-            self._store, self._gpu, self._machine = Store(folder), machine.gpu, machine.digest
-            atexit.register(self.close)
-            stored = {name: error for name, error in self._saved(VERDICTS).items() if is_error(error)}
-            self._unused = set(stored) - set(self._verdicts)
-            self._verdicts = {**stored, **self._verdicts}
-            self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
-            self._pins |= stored_pins(self._saved(CHOSEN))
+        if self.folder == folder:
+            return
+        self.close()
+        machine = Fingerprint.of()
+        self._store, self._gpu, self._machine = Store(folder), machine.gpu, machine.digest
+        atexit.register(self.close)
+        for kind, known in self._findings.items():
+            self._findings[kind] = {**findings_of(self._store.read(FINDINGS, self._machine, kind)), **known}
+        self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
 
     def close(self) -> None:
         """Write what is left, and remember nothing on the disk from now on."""
@@ -134,10 +127,7 @@ class History:
             self.commit()
         self._store = None
 
-    def keep_compiled(self) -> None:
-        """Let Triton keep what it compiles in the cache folder too. For the whole process."""
-        if self._store is not None:
-            triton_cache.keep_in(self._store.folder)
+    # --- uses and times -------------------------------------------------------------------------------------------
 
     def keep(
         self, entries: Iterable[Entry], in_images: bool = True,
@@ -148,25 +138,16 @@ class History:
         in_images: False for what was used to make it ready: it is remembered with its times, but not as a use.
         times_of: the means over all steps of an image at a shape; None where they are the entry's own.
         """
-        if self._store is None:
-            return
-        with self._lock:
+        for entry in entries if self._store is not None else ():
+            uses, entry.kept_uses = entry.uses - entry.kept_uses, entry.uses
             # A cached pass is in the mean of the whole shape's: half a step has no row of its own on the disk.
-            used = [
-                entry for entry in entries
-                if entry.uses > self._counted.get(entry.key, 0) and not entry.key.is_cached_pass
-            ]
-            for entry in used:
-                uses = entry.uses - self._counted.get(entry.key, 0) if in_images else 0
-                row = history_row(entry, uses, times_of(entry))
+            if uses > 0 and not entry.key.is_cached_pass:
+                row = history_row(entry, uses if in_images else 0, times_of(entry))
                 self.record(row if self._is_of(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
-                self._counted[entry.key] = entry.uses
-        if used:
-            self._write_soon(0.0 if in_images else WRITE_AFTER_SECONDS)
 
     def record(self, row: HistoryRow) -> None:
-        """Add to the history, in memory."""
-        self._add(RECORD, self._machine, *dataclasses.astuple(row))
+        """Add to the history."""
+        self._write_soon(RECORD, self._machine, *dataclasses.astuple(row))
 
     def rows(self, every_machine: bool = False) -> list[HistoryRow]:
         """What is remembered for this machine, the most used first. every_machine: also what was used under another
@@ -178,52 +159,56 @@ class History:
         """What was used here before and after updates, the most used first."""
         return self.rows(every_machine=True)
 
-    def verdict(self, backend: str, key: ShapeKey, weights: str) -> float | None:
-        """How far a backend's output was from the host's when this shape was checked over these weights
-        (BoundUNet.identity), by whichever process; None if it was not, or if that was forgotten."""
-        name = verdict_name(backend, key, weights)
-        error = self._verdicts.get(name)
-        if error is not None and name in self._unused:
-            # The disk keeps those that were used last.
-            self.keep_verdict(backend, key, weights, error)
-        return error
-
-    def keep_verdict(self, backend: str, key: ShapeKey, weights: str, error: float | None) -> None:
-        """Remember a relative error, so that no process need check again. One that is not finite is not kept."""
-        if error is not None and is_error(error):
-            name = verdict_name(backend, key, weights)
-            with self._lock:
-                self._verdicts[name] = error
-                self._unused.discard(name)
-            self._save(VERDICTS, name, error)
-
-    def host_ms(self, entry: Entry) -> float | None:
-        """What the host's own forward took at this shape in an earlier process, in milliseconds; None if unknown."""
-        return self._host_ms.get(history_row(entry, 0).shape) if self._is_of(entry) else None
-
     def _is_of(self, entry: Entry) -> bool:
         """Whether an entry's times may be kept: they are not another card's."""
         return card_name(entry.key.device) in (self._gpu, entry.key.device.type)
 
+    # --- what was found and chosen --------------------------------------------------------------------------------
+
+    def recall(self, entry: Entry) -> bool:
+        """Whether this shape was checked over these weights on this machine before, by whichever process; then the
+        entry knows how far our output was from the host's, and how long the host took."""
+        error = self._findings[VERDICTS].get(verdict_name(entry))
+        if not is_error(error):
+            return False
+        entry.relative_error = error
+        host_ms = self._host_ms.get(history_row(entry, 0).shape) if self._is_of(entry) else None
+        if host_ms is not None and entry.host.timing is None:
+            entry.host.remember(host_ms)
+        return True
+
+    def keep_verdict(self, entry: Entry) -> None:
+        """Remember an entry's relative error, so that no process need check again. One that is not finite is not kept.
+        """
+        if is_error(entry.relative_error):
+            self._find(VERDICTS, verdict_name(entry), entry.relative_error)
+
     def tuned(self) -> dict[str, Any]:
-        """What was measured to be best on this machine, by name; see ops.tuning_cache.TuningCache.attach."""
-        return self._saved(TUNED)
+        """What was measured to be best on this machine, by name; see core.tuning_cache.TuningCache.attach."""
+        return self._findings[TUNED].copy()
 
     def tune(self, name: str, value: Any) -> None:
         """Remember what was measured to be best. Raises TypeError if JSON cannot hold it."""
-        self._save(TUNED, name, value)
+        self._find(TUNED, name, value)
 
     def pins(self) -> frozenset[tuple[str, str]]:
         """Every pinned (model, resolution), as ("SD1", "512x512")."""
-        return self._pins
+        chosen = self._findings[CHOSEN].copy()
+        pinned = (name.split(" ", 2) for name, is_pinned in chosen.items() if is_pinned is True)
+        return frozenset((words[2], words[1]) for words in pinned if len(words) == 3)
 
     def pin(self, model: str, resolution: str, pinned: bool) -> None:
         """Pin, or unpin; it is on the disk when this returns. Raises NotKept where later processes will not know."""
-        pair = {(model, resolution)}
-        with self._lock:
-            self._pins = self._pins | pair if pinned else self._pins - pair
-        self._save(CHOSEN, f"pinned {resolution} {model}", pinned)
+        self._find(CHOSEN, pin_name(model, resolution), pinned)
         self.commit()
+
+    def _find(self, kind: str, name: str, value: Any) -> None:
+        """Remember a value under a name, in place of what was there."""
+        encoded = json.dumps(value)
+        self._findings[kind][name] = value
+        self._write_soon(SAVE, "" if kind == CHOSEN else self._machine, kind, name, encoded)
+
+    # --- the disk -------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
         """Write what is to be remembered, now. Raises NotKept where it is not on the disk then; where nothing is
@@ -249,8 +234,8 @@ class History:
             return (resolutions is None or resolution in resolutions) and (model is None or name in names)
 
         def is_gone(verdict: str) -> bool:
-            resolution, _, rest = verdict.partition(" ")
-            return goes(resolution, rest.partition(" ")[0])
+            resolution, architecture, *_ = *verdict.split(" ", 2), "", ""
+            return goes(resolution, architecture)
 
         def purge(connection: sqlite3.Connection) -> None:
             connection.create_function("goes", 2, goes)
@@ -259,11 +244,10 @@ class History:
             connection.execute("DELETE FROM finding WHERE kind = ? AND is_gone(name)", (VERDICTS,))
             connection.execute("DELETE FROM finding WHERE kind != ? AND ?", (CHOSEN, everything))
 
-        with self._lock:
-            self._counted = {
-                key: uses for key, uses in self._counted.items() if not goes(key.resolution, key.architecture)
-            }
-            self._verdicts = {name: error for name, error in self._verdicts.items() if not is_gone(name)}
+        verdicts = self._findings[VERDICTS].copy()
+        self._findings[VERDICTS] = {name: error for name, error in verdicts.items() if not is_gone(name)}
+        if everything:
+            self._findings[TUNED] = {}
         if self._store is not None:
             self._store.commit(purge)
             if everything:
@@ -274,58 +258,50 @@ class History:
         """What lies on the disk, Triton's files included where they are kept in our folder."""
         return 0 if self._store is None else self._store.size_bytes() + triton_cache.size_bytes(self._store.folder)
 
-    def _saved(self, kind: str) -> dict[str, Any]:
-        """The findings of a kind that hold on this machine, by name, the last saved last."""
-        found = {}
-        for name, value in [] if self._store is None else self._store.read(FINDINGS, self._machine, kind):
-            # Anybody may have written the file.
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
-                found[str(name)] = json.loads(value)
-        return found
-
-    def _save(self, kind: str, name: str, value: Any) -> None:
-        self._add(SAVE, "" if kind == CHOSEN else self._machine, kind, name, json.dumps(value))
-        self._write_soon(WRITE_AFTER_SECONDS)
-
-    def _add(self, statement: str, *values: Any) -> None:
+    def _write_soon(self, statement: str, *values: Any) -> None:
+        if self._store is None:
+            return
         # A file's name may hold what UTF-8 cannot.
-        clean = [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values]
-        if self._store is not None:
-            self._store.add(lambda connection: connection.execute(statement, clean))
-
-    def _write_soon(self, seconds: float) -> None:
-        with self._lock:
-            if self._store is not None and (self._writer is None or not seconds):
-                self._writer = threading.Timer(seconds, self._write)
-                self._writer.name, self._writer.daemon = "onediff-history", True
-                self._writer.start()
+        clean = (value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values)
+        self._store.add(statement, *clean)
+        if self._writer is None:
+            self._writer = threading.Timer(WRITE_AFTER_SECONDS, self._write)
+            self._writer.name, self._writer.daemon = "onediff-history", True
+            self._writer.start()
 
     def _write(self) -> None:
-        with self._lock:
-            self._writer = None
+        self._writer = None
         with contextlib.suppress(NotKept):
             self.commit()
 
 
-def stored_pins(chosen: dict[str, Any]) -> set[tuple[str, str]]:
-    """The pins among what users chose: "pinned" lists those of OneDiff 0.2.0, and what was chosen since counts more.
-    Anybody may have written them."""
-    before = chosen.get("pinned")
-    pins = {(str(pair[0]), str(pair[1])) for pair in (before if isinstance(before, list) else ())
-            if isinstance(pair, list) and len(pair) == 2}
-    for name, pinned in chosen.items():
-        word, *pair = name.split(" ", 2)
-        if word == "pinned" and len(pair) == 2:
-            (pins.add if pinned is True else pins.discard)((pair[1], pair[0]))
-    return pins
+def findings_of(rows: Iterable[tuple]) -> dict[str, Any]:
+    """Stored (name, value), the last saved last, as values by name. Anybody may have written them."""
+    found = {}
+    for name, value in rows:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            found[str(name)] = json.loads(value)
+    # OneDiff 0.2.0 kept one list of pins; what was chosen since counts more.
+    before = found.pop("pinned", None)
+    for pair in before if isinstance(before, list) else ():
+        if isinstance(pair, list) and len(pair) == 2:
+            found.setdefault(pin_name(*pair), True)
+    return found
 
 
-def verdict_name(backend: str, key: ShapeKey, weights: str) -> str:
+def pin_name(model: str, resolution: str) -> str:
+    return f"pinned {resolution} {model}"
+
+
+def verdict_name(entry: Entry) -> str:
     """The name of a verdict: first resolution and architecture, by which it is purged; the digest tells the rest, the
-    card included."""
-    digest = hashlib.sha256(f"{key!r} {weights} on {card_name(key.device)}".encode()).hexdigest()[:16]
+    weights and the card included."""
+    key = entry.key
+    digest = hashlib.sha256(f"{key!r} {entry.weights} on {card_name(key.device)}".encode()).hexdigest()[:16]
     dtype = str(key.dtype).removeprefix("torch.")
-    return f"{key.resolution} {key.architecture} {backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"
+    return (
+        f"{key.resolution} {key.architecture} {key.backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"
+    )
 
 
 def is_error(value: Any) -> bool:

@@ -6,12 +6,11 @@ import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-Result = TypeVar("Result")
-Work = Callable[[sqlite3.Connection], Result]
+Statement = tuple[str, Sequence[Any]]
 
 APPLICATION_ID = 0x0D1FF001
 # A new schema gets a new number and with it files of its own: two versions of OneDiff may share a folder.
@@ -29,7 +28,7 @@ SCHEMA = (
 )
 # How many of which rows stay, the newest: images with ever other LoRAs, and updates of OneDiff, leave some behind.
 LIMITS = (
-    ("history", "last_used", "1", 3000), ("finding", "rowid", "kind = 'verdict'", 1000),
+    ("history", "last_used", "1", 3000), ("finding", "rowid", "kind = 'verdict'", 5000),
     ("finding", "rowid", "kind = 'tuned'", 5000),
 )
 # Parts of SQLite's messages where the disk refuses, not the file. Python 3.10 knows its result codes by text alone.
@@ -53,19 +52,19 @@ class Damaged(Exception):
 
 
 class Store:
-    """Writes wait in memory until commit(). Those that fail stay there, trouble says why, and the next access tries
+    """Statements wait in memory until commit(). Those that fail stay there, trouble says why, and the next access tries
     again. Any thread may use it.
 
     Every access opens the file anew: a user may delete it between two images. Files are numbered, and the highest is
-    the store: where it is damaged, the next one is begun. To rename it would not be safe: SQLite finds a log by the
-    name of its database, and another process that has the old one open would take the log of the new one.
+    the store: where it is damaged, the next one is begun. To rename it would not be safe: SQLite finds a journal by
+    the name of its database, and another process that has the old one open would take the journal of the new one.
     """
 
     def __init__(self, folder: Path) -> None:
         """folder: made if need be."""
         self.folder = folder
-        self._pending: deque[Work[object]] = deque(maxlen=PENDING)
-        self._pending_lock, self._disk_lock = threading.Lock(), threading.RLock()
+        self._pending: deque[Statement] = deque(maxlen=PENDING)
+        self._lock = threading.Lock()
         self._number, self._cause, self._damage = 1, "", ""
         with contextlib.suppress(NotKept):
             self.commit(check)
@@ -84,29 +83,61 @@ class Store:
         numbers = (int(name) for name in names if name.isascii() and name.isdecimal())
         return self.folder / f"{NAME}{max(self._number, *numbers, 0)}{ENDING}"
 
-    def add(self, write: Work[object]) -> None:
+    def add(self, statement: str, *values: Any) -> None:
         """Have something written. Never waits for the disk."""
-        with self._pending_lock:
-            self._pending.append(write)
+        self._pending.append((statement, values))
 
-    def commit(self, work: Work[object] | None = None) -> None:
-        """Write all that was added before, and do this work, now or never: it survives a killed process. Takes some
-        20 ms; five seconds the first time that another program has locked the file. Raises NotKept where it is not on
-        the disk then."""
-        self._transaction(work or (lambda connection: None), writes=work is not None)
+    def commit(self, work: Callable[[sqlite3.Connection], object] | None = None) -> None:
+        """Write all that was added before, and do this work, in one transaction, which survives a killed process. Takes
+        some 20 ms; five seconds the first time that another program has locked the file. Raises NotKept where it is not
+        on the disk then."""
+        with self._lock:
+            for _ in range(STORES_TRIED):
+                # At one stroke: another thread may add.
+                path, pending = self.path, self._pending.copy()
+                if not (work or pending or self._cause):
+                    return
+                try:
+                    with opened(path, "rwc", self._busy_seconds) as connection:
+                        if not is_ours(connection):
+                            # With it a purge gives the disk back; without effect once a table exists.
+                            connection.execute("PRAGMA auto_vacuum = FULL")
+                        # Not every file system has the shared memory of a write-ahead log, which OneDiff 0.2.0 kept.
+                        connection.execute("PRAGMA journal_mode = DELETE")
+                        connection.execute("BEGIN IMMEDIATE")
+                        with connection:
+                            write(connection, pending)
+                            if work is not None:
+                                work(connection)
+                except Damaged:
+                    self._set_aside(path)
+                    continue
+                except Unusable as error:
+                    self._cause = str(error)
+                    break
+                self._cause = ""
+                for written in pending:
+                    # Where too many wait, the oldest are gone already.
+                    with contextlib.suppress(ValueError):
+                        self._pending.remove(written)
+                return
+            else:
+                self._cause = f"the store in {self.folder} is damaged"
+            raise NotKept(f"This holds until the WebUI ends, because it cannot be written to the disk: {self._cause}.")
 
     def read(self, statement: str, *values: Any) -> list[tuple]:
         """The rows of a SELECT, with all that was added; without it where it cannot be written."""
-
-        def rows(connection: sqlite3.Connection) -> list[tuple]:
-            return connection.execute(statement, values).fetchall()
-
         with contextlib.suppress(NotKept):
-            return self._transaction(rows, writes=False)
-        # On a disk on which SQLite cannot make its file of locks, it must believe that nobody writes.
-        address = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
-        with contextlib.suppress(Unusable, Damaged), opened(self.path, address) as connection:
-            return rows(connection) if is_ours(connection) else []
+            self.commit()
+        path = self.path
+        try:
+            with opened(path, "rw", self._busy_seconds) as connection:
+                return connection.execute(statement, values).fetchall() if is_ours(connection) else []
+        except Damaged:
+            self._set_aside(path)
+        except Unusable:
+            # trouble says why.
+            pass
         return []
 
     def delete_others(self) -> None:
@@ -120,44 +151,17 @@ class Store:
         self._damage = ""
 
     def size_bytes(self) -> int:
-        """What lies on the disk, with SQLite's log, the files set aside and those of earlier versions."""
+        """What lies on the disk, the files set aside and those of earlier versions included."""
         size = 0
         for file in self._files(ALL_STORES):
-            # SQLite's log comes and goes.
+            # SQLite's journal comes and goes.
             with contextlib.suppress(OSError):
                 size += file.lstat().st_size
         return size
 
-    def _transaction(self, work: Work[Result], writes: bool) -> Result:
-        """work(connection), after all that waits to be written, in one transaction. A damaged file is set aside before.
-        Raises NotKept."""
-        with self._disk_lock:
-            for _ in range(STORES_TRIED):
-                path, busy_seconds = self.path, BUSY_SECONDS_IN_TROUBLE if self._cause else BUSY_SECONDS
-                with self._pending_lock:
-                    pending = list(self._pending)
-                try:
-                    with opened(path, path, busy_seconds) as connection:
-                        set_journal(connection)
-                        if writes or pending or self._cause or not is_ours(connection):
-                            connection.execute("BEGIN IMMEDIATE")
-                            write(connection, pending)
-                        with connection:
-                            result = work(connection)
-                except Damaged:
-                    self._set_aside(path)
-                except Unusable as error:
-                    self._cause = str(error)
-                    break
-                else:
-                    self._cause = ""
-                    with self._pending_lock:
-                        written = set(pending)
-                        self._pending = deque((work for work in self._pending if work not in written), PENDING)
-                    return result
-            else:
-                self._cause = f"the store in {self.folder} is damaged"
-            raise NotKept(f"This holds until the WebUI ends, because it cannot be written to the disk: {self._cause}.")
+    @property
+    def _busy_seconds(self) -> float:
+        return BUSY_SECONDS_IN_TROUBLE if self._cause else BUSY_SECONDS
 
     def _set_aside(self, path: Path) -> None:
         """Leave a damaged file where it lies: all that notice it go on in the one with the next number."""
@@ -174,8 +178,11 @@ class Store:
 
 
 @contextlib.contextmanager
-def opened(path: Path, address: Path | str, busy_seconds: float = 0.0) -> Iterator[sqlite3.Connection]:
-    """A connection to a file of ours. Raises Damaged, Unusable, also for what SQLite says to the statements inside."""
+def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Connection]:
+    """A connection to a file of ours. mode: "rwc" makes the file, "rw" does not.
+
+    Raises Damaged, Unusable, also for what SQLite says to the statements inside.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for file in (path, *(Path(f"{path}{ending}") for ending in ("-shm", "-wal", "-journal"))):
@@ -183,8 +190,9 @@ def opened(path: Path, address: Path | str, busy_seconds: float = 0.0) -> Iterat
             if file.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(file):
                 # SQLite would follow it, and write to somebody else's file.
                 raise Unusable(f"{file} is a link, which OneDiff does not follow: delete it")
+        address = f"{path.absolute().as_uri()}?mode={mode}"
         with contextlib.closing(
-            sqlite3.connect(address, timeout=busy_seconds, isolation_level=None, uri=isinstance(address, str))
+            sqlite3.connect(address, timeout=busy_seconds, isolation_level=None, uri=True)
         ) as connection:
             connection.text_factory = lambda text: text.decode("utf-8", "replace")
             yield connection
@@ -210,39 +218,18 @@ def is_ours(connection: sqlite3.Connection) -> bool:
     return bool(tables)
 
 
-def set_journal(connection: sqlite3.Connection) -> None:
-    """Keep a new database in a write-ahead log, or in a rollback journal where the file system has no shared memory."""
-    try:
-        if not is_ours(connection):
-            # With it a purge gives the disk back; without effect once a table exists.
-            connection.execute("PRAGMA auto_vacuum = FULL")
-            connection.execute("PRAGMA journal_mode = WAL")
-            is_ours(connection)
-    except sqlite3.OperationalError as error:
-        if "is locked" in str(error):
-            raise
-        try:
-            # A connection that is alone needs no shared memory to put a log into its database and leave it. The file
-            # may have been made elsewhere.
-            for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = DELETE", "locking_mode = NORMAL"):
-                connection.execute(f"PRAGMA {pragma}")
-            is_ours(connection)
-        except sqlite3.OperationalError:
-            raise error from None
-
-
 def check(connection: sqlite3.Connection) -> None:
     """Read everything. Raises Damaged."""
     if connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
         raise Damaged
 
 
-def write(connection: sqlite3.Connection, pending: list[Work[object]]) -> None:
-    """Make the tables where there are none, do what waits, and keep to the limits."""
+def write(connection: sqlite3.Connection, pending: Iterable[Statement]) -> None:
+    """Make the tables where there are none, write what waits, and keep to the limits."""
     for statement in () if is_ours(connection) else SCHEMA:
         connection.execute(statement)
-    for work in pending:
-        work(connection)
+    for waiting in pending:
+        connection.execute(*waiting)
     for table, age, which, most in LIMITS:
         old = f"SELECT rowid FROM {table} WHERE {which} ORDER BY {age} DESC LIMIT -1 OFFSET {most}"
         connection.execute(f"DELETE FROM {table} WHERE rowid IN ({old})")

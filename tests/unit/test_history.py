@@ -10,26 +10,20 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, diffusers_output, diffusers_unet, served, shared_unet
-from store_builders import FILE, opened, opened_as, row, uses
+from store_builders import FILE, checked, opened, opened_as, row, uses
 
 import lib_onediff
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.store import history as history_module
+from lib_onediff.store import triton_cache
 from lib_onediff.store.history import History
 from lib_onediff.store.machine import Fingerprint, source_digest
 
-WEIGHTS = "weights and sources"
 KEY = ShapeKey(
     architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
     device=torch.device("cuda", 0), inputs=(), control=(), upcast_attention=False,
 )
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "WRITE_AFTER_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -81,12 +75,11 @@ def test_uses_are_counted_once_and_from_one_after_a_purge(used: Path) -> None:
 def test_without_a_folder_it_holds_in_this_process() -> None:
     history = History()
     history.keep([])
-    history.keep_compiled()
-    history.keep_verdict("native", KEY, WEIGHTS, 1e-3)
+    history.keep_verdict(checked(KEY))
     history.pin("SD1", "512x512", True)
-    assert history.verdict("native", KEY, WEIGHTS) == 1e-3 and history.pins() == {("SD1", "512x512")}
+    assert history.recall(checked(KEY)) and history.pins() == {("SD1", "512x512")}
     history.forget()
-    assert history.verdict("native", KEY, WEIGHTS) is None and history.pins() == {("SD1", "512x512")}
+    assert not history.recall(checked(KEY)) and history.pins() == {("SD1", "512x512")}
     assert history.rows() == [] and history.trouble is None and history.size_bytes() == 0
 
 
@@ -99,10 +92,10 @@ def test_another_machine_or_version_measures_for_itself(tmp_path: Path, part: st
     before = opened_as(dataclasses.replace(Fingerprint.of(), **{part: "another"}), tmp_path)
     before.record(row(uses=30, step_ms=9.0))
     before.tune("tile", 64)
-    before.keep_verdict("native", KEY, WEIGHTS, 1e-3)
+    before.keep_verdict(checked(KEY))
     before.pin("SD1", "512x512", True)
     history = opened(tmp_path)
-    assert history.rows() == [] and history.tuned() == {} and history.verdict("native", KEY, WEIGHTS) is None
+    assert history.rows() == [] and history.tuned() == {} and not history.recall(checked(KEY))
     assert [found.uses for found in history.used()] == [30] and history.pins() == {("SD1", "512x512")}
     history.record(row(uses=4))
     assert [found.uses for found in history.used()] == [34]
@@ -152,10 +145,11 @@ def test_a_purge_takes_the_resolutions_of_a_model_and_no_others(tmp_path: Path) 
             for model in ("SD1", "SDXL") for width in (64, 72)}
     for (model, _), key in keys.items():
         history.keep([Entry(key, model, uses=3)])
-        history.keep_verdict("native", key, WEIGHTS, 1e-3)
+        history.keep_verdict(checked(key))
     history.tune("tile", 64)
     history.commit()
-    history.keep_verdict("cudagraph", keys["SD1", 64], WEIGHTS, 1e-3)
+    late = dataclasses.replace(keys["SD1", 64], backend="cudagraph")
+    history.keep_verdict(checked(late))
     left = set(keys)
     for resolutions, model, gone in (
         (["8x8", "%", "512x51_"], None, set()), (["512x512"], "SD1", {("SD1", 64)}),
@@ -164,9 +158,9 @@ def test_a_purge_takes_the_resolutions_of_a_model_and_no_others(tmp_path: Path) 
         history.forget(resolutions, model=model)
         left -= gone
         for known in (history, opened(tmp_path)):
-            assert {name for name in keys if known.verdict("native", keys[name], WEIGHTS)} == left
+            assert {name for name in keys if known.recall(checked(keys[name]))} == left
             assert {(found.model, int(found.resolution[:3]) // 8) for found in known.rows()} == left
-            assert (known.verdict("cudagraph", keys["SD1", 64], WEIGHTS) == 1e-3) == (("SD1", 64) in left)
+            assert known.recall(checked(late)) == (("SD1", 64) in left)
             assert known.tuned() == {"tile": 64}
     history.keep([Entry(keys["SDXL", 64], "SDXL", uses=3)])
     assert [found.uses for found in history.rows()] == [3], "its uses count from the first again"
@@ -204,7 +198,6 @@ def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known
 
 
 
-
 # --- what Triton compiles ---------------------------------------------------------------------------------------------
 
 
@@ -217,7 +210,7 @@ def triton_variable(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_triton_keeps_its_files_in_the_cache_folder(tmp_path: Path, triton_variable: str) -> None:
     folder = tmp_path / "cache"
     history = opened(folder)
-    history.keep_compiled()
+    triton_cache.keep_in(history.folder)
     assert os.environ[triton_variable] == str(folder / "compiled" / "triton")
     before = history.size_bytes()
     for name, age in (("OLD", 1000), ("BEING-WRITTEN", 0)):
@@ -243,7 +236,7 @@ def test_what_a_link_leads_to_is_not_purged(tmp_path: Path, which: str, triton_v
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "theirs" / which.removeprefix("compiled").strip("/"), target_is_directory=True)
     history = opened(tmp_path / "cache")
-    history.keep_compiled()
+    triton_cache.keep_in(history.folder)
     assert which != "compiled" or os.environ[triton_variable] == "/elsewhere"
     history.forget()
     assert kernel.exists()

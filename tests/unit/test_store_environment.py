@@ -16,6 +16,7 @@ from store_builders import FILE, opened, row
 
 import lib_onediff
 from lib_onediff.store import store as store_module
+from lib_onediff.store import triton_cache
 from lib_onediff.store.store import NotKept
 
 REPOSITORY = Path(lib_onediff.__file__).parents[1]
@@ -25,15 +26,15 @@ from pathlib import Path
 from lib_onediff.store.history import History, HistoryRow
 from lib_onediff.store.store import NotKept
 
-disk = Path(sys.argv[1])
+disk, way = Path(sys.argv[1]), sys.argv[2]
 
 def opened(name):
     history = History()
     history.open(disk / name)
     return history
 
-def record(history, name, count):
-    for number in range(count):
+def record(history, name):
+    for number in range(300):
         history.record(HistoryRow("sd1", "SD1", f"{number}x{name}", 2, 77, "float16"))
 
 def answer(work, *arguments):
@@ -42,11 +43,12 @@ def answer(work, *arguments):
     except NotKept as refusal:
         return str(refusal)
 
-def seen(history):
-    return [history.trouble, len(history.rows()), sorted(history.tuned())]
-"""
-FULL_DISK = SCRIPT + """
-def fill():
+def remount(how):
+    subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+
+def refuse():
+    if way == "read-only":
+        return remount("ro")
     with open(disk / "ballast", "wb", buffering=0) as file:
         try:
             while True:
@@ -54,39 +56,23 @@ def fill():
         except OSError:
             pass
 
-def use(history, name):
-    record(history, name, 300)
-    history.tune(name, 1)
-    return [answer(history.pin, "SD1", name, True), *seen(history)]
-
-if sys.argv[2] == "before it is made":
-    fill()
-history = opened("cache")
-steps = []
-if sys.argv[2] == "between images":
-    steps.append(use(history, "first"))
-    fill()
-steps.append(use(history, "second"))
-(disk / "ballast").unlink()
-steps.append(use(history, "third"))
-steps.append([None, *seen(opened("cache"))])
-print(json.dumps(steps))
-"""
-READ_ONLY = SCRIPT + """
-before = opened("cache")
-record(before, "512", 1)
-before.tune("layout", "nhwc")
-before.pin("SD1", "1x1", True)
-subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-steps = []
-for name in ("cache", "new"):
-    history = opened(name)
-    record(history, "64", 1)
-    steps.append([*seen(history), answer(history.pin, "SD1", "64x64", True), answer(history.pin, "SD1", "64x64", True),
-                  answer(history.forget, ["64x64"]), answer(history.forget), sorted(history.pins())])
-subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-steps.append([answer(before.pin, "SD1", "2x2", True), *seen(before), sorted(opened("cache").pins())])
-print(json.dumps(steps))
+begun = history = opened("cache")
+record(history, "first")
+before = [answer(history.pin, "SD1", "1x1", True), history.trouble, len(history.rows())]
+refuse()
+refused = []
+for history in history, opened("new"):
+    record(history, "second")
+    answers = [answer(history.pin, "SD1", "2x2", True), answer(history.forget, ["8x8"]), answer(history.forget)]
+    refused.append([history.trouble, len(history.rows()), sorted(history.pins()), answers])
+if way == "read-only":
+    remount("rw")
+else:
+    (disk / "ballast").unlink()
+history = begun
+record(history, "third")
+after = [answer(history.pin, "SD1", "3x3", True), history.trouble, len(history.rows())]
+print(json.dumps([before, refused, after, sorted(opened("cache").pins())]))
 """
 
 
@@ -103,29 +89,18 @@ def on_a_small_disk(folder: Path, kilobytes: int, script: str, *arguments: str) 
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("when", ["before it is made", "between images"])
-def test_a_full_disk(tmp_path: Path, when: str) -> None:
+@pytest.mark.parametrize("way", ["full", "read-only"])
+def test_a_disk_that_refuses(tmp_path: Path, way: str) -> None:
     # The first images must fit with some room to spare, and nothing must fit beside the ballast.
-    *before, second, third, after = on_a_small_disk(tmp_path, 600, FULL_DISK, when)
-    first, names = (300, ["first"]) if before else (0, [])
-    if before:
-        assert before == [[None, None, 300, ["first"]]]
-    refusal, trouble, rows, tuned = second
-    assert "cannot be written to the disk" in refusal and "cannot be written" in trouble, trouble
-    assert trouble.endswith(".") and "\n" not in trouble
-    assert (rows, tuned) == (first, names), "what was there before can be read"
-    everything = [None, None, first + 600, sorted([*names, "second", "third"])]
-    assert third == after == everything, "it catches up once there is room"
-
-
-def test_a_read_only_folder(tmp_path: Path) -> None:
-    with_store, without, after = on_a_small_disk(tmp_path, 2000, READ_ONLY)
-    for trouble, _, _, *refusals, _ in (with_store, without):
-        assert "cannot be written" in trouble and trouble.endswith(".")
-        assert len(refusals) == 4 and all("cannot be written to the disk" in refusal for refusal in refusals)
-    assert with_store[1:3] == [1, ["layout"]] and with_store[-1] == [["SD1", "1x1"], ["SD1", "64x64"]]
-    assert without[1:3] == [0, []] and without[-1] == [["SD1", "64x64"]]
-    assert after == [None, None, 1, ["layout"], [["SD1", "1x1"], ["SD1", "2x2"]]]
+    before, (with_store, without), after, pins = on_a_small_disk(tmp_path, 600, SCRIPT, way)
+    assert before == [None, None, 300]
+    for (trouble, rows, _, refusals), known in ((with_store, 300), (without, 0)):
+        assert "cannot be written" in trouble and trouble.endswith(".") and "\n" not in trouble
+        assert all("cannot be written to the disk" in refusal for refusal in refusals)
+        assert rows == known, "what was there before can be read"
+    assert with_store[2] == [["SD1", "1x1"], ["SD1", "2x2"]] and without[2] == [["SD1", "2x2"]]
+    assert after == [None, None, 900], "it catches up"
+    assert pins == [["SD1", "1x1"], ["SD1", "2x2"], ["SD1", "3x3"]]
 
 
 @pytest.mark.parametrize("kind", ["the folder is a file", "the folder is below a file", "the file is a folder",
@@ -142,7 +117,7 @@ def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
     history = opened(folder)
     assert history.trouble is not None and str(folder) in history.trouble
     assert history.trouble.endswith(".") and "\n" not in history.trouble
-    history.keep_compiled()
+    triton_cache.keep_in(folder)
     for number in range(10_000):
         history.record(row(f"{number}x8"))
     for promise in (history.commit, history.forget, lambda: history.pin("SD1", "8x8", True)):

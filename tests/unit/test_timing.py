@@ -113,7 +113,7 @@ def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(
         with runtime.wait_for_compile():
             run()
         (entry,) = runtime.table.entries()
-        runtime.history.keep_verdict(entry.key.backend, entry.key, entry.weights, entry.relative_error)
+        runtime.history.keep_verdict(entry)
         for waits_for_compile, calls in ((False, 0), (True, ENOUGH)):
             runtime.table.forget({entry.key})
             host.calls = 0

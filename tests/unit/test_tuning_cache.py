@@ -16,17 +16,11 @@ from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches
 from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice
 from lib_onediff.devices.torch.attention import FLASH, GEMM, TORCH, Attention, choice_name
 from lib_onediff.devices.torch.attention import choice_name as attention_name
-from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History
 from lib_onediff.weights.low_bit import FP8, INT8, NORMED
 
 STRANGE = [None, True, 7, "flash", ["flash"], {}, {"backend": None}, {"backend": ["flash"]}, {"backend": "warp drive"},
            {"backend": {"flash": 1}}, {"backend": "flash, as it was"}]
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "WRITE_AFTER_SECONDS", 0.05)
 
 
 def cache_in(folder: Path) -> tuple[History, TuningCache]:

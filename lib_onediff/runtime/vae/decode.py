@@ -23,7 +23,7 @@ from ...families.vae.layout import DecoderLayout
 from ...options.settings import Settings
 from ..effects import FP16_ON_CPU
 from ..services import Services
-from ..verify import HOST_NOT_FINITE, blame, judge, recall, rounding_limit, time_host
+from ..verify import HOST_NOT_FINITE, blame, judge, rounding_limit, time_host
 from . import precision
 from .precision import AUTO, NOT_FINITE, ONE_COLOUR, KnownVae, look_at, short_name
 
@@ -243,7 +243,7 @@ class Decode:
         entry, history = made.entry, self.services.history
         if entry.state is not State.COLD:
             return made
-        if not recall(entry, history):
+        if not history.recall(entry):
             # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
             # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
             device, on_gpu = self._latent.device, self._latent.is_cuda
@@ -260,6 +260,6 @@ class Decode:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             if on_gpu:
                 time_host(entry, device, self.host.decode)
-            history.keep_verdict(entry.key.backend, entry.key, entry.weights, entry.relative_error)
+            history.keep_verdict(entry)
         entry.state = State.PROVED
         return made
