@@ -135,7 +135,8 @@ class BoundUNet:
         lora = self.host_traits.wanted_lora
         if self._refusal is not None or parameters is None or tree is None or (lora and lora() != self._lora):
             raise Refusal(CHANGED)
-        if not parameters.lie_still():
+        found = parameters.lie_still()
+        if found is None:
             raise Refusal(CHANGED)
         values, on_the_fly = self._begin_contents(), self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
@@ -145,7 +146,7 @@ class BoundUNet:
             if unet is None or parameters is not self._parameters or not tree.stands(unet):
                 return False
             try:
-                was_edited = self._note_edits(contents, values())
+                was_edited = self._note_edits(contents, values(), found)
             except Refusal:
                 return False
             if was_edited and not self.in_sampling:
@@ -162,9 +163,9 @@ class BoundUNet:
         except ReferenceError:
             return lambda: None
 
-    def _note_edits(self, contents: Contents | None, values: Tensor | None) -> bool:
-        """Count an edit of values, if there was any since the last time; whether there was. Raises Refusal where the
-        weights lie elsewhere by now."""
+    def _note_edits(self, contents: Contents | None, values: Tensor | None, found: list[Any] | None = None) -> bool:
+        """Count an edit of values, if there was any since the last time; whether there was. found: the parameters,
+        where this call has looked them up. Raises Refusal where the weights lie elsewhere by now."""
         parameters = self._parameters
         if parameters is None:
             raise Refusal(CHANGED)
@@ -172,7 +173,7 @@ class BoundUNet:
         if contents is not None:
             edited.update(contents.changed(values) if values is not None else range(len(parameters)))
         # Last: it counts each edit once.
-        edited.update(parameters.edited())
+        edited.update(parameters.edited(found))
         if not edited:
             return False
         self.edition += 1

@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ ATOMS = (
     torch.memory_format, torch.layout, type, types.BuiltinFunctionType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
 )
+# Of these very types, and of no subclass: what is asked about most, told without a call.
+PLAIN = frozenset(ATOMS)
+# What a class says of types: nobody computes with it, and it takes as long to compare as all the rest.
+ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
 SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
 CONTAINERS = (dict, list, tuple, set, frozenset)
 # Of the entries of an attribute: a longer one is known by its length alone.
@@ -49,7 +53,8 @@ MOST_ENTRIES, DEEPEST = 256, 4
 # it may go or change: where it is missing or raises, the loop is asked.
 lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
-of_parameters = operator.attrgetter("_parameters")
+state_of = operator.attrgetter("__dict__")
+of_parameters = operator.itemgetter("_parameters")
 of_children = operator.itemgetter("_modules")
 of_hooks = tuple(map(operator.itemgetter, HOOKS))
 VERSION = operator.attrgetter("_version")
@@ -73,6 +78,8 @@ class Same:
 
 def is_atom(value: Any) -> bool:
     kind = type(value)
+    if kind in PLAIN:
+        return True
     if kind is tuple or kind is frozenset:
         return all(map(is_atom, value))
     if kind is types.FunctionType:
@@ -95,7 +102,7 @@ def token(value: Any, depth: int = 0) -> Any:
         if size > MOST_ENTRIES or depth > DEEPEST:
             return kind, size
         inside: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, dict) else value
-        return kind, tuple(token(one, depth + 1) for one in inside)
+        return kind, tuple([one if type(one) in PLAIN else token(one, depth + 1) for one in inside])
     if isinstance(value, Tensor):
         return Place.of(value), edit_count(value)
     if isinstance(value, types.MethodType):
@@ -218,17 +225,15 @@ class Tree:
         places = {id(module): place for place, module in enumerate(modules)}
         self._modules = list(map(weakref.ref, modules))
         self.classes = list(map(type, modules))
-        states = list(map(vars, modules))
+        states = list(map(state_of, modules))
         self._attributes = Attributes(states, ignored)
-        children = list(chain.from_iterable(map(dict.values, map(of_children, states))))
-        # Most modules have none.
-        parents = [place for place, state in enumerate(states) if state["_modules"]]
-        self._parents = operator.itemgetter(*parents, 0)
-        # The place of each child among the modules; behind the last stands None.
-        found = [len(modules) if child is None else places[id(child)] for child in children]
+        families = list(filter(None, map(of_children, states)))
+        # The places of the modules that have children, and of each child; behind the last stands None.
+        self._parents = places_with(of_children, states)
+        found = [len(modules) if child is None else places[id(child)] for child in children_of(families)]
         self._child_count = len(found)
         self._children = operator.itemgetter(*found, len(modules)) if found else no_children
-        self._hooked = [sum(map(len, map(hooks, states))) for hooks in of_hooks]
+        self._hooked = [places_with(hooks, states) for hooks in of_hooks]
         self._hooks = [
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
@@ -236,7 +241,9 @@ class Tree:
         processors = (type(state["processor"]) for state in states if "processor" in state)
         self._sources = list(dict.fromkeys((*self.classes, *processors)))
         kinds = list(dict.fromkeys(base for kind in self._sources for base in kind.__mro__[:-1]))
-        self._kinds = [(vars(kind), len(vars(kind)), Names(vars(kind), vars(kind))) for kind in kinds]
+        self._kinds = [
+            (vars(kind), len(vars(kind)), Names(vars(kind), vars(kind).keys() - ANNOTATIONS)) for kind in kinds
+        ]
         self._globals = globals_of(kinds)
 
     def stands(self, root: nn.Module) -> bool:
@@ -250,13 +257,13 @@ class Tree:
             return False
 
     def _stands(self, modules: list[Any]) -> bool:
-        states: list[dict[str, Any]] = list(map(vars, modules))
-        counts = sum(map(len, map(of_children, states)))
-        children = chain.from_iterable(map(dict.values, map(of_children, self._parents(states)[:-1])))
+        states: list[dict[str, Any]] = list(map(state_of, modules))
+        children = children_of(filter(None, map(of_children, states)))
         return (
             list(map(type, modules)) == self.classes
-            and counts == self._child_count and all(map(operator.is_, children, self._children([*modules, None])))
-            and [sum(map(len, map(hooks, states))) for hooks in of_hooks] == self._hooked
+            and places_with(of_children, states) == self._parents and len(children) == self._child_count
+            and all(map(operator.is_, children, self._children([*modules, None])))
+            and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
             and all(token(states[place][name]) == known for place, name, known in self._hooks)
             and self._attributes.stand(states)
             and all(len(space) == count and names.stand(space) for space, count, names in self._kinds)
@@ -275,6 +282,15 @@ class Tree:
                         constants = [one for one in body.co_consts if isinstance(one, SAME_IN_ANY_PROCESS)]
                         code.update(f"{name} {body.co_names} {constants}".encode() + body.co_code)
         return hashlib.sha256((self._attributes.digest() + code.hexdigest()).encode()).hexdigest()[:16]
+
+
+def places_with(of: Callable[[dict[str, Any]], Any], states: Sequence[dict[str, Any]]) -> list[int]:
+    """Where this part of the modules' states is not empty; for most it is."""
+    return list(compress(range(len(states)), map(of, states)))
+
+
+def children_of(families: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, families)))
 
 
 def no_children(modules: Sequence[Any]) -> tuple[None]:
@@ -304,14 +320,15 @@ class Parameters:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = list(map(weakref.ref, modules))
-        found = list(chain.from_iterable(map(dict.values, map(of_parameters, modules))))
-        self._present = [parameter is not None for parameter in found]
+        found = children_of(map(of_parameters, map(state_of, modules)))
+        self._count = len(found)
         parameters = [parameter for parameter in found if parameter is not None]
         self._references = list(map(weakref.ref, parameters))
         self.addresses = list(map(Tensor.data_ptr, parameters))
         self._indices = list(range(len(parameters)))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
+        self._guards = guards_of(parameters)
         self.versions = edit_counts(parameters)
 
     def now(self) -> list[Any] | None:
@@ -319,18 +336,17 @@ class Parameters:
         modules: list[Any] = [reference() for reference in self._modules]
         if None in modules:
             return None
-        found = list(chain.from_iterable(map(dict.values, map(of_parameters, modules))))
+        found = children_of(map(of_parameters, map(state_of, modules)))
         parameters = [parameter for parameter in found if parameter is not None]
-        if len(found) != len(self._present) or len(parameters) != len(self._references):
-            return None
-        return parameters
+        return parameters if len(found) == self._count and len(parameters) == len(self._references) else None
 
-    def lie_still(self) -> bool:
-        """Whether what lies at the addresses is alive: without that, nothing may read there. A fifth of a millisecond
-        for SDXL's UNet."""
+    def lie_still(self) -> list[Any] | None:
+        """The parameters, where what lies at the addresses is alive: without that, nothing may read there. A fifth of a
+        millisecond for SDXL's UNet. Drop them after the call."""
         parameters = self.now()
-        if parameters is None:
-            return False
+        return parameters if parameters is not None and self._lie_at_their_addresses(parameters) else None
+
+    def _lie_at_their_addresses(self, parameters: list[Any]) -> bool:
         if lie_at is not None:
             with suppress(RuntimeError, TypeError):
                 return bool(lie_at(parameters, self.addresses, self._indices))
@@ -341,12 +357,12 @@ class Parameters:
 
     def stand(self) -> bool:
         """Whether these are the very parameters, and each lies where and as it lay."""
-        return self._standing() is not None
+        return self._standing(self.now()) is not None
 
-    def edited(self) -> list[int]:
-        """Which were edited in place since their versions were noted, as far as torch counts that. Raises Refusal where
-        they do not stand."""
-        parameters = self._standing()
+    def edited(self, found: list[Any] | None = None) -> list[int]:
+        """Which were edited in place since their versions were noted, as far as torch counts that. found: what
+        lie_still has told at this call. Raises Refusal where they do not stand."""
+        parameters = self._standing(found or self.now())
         if parameters is None:
             raise Refusal("the host has moved or exchanged weights")
         versions = edit_counts(parameters)
@@ -355,17 +371,21 @@ class Parameters:
         before, self.versions = self.versions, versions
         return [place for place, pair in enumerate(zip(versions, before, strict=True)) if pair[0] != pair[1]]
 
-    def _standing(self) -> list[Any] | None:
+    def _standing(self, parameters: list[Any] | None) -> list[Any] | None:
         """The parameters, where they are those that they were and lie where and as they lay."""
-        parameters = self.now()
         if parameters is None or not all(
             map(operator.is_, parameters, [reference() for reference in self._references])
         ):
             return None
+        if not self._lie_at_their_addresses(parameters):
+            return None
+        if self._guards is not None:
+            with suppress(RuntimeError, TypeError):
+                if self._guards.check(*parameters):
+                    return parameters
         try:
             is_same = (
-                self.addresses == list(map(Tensor.data_ptr, parameters))
-                and self._strides == list(map(Tensor.stride, parameters))
+                self._strides == list(map(Tensor.stride, parameters))
                 and self._layouts == list(map(layout_of, parameters))
             )
         except (TypeError, RuntimeError):
@@ -374,6 +394,18 @@ class Parameters:
 
     def __len__(self) -> int:
         return len(self.versions)
+
+
+def guards_of(parameters: Sequence[Tensor]) -> Any:
+    """torch's own check of shapes, strides and types, as torch.compile has it: a third of the time of a loop here. It
+    keeps no tensor alive. Private, as lie_at; None where this torch has none. What it does not pass may be the same
+    all the same (other modes of autograd): then the loop is asked."""
+    try:
+        kind: Any = torch._C._dynamo.guards.TensorGuards
+        shapes, strides = [list(one.shape) for one in parameters], [list(one.stride()) for one in parameters]
+        return kind(*parameters, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+    except Exception:
+        return None
 
 
 UNCOUNTED = -1
