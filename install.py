@@ -318,9 +318,7 @@ def demo_command(arguments: list[str]) -> list[str]:
     parser.add_argument(
         "--port", type=port_number, metavar="N", help="the port to listen on (default: the first free one from 7860)"
     )
-    for name in ("--gradio-auth", "--api-auth"):
-        what = "page, and of the API" if name == "--gradio-auth" else "API alone"
-        parser.add_argument(name, metavar="USER:PASSWORD[,...]", help=f"the accounts of the {what}")
+    parser.add_argument("--gradio-auth", metavar="USER:PASSWORD[,...]", help="the accounts of the page and of the API")
     parser.add_argument("--allowed-hosts", metavar="NAME[,...]", help="by which names browsers reach it, as a proxy's")
     chosen = vars(parser.parse_args(arguments))
     command = [str(VENV_PYTHON), "-m", "lib_onediff.demo", *["--random"] * chosen.pop("random")]

@@ -6,56 +6,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from secrets import compare_digest
 from typing import Any
 
 import gradio as gr
 from fastapi import Depends, HTTPException, Request
-from fastapi.security import HTTPBasicCredentials
 
-from .basic import Basic
 from .origins import FOREIGN_PAGE, READING, Origins, origins_of
 
 PACKAGE = __name__.partition(".")[0]
+HOSTS_API = "/sdapi/"
 USER, LOGIN_CHECK = "/user", "/login_check"
+NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not know."
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
 LOG_IN = "Log in on the WebUI's page first, and send its cookie; or start the WebUI with --api-auth."
 
 
-def protection(cmd_opts: Any) -> list[Any]:
-    """The dependencies of every route; cmd_opts: the WebUI's command line."""
-    api_auth = getattr(cmd_opts, "api_auth", None)
+def protection(app: Any, cmd_opts: Any) -> list[Any]:
+    """The dependencies of every route of ours in app; cmd_opts: the WebUI's command line."""
     asks_for_login = bool(getattr(cmd_opts, "gradio_auth", None) or getattr(cmd_opts, "gradio_auth_path", None))
-    return [
-        Depends(origin_check(origins_of(cmd_opts))),
-        Depends(password_check(api_auth) if api_auth else login_check(asks_for_login)),
-    ]
+    has_accounts = bool(getattr(cmd_opts, "api_auth", None))
+    who = password_check(app) if has_accounts else [Depends(login_check(asks_for_login))]
+    return [Depends(origin_check(origins_of(cmd_opts))), *who]
 
 
-def password_check(api_auth: str) -> Callable[[HTTPBasicCredentials], None]:
-    """A dependency that lets the accounts of --api-auth in, "user:password,user:password".
-
-    As in A1111 and Forge, blanks count, and of two accounts with one name the last holds. They do not start with a
-    password that contains ":"; here everything behind the first ":" is the password, as in HTTP itself.
-    """
-    written = (account.partition(":") for account in api_auth.split(","))
-    passwords = {to_bytes(user): to_bytes(password) for user, colon, password in written if colon}
-
-    def check(given: HTTPBasicCredentials = Depends(Basic())) -> None:  # noqa: B008
-        user, password = to_bytes(given.username), to_bytes(given.password)
-        # Every account is compared to its end, so that the time tells nothing.
-        matches = [
-            compare_digest(user, known) & compare_digest(password, passwords[known]) for known in passwords
-        ]
-        if not any(matches):
-            raise HTTPException(401, "Incorrect username or password.", headers={"WWW-Authenticate": "Basic"})
-
-    return check
+def password_check(app: Any) -> list[Any]:
+    """What the WebUI's own API depends on where it was started with --api-auth; where that is not found, nobody is let
+    in."""
+    own = [route for route in app.routes if getattr(route, "path", "").startswith(HOSTS_API)]
+    return next((route.dependencies for route in own if getattr(route, "dependencies", [])), [Depends(let_nobody_in)])
 
 
-def to_bytes(text: str) -> bytes:
-    # What a command line holds need not be UTF-8.
-    return text.encode("utf-8", "surrogateescape")
+def let_nobody_in() -> None:
+    raise HTTPException(401, NO_CHECK)
 
 
 def login_check(asked_for: bool) -> Callable[[Request], None]:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import HTTPException, Request
 from starlette.datastructures import Headers, MutableHeaders
 
-from . import answers
+from .answers import refusal
 from .origins import READING, Origins, host_name
 
 Message = MutableMapping[str, Any]
@@ -18,12 +18,10 @@ Send = Callable[[Message], Awaitable[None]]
 FOREIGN_PAGE = "A page of another site may not use this server."
 UNKNOWN_NAME = "This server does not go by the name {}; --allowed-hosts, or Ray Serve's allowed_hosts, adds it."
 NO_FETCHING = "This host fetches no addresses."
-WRONG_KIND = "The request body must be sent as {}."
 # To these a link on another site's page may lead: they show the page and change nothing.
 LINKED = ("/", "/docs")
-# All others take JSON; left to itself, gradio reads even a body that does not say what it is.
-JSON = ("application/json",)
-KINDS = {"/upload": ("multipart/form-data",), "/login": ("multipart/form-data", "application/x-www-form-urlencoded")}
+# Of somebody who has not logged in no more is read than a login takes.
+LARGEST_LOGIN = 64 * 1024
 LARGEST_BODY = 64 * 1024 * 1024
 FILE_PATHS = ("/file=", "/file/", "/stream/")
 # All others that somebody has uploaded are saved and never shown: a page among them would be this server's own.
@@ -39,27 +37,22 @@ class Gate:
     """
 
     def __init__(
-        self, app: Any, origins: Origins, identify: Callable[[Request], Awaitable[None]], largest: int = LARGEST_BODY
+        self, app: Any, origins: Origins, identify: Callable[[Request], None], largest: int = LARGEST_BODY
     ) -> None:
         self.app, self.origins, self.identify, self.largest = app, origins, identify, largest
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            # Nothing here uses one, and browsers let every page open one.
-            await send({"type": "websocket.close", "code": 1008})
-            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         try:
             self.check(scope["method"], scope["path"], headers)
-            limit = await self.limit_for(Request(scope)) if has_body(headers) else 0
+            limit = self.limit_for(Request(scope))
             if int(headers.get("content-length") or 0) > limit:
                 raise too_large(limit)
         except HTTPException as refused:
-            answer = answers.refusal(refused.status_code, refused.detail, refused.headers)
-            await answer(scope, receive, send)
+            await refusal(refused.status_code, refused.detail, refused.headers)(scope, receive, send)
             return
         await self.app(scope, bounded(receive, limit), harmless(scope["path"], send))
 
@@ -72,20 +65,13 @@ class Gate:
             raise HTTPException(403, FOREIGN_PAGE)
         if path.startswith(FILE_PATHS) and "://" in path:
             raise HTTPException(403, NO_FETCHING)
-        wanted = KINDS.get(path.rstrip("/"), JSON)
-        if method not in READING and from_browser(headers) and has_body(headers):
-            given = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if given not in wanted:
-                raise HTTPException(415, WRONG_KIND.format(" or ".join(wanted)))
 
-    async def limit_for(self, request: Request) -> int:
-        """How many bytes a body may have: of somebody who has not logged in, no more than a login takes."""
+    def limit_for(self, request: Request) -> int:
+        """How many bytes a body may have."""
         try:
-            await self.identify(request)
-        except HTTPException as unknown:
-            if int(request.headers.get("content-length") or 0) > answers.LARGEST_BODY:
-                raise unknown
-            return answers.LARGEST_BODY
+            self.identify(request)
+        except HTTPException:
+            return LARGEST_LOGIN
         return self.largest
 
 
@@ -93,14 +79,6 @@ def is_link(method: str, path: str, headers: Headers) -> bool:
     """Whether a browser shows one of our pages in a tab of its own, because somebody has followed a link to it."""
     shown = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return method in READING and path in LINKED and shown and "origin" not in headers
-
-
-def from_browser(headers: Headers) -> bool:
-    return "origin" in headers or "sec-fetch-site" in headers
-
-
-def has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def bounded(receive: Receive, limit: int) -> Receive:

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict
 from functools import partial
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import JSONResponse
 
+from ..core.guard import outcome_of
 from ..options.sizes import Size, parse_sizes
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
-from ..runtime.rows import ResolutionRow
+from ..runtime.rows import ResolutionRow, ShapeRow, Totals
 from ..store.store import NotKept
 from . import models
 from .answers import SentenceRoute, json_answer
@@ -29,9 +32,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Status = Callable[[], dict[str, Any]]
 PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
-MOST_PENDING, MOST_WAITING = 500, 8
+MOST_PENDING = 500
 NOT_KNOWN = "Whether this process is ready is not known: a fault of OneDiff, see the WebUI's console."
 SWITCHED_OFF = "OneDiff is switched off in the settings, so nothing can be made ready."
+NO_RESOLUTION = f"No such resolution is known; GET {PREFIX}/shapes names all."
 WHAT_TO_PURGE = (
     'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
     '{"disk": true} and {"all": true}.'
@@ -51,19 +55,23 @@ def add_routes(
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
     routes = Routes(runtime, warmup, webui, status, why_not_ready)
-    checked, busy, unknown = protection(cmd_opts), {409: "An image is being made."}, {404: "Not known."}
+    checked, busy, unknown = protection(app, cmd_opts), {409: "An image is being made."}, {404: "Not known."}
     full = {507: "Done, but the disk does not keep it."}
 
     def add(path: str, route: Callable[..., Response], problems: Mapping[int, str] = PROBLEMS, **more: Any) -> None:
+        described: Any = {status: {"description": meaning} for status, meaning in {**PROBLEMS, **problems}.items()}
         # Not through a router of our own: FastAPI would read each route's signature and models once more.
         app.router.add_api_route(
             f"{PREFIX}{path}", route, tags=[TAG], route_class_override=SentenceRoute, dependencies=checked,
-            responses=described({**PROBLEMS, **problems}), **more,
+            responses=described, **more,
         )
 
     add("/status", routes.status, {503: "Not ready, where probe asks."}, response_model=models.StatusAnswer,
         summary="What runs, and why")
-    add("/shapes", routes.shapes, response_model=models.ShapesAnswer, summary="Every resolution and its state")
+    # FastAPI shows no docstrings of dataclasses.
+    columns = "\n\n".join(str(inspect.getdoc(told)) for told in (routes.shapes, ResolutionRow, ShapeRow, Totals))
+    add("/shapes", routes.shapes, response_model=models.ShapesAnswer, summary="Every resolution and its state",
+        description=columns)
     add("/prewarm", routes.prewarm, {409: "OneDiff is off.", 429: "The queue is full."}, methods=["POST"],
         status_code=202, response_model=models.JobsAnswer, summary="Make sizes ready")
     add("/jobs", routes.jobs, response_model=models.JobsAnswer, summary="The pre-warm queue")
@@ -72,15 +80,10 @@ def add_routes(
         response_model=models.JobAnswer, summary="Cancel a job")
     add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], response_model=models.PurgedAnswer,
         summary="Forget resolutions")
-    add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], response_model=models.PinnedAnswer,
+    add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], response_model=models.PinBody,
         summary="Keep a resolution")
     add("/release", routes.release, busy, methods=["POST"], response_model=models.ReleasedAnswer,
         summary="Free GPU memory")
-
-
-def described(problems: dict[int, str]) -> dict[int | str, dict[str, Any]]:
-    """HTTP statuses as the host's /docs show them."""
-    return {status: {"model": models.Problem, "description": meaning} for status, meaning in problems.items()}
 
 
 class Routes:
@@ -90,7 +93,7 @@ class Routes:
         self, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status, why_not_ready: Callable[[], str]
     ) -> None:
         self._runtime, self._warmup, self._status, self._why_not_ready = runtime, warmup, status, why_not_ready
-        self._turns = Turns(webui.exclusively)
+        self._exclusively, self._turn = webui.exclusively, threading.Lock()
 
     def status(
         self, probe: bool = Query(False, description="Answer 503 while not ready, for what looks at the status alone."),
@@ -117,8 +120,8 @@ class Routes:
         What waits in the pre-warm queue is "queued" or "warming 33 %", what only earlier processes used "on disk".
         """
         rows = rows_with_jobs(self._runtime.rows(), self._warmup.jobs(), self._warmup.model)
-        chosen = [row for row in rows if model in (None, row.model)]
-        return json_answer({"rows": list(map(row_values, chosen)), "totals": asdict(self._runtime.totals())})
+        chosen = [asdict(row) for row in rows if model in (None, row.model)]
+        return json_answer({"rows": chosen, "totals": asdict(self._runtime.totals())})
 
     def prewarm(self, body: models.PrewarmBody) -> Response:
         """Queue sizes; they are made ready one after the other, between images and never during one.
@@ -176,14 +179,14 @@ class Routes:
         resolutions = None if body.resolutions is None else set(body.resolutions)
         gone = [] if body.disk else self._known(resolutions, body.model)
         if (resolutions or body.model) and not gone:
-            raise HTTPException(404, f"No such resolution is known; GET {PREFIX}/shapes names all.")
+            raise HTTPException(404, NO_RESOLUTION)
 
         def purge() -> tuple[int, int]:
             vram = 0 if body.disk else self._runtime.purge(resolutions, body.model)
             return vram, self._runtime.purge_disk() if body.disk or body.all else 0
 
         with kept():
-            vram, disk = self._turns.run(purge, body.wait)
+            vram, disk = self._between_images(purge, body.wait)
         purged = [{"resolution": row.resolution, "model": row.model} for row in gone]
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
@@ -198,48 +201,44 @@ class Routes:
         with kept():
             known = self._runtime.pin(body.resolution, body.model, body.pinned)
         if not known:
-            raise HTTPException(404, f"No such resolution is known; GET {PREFIX}/shapes names all.")
-        return json_answer({"resolution": body.resolution, "model": body.model, "pinned": body.pinned})
+            raise HTTPException(404, NO_RESOLUTION)
+        return json_answer(dict(body))
 
     def release(self, body: models.ReleaseBody = Body(models.ReleaseBody())) -> Response:  # noqa: B008
         """Give all GPU memory of graphs and of torch's caches back; what was ready is captured again when used.
 
         Waits for an image in progress, `wait` seconds at most: then the answer is 409 and nothing is released.
         """
-        return json_answer({"vram": self._turns.run(self._runtime.release_memory, body.wait)})
+        return json_answer({"vram": self._between_images(self._runtime.release_memory, body.wait)})
 
+    def _between_images(self, work: Callable[[], Result], seconds: float) -> Result:
+        """What work() returns or raises; it begins within so many seconds, or not at all. Raises HTTPException 409.
 
-class Turns:
-    """Hands work to exclusively(), which waits for the image in progress however long that takes."""
+        The WebUI's own queue knows no end of waiting, so a thread waits there, one at a time.
+        """
+        deadline = time.monotonic() + seconds
+        busy = HTTPException(
+            409, f"An image is being made and was not done after {seconds:g} s, so nothing was changed; try again, or "
+            "give a longer wait."
+        )
+        if not self._turn.acquire(timeout=seconds):
+            raise busy
+        turn: Future[Future[Any]] = Future()
 
-    def __init__(self, exclusively: Callable[[Callable[[], Any]], Any]) -> None:
-        self._exclusively = exclusively
-        self._waiting = threading.BoundedSemaphore(MOST_WAITING)
+        def wait() -> None:
+            # The work is not done once nobody waits for it any more.
+            made = outcome_of(lambda: self._exclusively(lambda: turn.set_running_or_notify_cancel() and work()))
+            self._turn.release()
+            if not turn.cancelled():
+                turn.set_result(made)
 
-    def run(self, work: Callable[[], Result], seconds: float) -> Result:
-        """What work() returns or raises; it begins within so many seconds, or not at all. Raises HTTPException 409."""
-        if not self._waiting.acquire(blocking=False):
-            raise HTTPException(409, "Too many requests wait for the image in progress; try again when it is done.")
-        turn: Future[Result] = Future()
-        threading.Thread(target=self._wait, args=(turn, work), name="onediff-api", daemon=True).start()
+        threading.Thread(target=wait, name="onediff-api", daemon=True).start()
         try:
-            return turn.result(seconds)
+            return turn.result(deadline - time.monotonic()).result()
         except NotInTime:
             if turn.cancel():
-                raise HTTPException(
-                    409, f"An image is being made and was not done after {seconds:g} s, so nothing was changed; try "
-                    "again, or give a longer wait."
-                ) from None
-        return turn.result()
-
-    def _wait(self, turn: Future[Result], work: Callable[[], Result]) -> None:
-        try:
-            self._exclusively(lambda: carry_out(turn, work))
-        except Exception as error:
-            with contextlib.suppress(InvalidStateError):
-                turn.set_exception(error)
-        finally:
-            self._waiting.release()
+                raise busy from None
+        return turn.result().result()
 
 
 @contextlib.contextmanager
@@ -249,16 +248,6 @@ def kept() -> Iterator[None]:
         yield
     except NotKept as problem:
         raise HTTPException(507, str(problem)) from problem
-
-
-def carry_out(turn: Future[Result], work: Callable[[], Result]) -> None:
-    """Do the work of a turn, unless nobody waits for it any more."""
-    if not turn.set_running_or_notify_cancel():
-        return
-    try:
-        turn.set_result(work())
-    except Exception as error:
-        turn.set_exception(error)
 
 
 def sizes_of(body: models.PrewarmBody) -> list[Size]:
@@ -272,14 +261,7 @@ def sizes_of(body: models.PrewarmBody) -> list[Size]:
     return sizes
 
 
-def row_values(row: ResolutionRow) -> dict[str, Any]:
-    return {**vars(row), "shapes": [vars(shape) for shape in row.shapes]}
-
-
 def job_values(job: Job) -> dict[str, Any]:
-    return {
-        "id": job.id, "size": str(job.size), "width": job.size.width, "height": job.size.height,
-        "batch": job.size.batch, "tokens": job.tokens, "source": job.source, "state": job.state, "what": job.what,
-        "done": job.done, "total": job.total, "share": job.share, "seconds": job.seconds,
-        "estimated_seconds": job.estimated_seconds, "reason": job.reason,
-    }
+    """A job as JobAnswer has it."""
+    values = {**asdict(job), "size": str(job.size), "share": job.share, **asdict(job.size)}
+    return {name: values[name] for name in models.JobAnswer.__annotations__}

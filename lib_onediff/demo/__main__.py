@@ -37,10 +37,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
                         "one that others can reach, an account is made up where none is given")
     parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
     parser.add_argument("--data-dir", default=str(DEFAULT_DATA_DIR), help="where settings and caches are kept")
-    parser.add_argument("--api-auth", type=accounts, metavar="USER:PASSWORD[,...]",
-                        help="who may use the API (default: everybody)")
     parser.add_argument("--gradio-auth", type=accounts, metavar="USER:PASSWORD[,...]",
-                        help="who may use the page, and without --api-auth the API (default: everybody)")
+                        help="who may use the page and the API (default: everybody)")
     parser.add_argument(
         "--allowed-hosts", metavar="NAME[,...]",
         help="the names by which browsers reach the host, for example through a proxy (default: localhost and "
@@ -48,7 +46,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(words)
     # What scripts look for in a WebUI's command line.
-    arguments.api, arguments.nowebui, arguments.freeze_settings, arguments.gradio_auth_path = True, False, False, None
+    arguments.api, arguments.nowebui, arguments.freeze_settings = True, False, False
     return arguments
 
 
@@ -124,13 +122,11 @@ def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
 
 def ask_for_an_account(arguments: argparse.Namespace) -> None:
     """Where others can reach the host, nobody uses it without an account; one is made up where none is given."""
-    if not arguments.gradio_auth and not arguments.api_auth:
+    if not arguments.gradio_auth:
         password = secrets.token_urlsafe(12)
-        arguments.api_auth = f"onediff:{password}"
+        arguments.gradio_auth = f"onediff:{password}"
         print(f"Others can reach this address, so it asks for an account: name onediff, password {password}. "
               "--gradio-auth NAME:PASSWORD sets your own.", flush=True)
-    arguments.gradio_auth = arguments.gradio_auth or arguments.api_auth
-    arguments.api_auth = arguments.api_auth or arguments.gradio_auth
 
 
 def leave(code: int) -> NoReturn:

@@ -5,16 +5,14 @@ import argparse
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import gradio as gr
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 
-from ..api.auth import login_check, password_check, protection
-from ..api.basic import Basic
+from ..api.auth import login_check
 from ..api.gate import Gate
 from ..api.origins import Origins, host_name
 from .listening import url_of
@@ -23,7 +21,6 @@ from .modules import paths, script_callbacks, scripts, sd_models, shared
 from .offline import OwnResourcesOnly
 from .page import build_page
 
-API_PATHS = ("/sdapi/", "/onediff/", "/internal/")
 # Answers to what is under way are waited for so long; then connections are closed, which pages keep open for ever.
 SECONDS_FOR_ANSWERS = 1
 
@@ -50,14 +47,15 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
     script_callbacks.call_all("ui_settings")
     page = build_page()
     app = FastAPI(title="OneDiff demo", docs_url=None, redoc_url=None, openapi_url=None)
+    check_login = login_check(bool(arguments.gradio_auth))
     app.add_api_route(
         "/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False,
-        dependencies=protection(arguments),
+        dependencies=[Depends(check_login)],
     )
     # Before the page takes every remaining path.
     script_callbacks.call_all("app_started", page, app)
     app.add_middleware(OwnResourcesOnly)
-    app.add_middleware(Gate, origins=own_origins(arguments, only_this_machine), identify=identification(arguments))
+    app.add_middleware(Gate, origins=own_origins(arguments, only_this_machine), identify=check_login)
     accounts = [tuple(account.split(":", 1)) for account in (arguments.gradio_auth or "").split(",") if account]
     # Requests beside the queue would take the threads that interrupt and progress need.
     queued = page.queue(default_concurrency_limit=4, api_open=False)
@@ -70,20 +68,6 @@ def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origi
     strict = only_this_machine or bool(arguments.allowed_hosts)
     names = [arguments.host, *(arguments.allowed_hosts or "").split(",")]
     return Origins(strict_host=strict, names=set(map(host_name, names)) - {""})
-
-
-def identification(arguments: argparse.Namespace) -> Callable[[Request], Awaitable[None]]:
-    """Raises HTTPException for a request of somebody who has not logged in, where its path asks for that."""
-    check_password = password_check(arguments.api_auth) if arguments.api_auth else None
-    check_login = login_check(bool(arguments.gradio_auth))
-
-    async def identify(request: Request) -> None:
-        if check_password is not None and request.url.path.startswith(API_PATHS):
-            check_password(await Basic()(request))
-        else:
-            check_login(request)
-
-    return identify
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:

@@ -16,8 +16,8 @@ from fastapi.middleware import Middleware
 from pydantic import BaseModel
 from ray import serve
 
-from ..api.answers import LARGEST_BODY, SentenceRoute
-from ..api.gate import Gate
+from ..api.answers import SentenceRoute
+from ..api.gate import LARGEST_LOGIN, Gate
 from ..api.origins import Origins, host_name
 from ..demo.model_folder import load_folder
 from ..hosts.contract import network_name
@@ -138,15 +138,12 @@ async def ready(response: Response) -> dict[str, Any]:
     return said
 
 
-async def anybody(request: Any) -> None:
-    """There are no accounts."""
-
-
 def http(config: Config) -> FastAPI:
     """The routes of a Front, behind the same door as the demo's."""
     names = {host_name(name.strip()) for name in config.allowed_hosts.split(",")} - {""}
     origins = Origins(strict_host="*" not in names, names=names)
-    gate = Middleware(Gate, origins=origins, identify=anybody, largest=LARGEST_BODY)
+    # There are no accounts.
+    gate = Middleware(Gate, origins=origins, identify=lambda request: None, largest=LARGEST_LOGIN)
     app = FastAPI(title="OneDiff", middleware=[gate])
     app.router.route_class = SentenceRoute
     app.add_api_route("/image", image, methods=["POST"])

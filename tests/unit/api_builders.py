@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi.security import HTTPBasic, HTTPBasicCredentials
 from fastapi.testclient import TestClient
 
 from lib_onediff.api import routes
@@ -78,6 +79,20 @@ class Api:
             (sentence,) = answer.json().values()
             assert isinstance(sentence, str) and sentence[-1] in ".?" and "\n" not in sentence
         return answer.json()
+
+
+def a1111s_app(accounts: str) -> FastAPI:
+    """An app in which A1111 has added its own API, with the accounts of --api-auth."""
+    app, passwords = FastAPI(), dict(account.split(":") for account in accounts.split(","))
+
+    def auth(credentials: HTTPBasicCredentials = Depends(HTTPBasic())) -> bool:  # noqa: B008
+        if passwords.get(credentials.username) == credentials.password:
+            return True
+        raise HTTPException(401, "Incorrect username or password", headers={"WWW-Authenticate": "Basic"})
+
+    app.add_api_route("/internal/ping", lambda: {})
+    app.add_api_route("/sdapi/v1/txt2img", lambda: {}, methods=["POST"], dependencies=[Depends(auth)])
+    return app
 
 
 def command_line(**flags: Any) -> SimpleNamespace:

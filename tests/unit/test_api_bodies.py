@@ -15,10 +15,9 @@ from api_builders import Api, command_line, remember
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.api import answers
+from lib_onediff.api.answers import LONGEST_SENTENCE
 from lib_onediff.runtime.runtime import runtime
 
-JSON = {"Content-Type": "application/json"}
 WHOLE_BODIES = [
     b"", b"null", b"[]", b"NaN", b"{", b"\xff\xfe", b"\x00", b"{} {}", b"sizes=64x64", b'{"__class__": 1}',
     b'{"sizes": ' + b"[" * 600 + b"]" * 600 + b"}", b"[" * 30_000, b'{"sizes":' * 6_000,
@@ -44,7 +43,7 @@ def refused(api: Api, path: str, body: bytes, content_type: str | None = "applic
     assert 400 <= answer.status_code < 500, (answer.status_code, path, body[:80])
     told = answer.json()
     assert set(told) == {"detail"} and told["detail"].isprintable(), (told, path, body[:80])
-    assert len(told["detail"]) <= answers.LONGEST_SENTENCE + 3, (path, body[:80])
+    assert len(told["detail"]) <= LONGEST_SENTENCE + 3, (path, body[:80])
     assert not api.warmup.jobs() and [row.resolution for row in runtime.rows()] == ["512x512"], (path, body[:80])
     return told["detail"]
 
@@ -69,22 +68,6 @@ def test_sentences_name_the_place(api: Api) -> None:
     assert ask("pin", {"resolution": "512x512"}).startswith("model: ")
     assert ask("purge", {"everything": True}).startswith("everything: ")
     assert ask("purge", {}).startswith("Say what to purge")
-
-
-def test_large_bodies_are_not_read(api: Api) -> None:
-    pieces_read = 0
-
-    def pieces() -> Iterator[bytes]:
-        nonlocal pieces_read
-        for _ in range(1000):
-            pieces_read += 1
-            yield b" " * answers.LARGEST_BODY
-
-    answer = api.client.post("/onediff/v1/release", content=pieces(), headers=JSON)
-    assert answer.status_code == 413
-    assert "larger than" in refused(api, "prewarm", b" " * (answers.LARGEST_BODY + 1))
-    largest = json.dumps({"wait": 1}).encode().ljust(answers.LARGEST_BODY)
-    assert api.client.post("/onediff/v1/release", content=largest, headers=JSON).status_code == 409
 
 
 def test_what_is_no_json_becomes_null() -> None:

@@ -11,10 +11,8 @@ from fastapi import APIRouter, FastAPI, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
-from lib_onediff.api.answers import BoundedRequest, SentenceRoute, json_answer, refusal
+from lib_onediff.api.answers import SentenceRoute, json_answer, refusal
 from lib_onediff.api.auth import protection
-from lib_onediff.api.gate import LARGEST_BODY
-from lib_onediff.api.routes import PROBLEMS, described
 from lib_onediff.demo import limits
 from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.generation_tab import make_images
@@ -65,16 +63,6 @@ class Img2ImgRequest(Txt2ImgRequest):
         return processing.StableDiffusionProcessingImg2Img(**self.fields(), init_images=images)
 
 
-class ImagesRequest(BoundedRequest):
-    """A request that may hold images."""
-
-    largest_body = LARGEST_BODY
-
-
-class ImagesRoute(SentenceRoute):
-    request_class = ImagesRequest
-
-
 def refusing(work: Callable[..., Any]) -> Any:
     """What work() returns, its refusals as answers."""
     try:
@@ -91,7 +79,7 @@ class RestApi:
         self._waiting = 0
 
     def router(self) -> APIRouter:
-        router = APIRouter(route_class=ImagesRoute, responses=described(PROBLEMS))
+        router = APIRouter(route_class=SentenceRoute)
         add = router.add_api_route
         add("/internal/ping", lambda: {}, methods=["GET"])
         add("/sdapi/v1/txt2img", self.txt2img, methods=["POST"])
@@ -200,7 +188,7 @@ def check_options(values: dict[str, Any]) -> None:
 
 
 def add_rest(page: Any, app: FastAPI) -> None:
-    app.include_router(RestApi().router(), dependencies=protection(shared.cmd_opts))
+    app.include_router(RestApi().router(), dependencies=protection(app, shared.cmd_opts))
 
 
 def with_rest() -> None:

@@ -164,20 +164,20 @@ def test_link_on_another_sites_page_shows_the_page(standalone: WebUI) -> None:
 
 
 def test_hosts_that_others_reach_work_under_their_names(tmp_path) -> None:
-    flags = ("--host", "0.0.0.0", "--api-auth", "ann:one", "--allowed-hosts", "my.box.lan")
+    flags = ("--host", "0.0.0.0", "--gradio-auth", "ann:one", "--allowed-hosts", "my.box.lan")
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path), *flags) as host:
-        url = host.url()
+        url, account = host.url(), {"username": "ann", "password": "one"}
         for name in ("my.box.lan", "127.0.0.1"):
-            own = {"Host": name, "Origin": f"http://{name}"}
-            assert requests.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 200
-            answer = requests.post(f"{url}/sdapi/v1/interrupt", headers=own, auth=("ann", "one"), timeout=60)
-            assert answer.status_code == 200
+            session, own = requests.Session(), {"Host": name, "Origin": f"http://{name}"}
+            session.post(f"{url}/login", data=account, headers=own, timeout=60)
+            assert session.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 200
+            assert session.post(f"{url}/sdapi/v1/interrupt", headers=own, timeout=60).status_code == 200
             foreign = {"Host": name, "Origin": "http://evil.example"}
-            assert requests.post(f"{url}/sdapi/v1/interrupt", headers=foreign, timeout=60).status_code == 403
+            assert session.post(f"{url}/sdapi/v1/interrupt", headers=foreign, timeout=60).status_code == 403
         assert requests.get(f"{url}/", headers={"Host": "evil.example"}, timeout=60).status_code == 403
         # Nor is a body read before the login.
         head = "POST /sdapi/v1/txt2img HTTP/1.1\r\n"
-        assert answer_to_head(url, f"{head}Content-Length: 100000").startswith("HTTP/1.1 401")
+        assert answer_to_head(url, f"{head}Content-Length: 100000").startswith("HTTP/1.1 413")
         part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
         told = answer_to_head(url, f"{head}Transfer-Encoding: chunked", 2 * part)
         assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))

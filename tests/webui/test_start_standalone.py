@@ -32,7 +32,7 @@ def test_what_cannot_be_started_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert_one_sentence(run_to_end("--port", str(port), from_nothing=True), str(port))
-    ended = run_to_end("--api-auth", "nobody")
+    ended = run_to_end("--gradio-auth", "nobody")
     assert ended.returncode == 2 and "user:password" in ended.output
 
 

@@ -49,8 +49,7 @@ class State:
 
 
 cmd_opts = argparse.Namespace(
-    api=True, nowebui=False, api_auth=None, gradio_auth=None, gradio_auth_path=None, data_dir=None,
-    freeze_settings=False,
+    api=True, nowebui=False, gradio_auth=None, data_dir=None, freeze_settings=False,
 )
 config_filename = ""
 opts = Options({})
