@@ -9,13 +9,13 @@ window.onediff = (() => {
     const isSeen = (element) => element !== null && element.offsetParent !== null;
 
     const selectedKeys = new Set(), openKeys = new Set();
-    let focused = null, asking = null, actions = [], asked = 0, wasSeen = false, server;
+    let focused = null, asking = null, cancelled = [], asked = 0, wasSeen = false, server;
 
     // --- what is kept when a part is drawn anew ---
 
     function keyOf(element) {
         if (!element || !element.matches) return null;
-        if (element.dataset.onediff) return `[data-onediff="${element.dataset.onediff}"]`;
+        if (element.dataset.onediffJob) return `[data-onediff-job="${element.dataset.onediffJob}"]`;
         if (element.matches("input[data-onediff-every]")) return "input[data-onediff-every]";
         if (element.matches(".onediff-table input")) return `.onediff-table input[value="${CSS.escape(element.value)}"]`;
         if (element.matches("details[data-onediff-key] > summary"))
@@ -31,10 +31,10 @@ window.onediff = (() => {
         if (every) every.checked = boxes.length > 0 && selectedKeys.size === boxes.length;
         for (const details of all("details[data-onediff-key]")) details.open = openKeys.has(details.dataset.onediffKey);
         // Buttons that have nothing to work on.
-        const none = selectedKeys.size === 0, models = new Set(shown.map((key) => key.slice(key.indexOf(" "))));
+        const none = selectedKeys.size === 0;
         const idle = {
             pin: none, unpin: none, purge: none, purge_all: !shown.length, release: !shown.length,
-            prewarm_cancel: !find('[data-onediff^="cancel "]'), purge_model: models.size !== 1,
+            prewarm_cancel: !find("[data-onediff-job]"),
         };
         for (const [name, disabled] of Object.entries(idle)) {
             const button = find(`#onediff_${name}`);
@@ -57,7 +57,7 @@ window.onediff = (() => {
             asking = null;
         }
         if (focused && lost()) {
-            const again = find(focused) || (focused.startsWith("[data-onediff=") && find("button[data-onediff]"));
+            const again = find(focused) || (focused.startsWith("[data-onediff-job=") && find("[data-onediff-job]"));
             (again && !again.disabled ? again : nearest()).focus({preventScroll: true});
         }
     }
@@ -77,10 +77,9 @@ window.onediff = (() => {
         restore();
     });
     document.addEventListener("click", (event) => {
-        const button = event.target.closest && event.target.closest("#onediff_cache button[data-onediff]");
+        const button = event.target.closest && event.target.closest("#onediff_cache [data-onediff-job]");
         if (!button) return;
-        const [action, job] = button.dataset.onediff.split(" ");
-        actions.push([action, Number(job)]);
+        cancelled.push(Number(button.dataset.onediffJob));
         asked = 0;
     });
 
@@ -115,8 +114,8 @@ window.onediff = (() => {
     }, BETWEEN_LOOKS);
 
     return {
-        // What was asked of jobs since the last time, and the selected rows, as JSON.
-        actions: () => JSON.stringify(actions.splice(0)),
+        // The jobs that were cancelled since the last time, and the selected rows, as JSON.
+        cancelled: () => JSON.stringify(cancelled.splice(0)),
         selected: () => JSON.stringify([...selectedKeys]),
     };
 })();

@@ -1,12 +1,9 @@
 /* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, buttons that
    set a speed, a mark and a button where they are not at their default, and a note where a value does nothing on this
-   machine; rows that would do nothing are hidden. The options and the words come from lib_onediff/ui/settings_tab.py.
-
-   The page shows what it was given when it was opened: when OneDiff's Presets page has changed options, show() brings
-   them up to date, as applying the settings would bring the old values back. */
+   machine; rows that would do nothing are hidden. The options and the words come from lib_onediff/ui/settings_tab.py. */
 "use strict";
 
-window.onediffSettings = (() => {
+(() => {
     const BETWEEN_LOOKS = 400;
     const rowOf = (key) => document.getElementById(`setting_${key}`);
     let told = null;
@@ -85,8 +82,10 @@ window.onediffSettings = (() => {
             rowOf(key).before(element("h4", "onediff-group", group));
         }
         const head = element("div", "onediff-settings-head", told.texts.speed);
-        for (const [name, wanted] of Object.entries(told.speeds)) {
-            head.append(aButton(name, `${told.texts.speed}: ${name}`, wanted));
+        for (const [name, {values: wanted, explained}] of Object.entries(told.speeds)) {
+            const button = aButton(name, `${told.texts.speed}: ${name}`, wanted);
+            button.title = explained;
+            head.append(button);
         }
         head.append(aButton(told.texts.reset_all, told.texts.reset_all, defaults));
         section.querySelector(".onediff-group").before(head);
@@ -113,7 +112,7 @@ window.onediffSettings = (() => {
             }
         }
         const buttons = section.querySelectorAll(".onediff-settings-head button");
-        Object.values(told.speeds).forEach((wanted, place) => {
+        Object.values(told.speeds).forEach(({values: wanted}, place) => {
             const isNow = Object.entries(wanted).every(([key, value]) => isAt(key, now[key], value));
             buttons[place].setAttribute("aria-pressed", isNow);
         });
@@ -133,7 +132,4 @@ window.onediffSettings = (() => {
     for (const coming of ["input", "change"]) document.addEventListener(coming, (event) => {
         if (event.target.closest && event.target.closest("#settings_onediff")) setTimeout(look);
     });
-
-    // given: JSON of option keys to values, or nothing.
-    return {show: (given) => showAll(JSON.parse(given || "{}"))};
 })();

@@ -175,10 +175,7 @@ def add_options() -> None:
 
 @guard.hook("building the OneDiff tab", otherwise=[])
 def tabs() -> list[tuple[Any, str, str]]:
-    tab = onediff_tab.build_onediff_tab(
-        runtime, warmup, webui, OneDiffScript, standing_settings,
-        lambda values: settings_tab.store(shared.opts, values, shared.config_filename),
-    )
+    tab = onediff_tab.build_onediff_tab(runtime, warmup, webui, OneDiffScript, standing_settings)
     return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 
 

@@ -11,13 +11,15 @@ from ..options.settings import Settings
 from ..options.sizes import Size
 from ..prewarm.job import CANCELLED, DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
-from . import texts
+from .amounts import whole_number
 from .controls import ROWS, a_control, a_text_of_changes, connect_controls
-from .events import LIVE, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, show_stream
-from .progress import job_sentence, sentence, watch
+from .events import QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults, show_stream
+from .markup import sentence
+from .progress import job_sentence, watch
 from .run_settings import AS_AT_FIRST
 
 SOURCE = "accordion"
+PREWARM_THIS = "Pre-warm this size"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
@@ -42,35 +44,36 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
         # Stands in the title of the accordion, by style.css.
         with gr.Row(elem_classes="onediff-title"):
             enabled = gr.Checkbox(
-                used, label=texts.USE, elem_id=f"onediff_{tab}_enabled", container=False, scale=0, min_width=20,
+                used, label="Use OneDiff for this run", elem_id=f"onediff_{tab}_enabled", container=False, scale=0,
+                min_width=20,
             )
-            set_here = gr.HTML(elem_id=f"onediff_{tab}_set_here", elem_classes=LIVE)
-            gr.HTML(lambda: status_lines()[0], elem_id=SUMMARY.format(tab=tab), elem_classes=LIVE)
+            set_here = a_place(f"{tab}_set_here")
+            a_place(f"{tab}_summary", value=lambda: status_lines()[0])
         with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}_accordion"):
             with gr.Row(elem_classes="onediff-run"):
                 preset = gr.Dropdown(
-                    choices=[AS_IN_SETTINGS, *PRESETS], value=preset_at_first, label=texts.PRESET, min_width=160,
+                    choices=[AS_IN_SETTINGS, *PRESETS], value=preset_at_first, label="Speed", min_width=160,
                     elem_id=f"onediff_{tab}_preset",
                 )
                 controls = [a_control(tab, name) for name in ROWS[0]]
             for names in ROWS[1:-1]:
                 with gr.Row(elem_classes="onediff-run"):
                     controls += [a_control(tab, name) for name in names]
-            with gr.Accordion(texts.ADVANCED, open=False, elem_id=f"onediff_{tab}_advanced"):
+            with gr.Accordion("Expert", open=False, elem_id=f"onediff_{tab}_advanced"):
                 with gr.Row(elem_classes="onediff-run"):
                     controls += [a_control(tab, name) for name in ROWS[-1]]
-                changes = a_text_of_changes(tab, texts.CHANGES, changes_at_first)
+                changes = a_text_of_changes(tab, value=changes_at_first)
             with gr.Row(elem_classes="onediff-controls"):
                 kept_out_of_defaults(gr.Button(
-                    texts.PREWARM, size="sm", scale=0, min_width=190, elem_id=PREWARM.format(tab=tab),
+                    PREWARM_THIS, size="sm", scale=0, min_width=190, elem_id=PREWARM.format(tab=tab),
                 ))
-                gr.HTML(elem_id=PREWARM_RESULT.format(tab=tab), elem_classes=["onediff-beside", LIVE])
+                a_place(f"{tab}_prewarm_result", "onediff-beside")
             # What changes by itself stands last, in a place of its own (style.css): no control moves away.
             with gr.Column(elem_classes="onediff-told"):
-                told = gr.HTML(elem_id=f"onediff_{tab}_told", elem_classes=LIVE)
-                gr.HTML(lambda: status_lines()[1], elem_id=STATUS.format(tab=tab), elem_classes=LIVE)
+                told = a_place(f"{tab}_told")
+                a_place(f"{tab}_status", value=lambda: status_lines()[1])
         arguments = [enabled, preset, changes]
-        connect_controls(tab, arguments, controls, told, settings_of, texts.off_for_this_run, set_here=set_here)
+        connect_controls(tab, arguments, controls, told, set_here, settings_of)
     return arguments
 
 
@@ -101,36 +104,27 @@ def connect_prewarm(tab: str, status: list[Any], status_lines: StatusLines, warm
     def follow(width: Any, height: Any, batch: Any) -> Iterator[tuple[Any, ...]]:
         """What the button says, what stands beside it, and both statuses."""
         try:
-            wanted = size_of(width, height, batch)
-            warmup.add([wanted], SOURCE)
+            numbers = {"The width": width, "The height": height, "The batch size": batch}
+            (asked,) = warmup.add([Size(*(whole_number(value, name) for name, value in numbers.items()))], SOURCE)
         except ValueError as problem:
-            yield texts.PREWARM, sentence(str(problem), wrong=True), UNCHANGED, UNCHANGED
+            yield PREWARM_THIS, sentence(str(problem), wrong=True), UNCHANGED, UNCHANGED
             return
-        for jobs in watch(warmup, [wanted]):
-            over = not any(job.pending for job in jobs)
-            beside = sentence(job_sentence(jobs[-1]), wrong=jobs[-1].state == FAILED) if jobs else ""
-            yield button_text(jobs), beside, *(status_lines() if over else (UNCHANGED, UNCHANGED))
+        for job in watch(warmup, asked.id):
+            beside = sentence(job_sentence(job), wrong=job.state == FAILED)
+            yield button_text(job), beside, *((UNCHANGED, UNCHANGED) if job.pending else status_lines())
 
-    show_stream([button.click], follow, inputs=size, outputs=[button, result, *status])
+    show_stream(button.click, follow, size, [button, result, *status])
     for component in size:
         component.change(None, inputs=[], outputs=[button, result], api_name=False, **in_the_browser(
-            f"() => [{texts.PREWARM!r}, '']"
+            f"() => [{PREWARM_THIS!r}, '']"
         ))
 
 
-def button_text(jobs: list[Job]) -> str:
+def button_text(job: Job) -> str:
     """What the button says of the size that it has queued."""
-    if not jobs or jobs[-1].state in (FAILED, CANCELLED):
-        return texts.PREWARM
-    return texts.is_ready(jobs[-1].size) if jobs[-1].state == DONE else texts.warming(jobs[-1].size, jobs[-1].share)
-
-
-def size_of(width: Any, height: Any, batch: Any) -> Size:
-    """The size that three sliders show. Raises ValueError with a sentence."""
-    numbers = (width, height, batch)
-    if any(number is None or number != int(number) for number in numbers):
-        raise ValueError(texts.WHOLE_SIZES)
-    return Size(*map(int, numbers))
+    if job.state in (FAILED, CANCELLED):
+        return PREWARM_THIS
+    return f"✓ {job.size} is ready" if job.state == DONE else f"{job.size}: {100 * job.share:.0f} %"
 
 
 def find_component(elem_id: str) -> Any | None:

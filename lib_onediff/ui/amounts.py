@@ -1,7 +1,8 @@
-"""Durations, memory and moments in words."""
+"""Durations, memory and moments in words, and numbers as somebody has typed them."""
 from __future__ import annotations
 
 import time
+from typing import Any
 
 NOTHING = "–"
 KIBIBYTE, MEBIBYTE, GIBIBYTE = 2**10, 2**20, 2**30
@@ -50,3 +51,22 @@ def ago(moment: float) -> str:
 def counted(number: int, one: str, more: str = "") -> str:
     """A number with its noun, for example "1 size" or "3 sizes"."""
     return f"{number} {one if number == 1 else more or one + 's'}"
+
+
+def number_in(value: Any, name: str, least: float, most: float) -> float:
+    """A number that somebody has typed or chosen. Raises ValueError with a sentence for another, or none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be a number, not {value!r}.") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is from {least:g} to {most:g}, not {number:g}.")
+    return number
+
+
+def whole_number(value: Any, name: str, least: int = 0, most: int = 2**32) -> int:
+    """The same for a whole number."""
+    number = number_in(value, name, least, most)
+    if number != int(number):
+        raise ValueError(f"{name} must be a whole number, not {value!r}.")
+    return int(number)

@@ -53,9 +53,9 @@ def a_text(label: str, name: str, value: str = "", **more: Any) -> gr.Textbox:
     return kept_out_of_defaults(gr.Textbox(value, label=label, elem_id=f"onediff_{name}", **more))
 
 
-def markup(name: str, *classes: str) -> gr.HTML:
+def a_place(name: str, *classes: str, **more: Any) -> gr.HTML:
     """A place for markup that changes."""
-    return gr.HTML(elem_id=f"onediff_{name}", elem_classes=[LIVE, *classes])
+    return gr.HTML(elem_id=f"onediff_{name}", elem_classes=[LIVE, *classes], **more)
 
 
 def nothing_seen() -> gr.Textbox:
@@ -83,11 +83,12 @@ class SharedGenerator:
 
 
 def show_stream(
-    events: list[Callable[..., Any]], generate: Callable[..., Iterator[Values]], inputs: list[Any], outputs: list[Any]
+    event: Callable[..., Any], generate: Callable[..., Iterator[Values]], inputs: list[Any], outputs: list[Any],
+    script: str = "",
 ) -> None:
     """Show everything that generate(*inputs) yields, each time a tuple with a value for each of outputs.
 
-    events: what begins it: methods of components or of events that take a handler (button.click, clicked.then).
+    event: what begins it, such as button.click. script: see in_the_browser.
     """
     stream = gr.State(None)
     turn = nothing_seen()
@@ -104,6 +105,6 @@ def show_stream(
         return *step(begun, ""), begun
 
     # The change that a request makes to turn asks for the next one.
-    for event in events:
-        event(begin, inputs=inputs, outputs=[*outputs, turn, stream], queue=False, **QUIET)
+    event(begin, inputs=inputs, outputs=[*outputs, turn, stream], queue=False, **QUIET,
+          **(in_the_browser(script) if script else {}))
     turn.change(step, inputs=[stream, turn], outputs=[*outputs, turn], queue=False, **QUIET)

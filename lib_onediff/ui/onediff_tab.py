@@ -1,4 +1,4 @@
-"""The OneDiff tab: the per-resolution cache, presets, comparing settings, comparing machines."""
+"""The OneDiff tab: the per-resolution cache, comparing settings, comparing machines."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,21 +16,18 @@ from .cache.panel import build_cache_tab
 from .compare.tab import ComparePanel, build_compare_page
 from .compare.text_to_image import TextToImage
 from .consistency import build_facts_page
-from .presets import PresetsPanel, Store, build_presets_page
 from .settings_tab import build_settings_form
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
-CACHE, PRESETS, COMPARE, CONSISTENCY = "Cache", "Presets", "Compare", "Consistency"
 
 
 def build_onediff_tab(
     runtime: Runtime, warmup: WarmUp, webui: WebUI, make_script: Callable[[], Any],
-    standing: Callable[[], Settings], store: Store,
+    standing: Callable[[], Settings],
 ) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
-    make_script: our script's class. standing: the settings tab's settings. store: sets and keeps options of the
-    settings tab; see presets.py.
+    make_script: our script's class. standing: the settings tab's settings.
     """
 
     def facts() -> Facts:
@@ -42,13 +39,11 @@ def build_onediff_tab(
     maker = TextToImage(make_script, runtime.status)
     panel = ComparePanel(maker, webui.exclusively, standing, lambda: report(facts()))
     with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
-        with gr.Tab(CACHE, elem_id="onediff_page_cache"):
+        with gr.Tab("Cache", elem_id="onediff_page_cache"):
             build_cache_tab(runtime, warmup, webui.exclusively)
-        with gr.Tab(PRESETS, elem_id="onediff_page_presets") as page:
-            build_presets_page(PresetsPanel(lambda: runtime.settings, store), page.select)
-        with gr.Tab(COMPARE, elem_id="onediff_page_compare"):
+        with gr.Tab("Compare", elem_id="onediff_page_compare"):
             build_compare_page(panel)
-        with gr.Tab(CONSISTENCY, elem_id="onediff_page_consistency") as page:
+        with gr.Tab("Consistency", elem_id="onediff_page_consistency") as page:
             build_facts_page(facts, page.select)
     with tab:
         build_settings_form()

@@ -3,87 +3,55 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from ..options.sizes import Size
 from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, TOKENS, Job
 from ..prewarm.worker import WarmUp
-from . import texts
 from .amounts import counted, seconds
+from .markup import bar_html
 
 SECONDS_BETWEEN_LOOKS = 0.3
 LONGEST_WAIT = 2.0
 MOST_JOBS_SHOWN, MOST_FINISHED_SHOWN = 25, 8
 
 
-def watch(warmup: WarmUp, sizes: Collection[Size]) -> Iterator[list[Job]]:
-    """The latest job of each of these sizes as it changes, until none of them is pending."""
-    watched = set({job.size: job.id for job in warmup.jobs() if job.size in sizes}.values())
+def watch(warmup: WarmUp, job_id: int) -> Iterator[Job]:
+    """A job as it changes, until it is over."""
     version = -1
     while True:
         version = warmup.wait_for_change(version, LONGEST_WAIT)
-        jobs = [job for job in warmup.jobs() if job.id in watched]
-        yield jobs
-        if not any(job.pending for job in jobs):
+        job = next((job for job in warmup.jobs() if job.id == job_id), None)
+        if job is None:
+            return
+        yield job
+        if not job.pending:
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def jobs_html(jobs: list[Job], controls: bool = False) -> str:
-    """One line per job with its progress. controls: with buttons to cancel and to move, for javascript/onediff.js."""
+def jobs_html(jobs: list[Job]) -> str:
+    """One line per job with its progress and, while it is pending, a button to cancel it, for javascript/onediff.js."""
     pending = [job for job in jobs if job.pending]
     finished = [job for job in jobs if not job.pending][-MOST_FINISHED_SHOWN:]
     shown = [*finished, *pending[:MOST_JOBS_SHOWN]]
-    more = len(pending) - len(pending[:MOST_JOBS_SHOWN])
-    rest = f'<p class="onediff-reason">and {counted(more, "more job")}</p>' if more else ""
-    queue = [job.id for job in jobs if job.state == QUEUED]
-    lines = "".join(job_html(job, controls_html(job, queue) if controls else "") for job in shown)
+    more = len(pending) - MOST_JOBS_SHOWN
+    rest = f'<p class="onediff-reason">and {counted(more, "more job")}</p>' if more > 0 else ""
+    lines = "".join(map(job_html, shown))
     return f'<div class="onediff-jobs" role="list" aria-label="Pre-warming">{lines}{rest}</div>' if shown else ""
 
 
-def job_html(job: Job, controls: str = "") -> str:
-    """One job: its size, how far it is, and what came of it; a bar only while it is pending. controls: markup."""
-    name = html.escape(job_name(job))
-    bar = bar_html(int(100 * job.share), f"Pre-warming {name}") if job.pending else ""
+def job_html(job: Job) -> str:
+    """One job: its size, with what is not usual about it, how far it is, and what came of it."""
+    name = html.escape(str(job.size) if job.tokens == TOKENS else f"{job.size}, {job.tokens} tokens")
+    bar = bar_html(100 * job.share, f"Pre-warming {name}") if job.pending else ""
+    cancel = (
+        f'<button type="button" class="onediff-small" data-onediff-job="{job.id}" aria-label="Cancel: {name}" '
+        'title="Cancel">✕</button>' if job.pending else ""
+    )
     return (
         f'<div class="onediff-job onediff-job-{job.state}" role="listitem"><b>{name}</b>'
-        f"{bar}<span>{html.escape(job_sentence(job))}</span>"
-        f"{controls}</div>"
+        f"{bar}<span>{html.escape(job_sentence(job))}</span>{cancel}</div>"
     )
-
-
-def bar_html(percent: int, label: str) -> str:
-    """How far something is. label: for screen readers."""
-    return (
-        f'<div class="onediff-bar" role="progressbar" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent}" '
-        f'aria-label="{label}"><div style="width: {percent}%"></div></div>'
-    )
-
-
-def controls_html(job: Job, queue: list[int]) -> str:
-    """Buttons for a pending job. queue: the ids of those that wait, in their order."""
-    if not job.pending:
-        return ""
-    place = queue.index(job.id) if job.id in queue else None
-    moves = "" if place is None else (
-        button_html("earlier", job, "↑", "Earlier", disabled=place == 0)
-        + button_html("later", job, "↓", "Later", disabled=place == len(queue) - 1)
-    )
-    return f'<span class="onediff-job-controls">{moves}{button_html("cancel", job, "✕", "Cancel")}</span>'
-
-
-def button_html(action: str, job: Job, sign: str, name: str, disabled: bool = False) -> str:
-    label = html.escape(f"{name}: {job_name(job)}")
-    return (
-        f'<button type="button" data-onediff="{action} {job.id}" aria-label="{label}" title="{name}"'
-        f'{" disabled" if disabled else ""}>{sign}</button>'
-    )
-
-
-def job_name(job: Job) -> str:
-    """A job's size for people, with what is not usual about it."""
-    return str(job.size) if job.tokens == TOKENS else f"{job.size}, {job.tokens} tokens"
 
 
 def job_sentence(job: Job) -> str:
@@ -98,20 +66,3 @@ def job_sentence(job: Job) -> str:
         return "cancelled"
     left = "" if job.estimated_seconds is None else f"about {seconds(job.estimated_seconds)} left"
     return ", ".join(part for part in (f"{100 * job.share:.0f} %", job.what, left) if part)
-
-
-def sentence(text: str, wrong: bool = False) -> str:
-    """A result for the user, announced by screen readers."""
-    kind = "onediff-wrong" if wrong else "onediff-right"
-    return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""
-
-
-def whole_number(value: Any, name: str) -> int:
-    """A number that somebody has typed or chosen. Raises ValueError with a sentence."""
-    try:
-        number = float(value)
-        if number == int(number):
-            return int(number)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ValueError(texts.wrong_number(name, value, "a whole number"))

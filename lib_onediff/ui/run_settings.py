@@ -14,7 +14,6 @@ from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.effects import without_effect
 from ..runtime.runtime import runtime
-from .texts import no_effect_here
 
 log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the image that img2img begins with.
@@ -90,7 +89,7 @@ def describe(p: Any, settings: Settings) -> None:
     changed, of_a_run = settings.changed_from(Settings()), options_of_a_run()
     unused = without_effect({name: value for name, value in changed.items() if name in of_a_run})
     if unused and settings.enabled:
-        p.extra_generation_params[PROBLEM] = no_effect_here(unused)
+        p.extra_generation_params[PROBLEM] = f"No effect on this machine: {', '.join(unused)}."
 
 
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any
 
@@ -23,11 +23,14 @@ from ..options.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.effects import Machine, described
 from ..runtime.runtime import runtime
 from ..store.history import CACHE_VARIABLE
-from . import texts
 from .events import HIDDEN
 
 SECTION = ("onediff", "OneDiff")
 FOLDER_IS_SET_BY = f"Only the environment variable {CACHE_VARIABLE} sets it, when the WebUI starts."
+# For javascript/onediff_settings.js.
+WORDS = {
+    "reset": "Reset", "reset_all": "Reset all to defaults", "default": "Default: {}", "none": "empty", "speed": "Speed",
+}
 # A slider cannot tell more.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
@@ -92,10 +95,12 @@ def for_the_browser() -> str:
         } for option in in_groups()
     }
     speeds = {
-        name: {host_key(option): value for option, value in preset.all_values.items()}
-        for name, preset in PRESETS.items()
+        name: {
+            "values": {host_key(option): value for option, value in preset.all_values.items()},
+            "explained": preset.explanation,
+        } for name, preset in PRESETS.items()
     }
-    data = {"options": known, "speeds": speeds, "texts": texts.SETTINGS_PAGE}
+    data = {"options": known, "speeds": speeds, "texts": WORDS}
     return f'<span hidden data-onediff-settings="{html.escape(json.dumps(data))}"></span>'
 
 
@@ -156,29 +161,6 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
     if isinstance(option.default, (int, float)):
         return gr.Number, {"precision": 0} if isinstance(option.default, int) else {}
     return gr.Textbox, {}
-
-
-def store(opts: Any, values: Mapping[str, Any], file: str) -> list[str]:
-    """Set options, by name, as applying the settings tab does, and keep them. file: where the WebUI keeps its options.
-
-    Returns the names of those that have changed. Raises ValueError with a sentence where the WebUI lets nobody change
-    them, or cannot write them down.
-    """
-    before = {name: getattr(opts, host_key(name)) for name in values}
-    try:
-        for name, value in values.items():
-            opts.set(host_key(name), value)
-    except AssertionError as refusal:
-        raise ValueError(f"The WebUI does not let its settings be changed: {refusal}.") from None
-    refused = [name for name, value in values.items() if getattr(opts, host_key(name)) != value]
-    if refused:
-        raise ValueError(f"The WebUI did not take {label_of(refused[0])}.")
-    try:
-        opts.save(file)
-    except (AssertionError, RuntimeError, OSError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise ValueError(f"The settings hold until the WebUI ends; they could not be saved: {reason}.") from None
-    return [name for name, value in values.items() if value != before[name]]
 
 
 def label_of(name: str) -> str:

@@ -11,19 +11,18 @@ from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import described as decode_described
 from .amounts import NOTHING, milliseconds, seconds, times
-from .texts import (
-    NO_IMAGE_YET,
-    NOT_SERVED,
-    OFF,
-    ROUTES,
-    SHORT_NOT_SERVED,
-    SHORT_ROUTES,
-    an_image,
-    mean_step,
-    not_compared,
-)
-from .texts import UNREADABLE as UNREADABLE_TEXT
+from .markup import fact_html
 
+# Routes, in the title of the accordion and inside.
+SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "blocks": "blocks", "host": "WebUI's UNet"}
+ROUTES = {
+    "graph": "CUDA graph", "plain": "without CUDA graphs", "blocks": "blocks inside the WebUI's loop",
+    "host": "the WebUI's UNet",
+}
+STEPS = {
+    "whole": "whole", "cached": "cached", "prompt alone": "without negative prompt", "forecast": "extrapolated",
+    "host": "by the WebUI's UNet",
+}
 # What a status says of the last image, which is of no use beside a model that OneDiff does not serve.
 OF_THE_LAST_CALL = (
     "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image", "second_gpu",
@@ -31,7 +30,7 @@ OF_THE_LAST_CALL = (
 # The same of what leaves steps out; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast")
 # In place of both status lines where a fault of ours keeps them from being made.
-UNREADABLE = ("", f'<p class="onediff-reason">{UNREADABLE_TEXT}</p>')
+UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
 
 
 def current_status(webui: WebUI) -> dict[str, Any]:
@@ -57,11 +56,11 @@ def summary_html(status: dict[str, Any]) -> str:
     """The status in the accordion's title, in a few words: "1.2 s/image, 29 ms/step, 2.0x faster, graph"."""
     route = status["route"]
     if not runtime.settings.enabled:
-        words = OFF
+        words = "off in the settings"
     elif not status.get("served", True):
-        words = SHORT_NOT_SERVED
+        words = "not served"
     elif route is None:
-        words = NO_IMAGE_YET
+        words = "no image yet"
     else:
         ours = route != "host" and status["step_ms"] is not None
         took = (status.get("image") or {}).get("seconds")
@@ -79,14 +78,17 @@ def status_html(status: dict[str, Any]) -> str:
         *reasons_of(status), gpus_sentence(second), *status.get("notes", ()), *status.get("faults", ()),
         status.get("hint"), decode_described(decode.get("route"), decode.get("reason", "")),
     ))
+    facts = "".join(fact_html(label, value) for label, value in described(status) if value)
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
-    return f'<div class="onediff-status onediff-route-{route}">{facts_html(described(status))}{reason}</div>'
+    return (
+        f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{facts}</div>{reason}</div>'
+    )
 
 
 def reasons_of(status: dict[str, Any]) -> list[str]:
     """Why the last call was not computed in a faster way: its route, then what rests though it is chosen."""
-    resting = [(status.get(part) or {}).get("reason") for part in ("deepcache", "guidance", "forecast")]
+    resting = [(status.get(part) or {}).get("reason") for part in OF_THE_STEPS]
     if why := (status.get("deepcache") or {}).get("reused"):
         resting.append(f"DeepCache reuses deep layers instead of extrapolating them: {why}")
     return [reason for reason in (status.get("reason"), *resting) if reason]
@@ -99,35 +101,27 @@ def gpus_sentence(second: dict[str, Any]) -> str:
     return f"One GPU: {second['reason']}." if second.get("reason") else ""
 
 
-def facts_html(facts: list[tuple[str, str]]) -> str:
-    """(label, value) pairs side by side; those without a value are left out."""
-    cells = "".join(fact_html(label, value) for label, value in facts if value)
-    return f'<div class="onediff-facts">{cells}</div>'
-
-
-def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str:
-    """A value under its label. below: markup."""
-    title = f' title="{html.escape(meaning)}"' if meaning else ""
-    name = label.lower().replace(" ", "-")
-    return (
-        f'<div class="onediff-fact onediff-{name}"{title}><span>{html.escape(label)}</span>'
-        f"<b>{html.escape(value)}</b>{below}</div>"
-    )
-
-
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, value) pairs of a status; values that are not known yet are shown as such."""
     image = status.get("image") or {}
-    took = image.get("seconds")
+    took, alone = image.get("seconds"), image.get("host_seconds")
+    beside = "" if alone is None else f" (WebUI alone: {seconds(alone)})"
     return [
-        ("Route", ROUTES.get(status["route"], NOTHING) if status.get("served", True) else NOT_SERVED),
-        ("Image", "" if took is None else an_image(took, image.get("host_seconds"))),
+        ("Route", ROUTES.get(status["route"], NOTHING) if status.get("served", True) else ROUTES["host"]),
+        ("Image", "" if took is None else f"{seconds(took)}{beside}"),
         ("Step", mean_step(status["step_ms"], image.get("steps", {}))),
         ("Speed", ratio_sentence(status)),
         ("Resolution", status["resolution"] or NOTHING),
         ("Model", status["model"] or NOTHING),
         ("Backend", backend_sentence(status)),
     ]
+
+
+def mean_step(step_ms: float | None, steps: dict[str, int]) -> str:
+    """steps: how many there were of each kind."""
+    kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
+    mixed = f" (mean of {kinds})" if step_ms is not None and len(steps) > 1 else ""
+    return f"{milliseconds(step_ms)}{mixed}"
 
 
 def backend_sentence(status: dict[str, Any]) -> str:
@@ -142,4 +136,6 @@ def ratio_sentence(status: dict[str, Any]) -> str:
     ratio, own = status["ratio"], status["host_ms"]
     if ratio is not None:
         return f"{times(ratio, status.get('ratio_range'))} ({milliseconds(status['step_ms'])} vs {milliseconds(own)})"
-    return NOTHING if status["route"] in (None, "host") else not_compared(own)
+    if status["route"] in (None, "host"):
+        return NOTHING
+    return "the WebUI was not timed for these steps" if own is None else "too few steps timed yet"

@@ -18,8 +18,8 @@ from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, Totals
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache.panel import Panel
-from lib_onediff.ui.cache.purge import Chore
-from lib_onediff.ui.cache.table import ALL_MODELS, USUAL_ORDER
+from lib_onediff.ui.cache.table import ALL_MODELS
+from lib_onediff.ui.chore import Chore
 
 MEBIBYTE = 2**20
 CALLS = {"graph": 12, "plain": 3, "blocks": 0, "host": 4}
@@ -49,7 +49,6 @@ class Seen:
         self.webui = webui
         self.warmup = WarmUp(webui, runtime)
         self.panel = Panel(runtime, self.warmup, webui.exclusively)
-        self.model, self.order = ALL_MODELS, USUAL_ORDER
         self.waiting: Any = None
         self.parts: dict[str, Any] = {}
 
@@ -67,12 +66,11 @@ class Seen:
         self._show(told=told, below=below)
         self.look()
 
-    def look(self, *actions: tuple[str, int]) -> None:
-        shown = self.panel.view(json.dumps(actions), self.model, self.order, False, self.waiting)
-        below, self.waiting, totals, jobs, models, table, chart, question, asking, *_ = shown
+    def look(self, *cancelled: int) -> None:
+        shown = self.panel.view(json.dumps(cancelled), ALL_MODELS, self.waiting)
+        below, self.waiting, totals, jobs, models, table, question, asking, *_ = shown
         self._show(
-            below=below, totals=totals, jobs=jobs, models=models, table=table, chart=chart, question=question,
-            asking=asking,
+            below=below, totals=totals, jobs=jobs, models=models, table=table, question=question, asking=asking,
         )
 
     def _show(self, **values: Any) -> None:
@@ -86,12 +84,6 @@ class Seen:
 
     def text(self, part: str) -> str:
         return text_of(self.parts.get(part, ""))
-
-
-def keys(*resolutions: str) -> str:
-    """What a page sends when these rows of the small test model are selected."""
-    model = next(row.model for row in runtime.rows())
-    return json.dumps([f"{resolution} {model}" for resolution in resolutions])
 
 
 def used(webui: SmallWebUI, *widths: int) -> None:

@@ -91,7 +91,7 @@ def test_the_accordions_button_warms_the_size_that_is_set(seen: Seen, order: lis
 
 
 @pytest.mark.parametrize("values, part", [
-    ((None, 64, 1), "whole numbers"), ((64.5, 64, 1), "whole numbers"), ((65, 64, 1), "multiple of 8"),
+    ((None, 64, 1), "must be a number"), ((64.5, 64, 1), "whole number"), ((65, 64, 1), "multiple of 8"),
 ])
 def test_the_accordions_button_refuses_with_a_sentence(seen: Seen, values: tuple[Any, ...], part: str) -> None:
     page = page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"])

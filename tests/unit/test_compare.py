@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -28,8 +30,15 @@ from lib_onediff.ui.compare.text_to_image import GeneratedImage, ImageRequest
 
 SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
 FIRST = ImageRequest("a <b>fox</b>", "blurry & dark", 7, 160, 128, 20, 7.0, "Euler a")
-FIELDS = ("a fox", "", 160, 128, 20, 7, "Euler a", 7, 2)
-SECONDS = 20
+
+
+def fields(**values: Any) -> str:
+    """What the page sends of the txt2img tab."""
+    asked = {
+        "prompt": "a fox", "neg_prompt": "", "width": "160", "height": "128", "steps": "20", "cfg_scale": "7",
+        "sampling": "Euler a", "seed": "7",
+    }
+    return json.dumps({**asked, **values})
 
 
 class Painter:
@@ -90,25 +99,40 @@ def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
         read_changes(text)
 
 
-@pytest.mark.parametrize("place, value, part", [
-    (2, 65, "multiple of 8"), (3, None, "The height is empty; type a whole"), (4, 0, "number of steps is from 1"),
-    (5, "x", "CFG scale must be a number"), (5, float("nan"), "CFG scale is from 1 to 30"),
-    (7, -2, "The seed is from 0"), (8, 9, "number of images is from 1 to 8"),
+@pytest.mark.parametrize("name, value, part", [
+    ("width", 65, "multiple of 8"), ("height", "", "The height must be a number"), ("steps", "0", "steps is from 1"),
+    ("cfg_scale", "x", "CFG scale must be a number"), ("cfg_scale", "nan", "CFG scale is from 1 to 30"),
+    ("seed", "-2", "The seed is from -1"), ("steps", "1.5", "whole number"),
 ])
-def test_wrong_fields_get_a_sentence(place: int, value: Any, part: str) -> None:
-    fields = [*FIELDS]
-    fields[place] = value
+def test_wrong_fields_get_a_sentence(name: str, value: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
-        request_of(*fields)
+        request_of(fields(**{name: value}))
+    with pytest.raises(ValueError, match="cannot be read"):
+        request_of("[1]")
+
+
+def test_what_the_txt2img_tab_asks_for_is_made() -> None:
+    assert request_of(fields(scheduler="Karras")) == ImageRequest(
+        "a fox", "", 7, 160, 128, 20, 7.0, "Euler a", "Karras",
+    )
+    seeds = {request_of(fields(seed="-1")).seed for _ in range(3)}
+    assert len(seeds) == 3 and min(seeds) >= 0
 
 
 # --- making the images --------------------------------------------------------------------------------------------
 
 
+def run(painter: Painter, images: int, request: ImageRequest = FIRST) -> Comparison:
+    job = Comparison(SIDES, request, images, painter)
+    for _ in job.run(exclusively):
+        pass
+    return job
+
+
 def test_images_are_made_in_turn_and_compared() -> None:
     painter = Painter(0.5)
-    job = Comparison(SIDES, FIRST, 2, painter, exclusively)
-    assert job.over(SECONDS) and job.problem == "" and job.progress()[0] == 100
+    job = run(painter, 2)
+    assert job.problem == "" and job.made == job.wanted == 6
     made = [(request.seed, request.steps, settings.enabled) for request, settings in painter.made]
     warm = STEPS_TO_WARM_UP
     assert made == [(7, warm, False), (7, warm, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
@@ -118,24 +142,27 @@ def test_images_are_made_in_turn_and_compared() -> None:
 
 
 def test_failure_is_a_sentence() -> None:
-    job = Comparison(SIDES, replace(FIRST, prompt="fail"), 1, Painter(), exclusively)
-    assert job.over(SECONDS) and (job.problem, job.pairs) == ("The image could not be made: no memory", ())
+    logging.getLogger("onediff").propagate = False
+    job = run(Painter(), 1, replace(FIRST, prompt="fail"))
+    assert (job.problem, job.pairs) == ("Comparing failed: no memory.", [])
 
 
 def test_cancelled_comparison_stops_the_image_and_makes_no_more() -> None:
     painter = Painter()
     painter.may_go.clear()
-    job = Comparison(SIDES, FIRST, 2, painter, exclusively)
-    assert not job.over() and job.progress() == (0, "warming up 1 of 2")
+    job = Comparison(SIDES, FIRST, 2, painter)
+    looks = job.run(exclusively)
+    next(looks)
+    assert job.made == 0
     job.cancel()
-    assert job.over(SECONDS) and job.problem == "Stopped." and len(painter.made) <= 1
+    assert list(looks) in ([], [None]) and job.problem == "Stopped." and len(painter.made) == 1
 
 
 # --- showing and keeping them -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seconds", "says"), [
-    ([(7.95, 1.0)], "To compare times too, set Images to 3 or more."),
+    ([(7.95, 1.0)], "To compare times too, make 3 images of each or more."),
     ([(2, 1), (2.2, 1), (2.4, 1)],
      "The right side is 2.20 times as fast as the left (2.00 to 2.40, 3 images of each)."),
     ([(1, 2), (1, 2), (1, 2)], "The left side is 2.00 times as fast as the right (2.00 to 2.00, 3 images of each)."),
@@ -179,11 +206,16 @@ def followed(panel: ComparePanel, *values: Any) -> list[Any]:
     return shown
 
 
-def test_wrong_input_is_said_at_once(panel: ComparePanel) -> None:
-    (values,) = panel.follow(OFF, "", CURRENT, "warp 9", *FIELDS)
-    assert "no option" in values[0] and all(value == gradio.update() for value in values[1:])
+@pytest.mark.parametrize("values, part", [
+    ((OFF, "", CURRENT, "warp 9", 2, fields()), "no option"),
+    ((OFF, "", "Gone", "", 2, fields()), "no settings called"),
+    ((OFF, "", CURRENT, "", 9, fields()), "number of images is from 1 to 8"), ((OFF, "", CURRENT, "", 1, ""), "read"),
+])
+def test_wrong_input_is_said_at_once(panel: ComparePanel, values: tuple[Any, ...], part: str) -> None:
+    (shown,) = panel.follow(*values)
+    assert part in shown[0] and all(value == gradio.update() for value in shown[1:])
     panel.standing = lambda: Settings(enabled=False)
-    assert "switched off in the settings. Switch it on" in followed(panel, OFF, "", CURRENT, "", *FIELDS)[0]
+    assert "switched off in the settings. Switch it on" in followed(panel, *values)[0]
     assert panel.report(None)["visible"] is False and panel.maker.made == []
 
 
@@ -191,6 +223,6 @@ def test_without_scikit_image_images_are_shown_and_a_sentence_says_why_not_the_n
     panel: ComparePanel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "skimage", None)
-    _, numbers, images, *_ = followed(panel, OFF, "", CURRENT, "", *FIELDS)
+    _, numbers, images, *_ = followed(panel, OFF, "", CURRENT, "", 2, fields())
     assert "pip install scikit-image" in numbers and "<td>not measured</td>" in numbers
     assert len(images) == 6

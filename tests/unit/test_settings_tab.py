@@ -52,10 +52,10 @@ def test_the_page_is_told_what_does_nothing_on_this_machine() -> None:
 def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     known = for_the_browser()
     assert list(known["speeds"]) == ["Exact", "Balanced", "Fast", "Draft"]
-    for values in known["speeds"].values():
-        assert set(values) == {host_key(name) for name in preset_options()}
-    exact = {key: known["options"][key]["default"] for key in known["speeds"]["Exact"]}
-    assert known["speeds"]["Exact"] == exact
+    for speed in known["speeds"].values():
+        assert set(speed["values"]) == {host_key(name) for name in preset_options()}
+    exact = known["speeds"]["Exact"]["values"]
+    assert exact == {key: known["options"][key]["default"] for key in exact}
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [
@@ -132,42 +132,3 @@ def test_a_whole_number_as_a_client_of_the_api_reads_it() -> None:
     opts.set("onediff_deepcache_depth", 1.0)
     assert opts.onediff_deepcache_depth == runtime.settings.deepcache_depth == 1
     assert type(runtime.settings.deepcache_depth) is int
-
-
-# --- set by our own pages ---------------------------------------------------------------------------------------------
-
-
-def test_options_are_stored_as_applying_the_tab_does(tmp_path: Path) -> None:
-    opts, told = the_options()
-    file = tmp_path / "config.json"
-    wanted = {"deepcache_interval": 3, "low_bit": "off", "vae_precision": "fp32"}
-    assert settings_tab.store(opts, wanted, str(file)) == ["deepcache_interval", "vae_precision"]
-    assert runtime.settings == told[-1] == Settings(deepcache_interval=3, vae_precision="fp32")
-    again = Options({})
-    again.load(str(file))
-    assert again.data["onediff_deepcache_interval"] == 3
-    assert settings_tab.store(opts, wanted, str(file)) == []
-
-
-def test_what_cannot_be_stored_is_said(tmp_path: Path) -> None:
-    class Frozen(Options):
-        """As A1111 with --freeze-settings, or with an option that it restricts."""
-
-        refusal: AssertionError | None = AssertionError("changing settings is disabled")
-
-        def set(self, key: str, value: Any, run_callbacks: bool = True) -> bool:
-            if self.refusal:
-                raise self.refusal
-            return False
-
-    opts = Frozen({})
-    settings_tab.add_options(opts, OptionInfo, lambda: None)
-    with pytest.raises(ValueError, match="does not let its settings be changed: changing settings is disabled"):
-        settings_tab.store(opts, {"low_bit": "fp8"}, str(tmp_path / "config.json"))
-    object.__setattr__(opts, "refusal", None)
-    with pytest.raises(ValueError, match="did not take Low-bit"):
-        settings_tab.store(opts, {"low_bit": "fp8"}, str(tmp_path / "config.json"))
-    opts, _ = the_options()
-    with pytest.raises(ValueError, match="hold until the WebUI ends; they could not be saved"):
-        settings_tab.store(opts, {"low_bit": "fp8"}, str(tmp_path))
-    assert runtime.settings.low_bit == "fp8"

@@ -22,7 +22,7 @@ def counting(up_to: int) -> Iterator[tuple[int]]:
 def handler() -> Callable[[str], Callable[..., Any]]:
     with gradio.Blocks() as page:
         up_to, button, shown = gradio.Number(), gradio.Button(), gradio.Number()
-        show_stream([button.click], counting, [up_to], [shown])
+        show_stream(button.click, counting, [up_to], [shown])
     functions = page.fns.values() if isinstance(page.fns, dict) else page.fns
     return {function.fn.__name__: function.fn for function in functions}.__getitem__
 

@@ -29,7 +29,7 @@ from webui_page import (
 )
 
 ACCORDION, ACCORDION_TAB = ".onediff-accordion", "txt2img"
-PAGES = ("Cache", "Presets", "Compare", "Consistency")
+PAGES = ("Cache", "Compare", "Consistency")
 MOST_TABS = 120
 # What Tab has to reach: of radio buttons, those that are chosen.
 STOPS = """
@@ -107,18 +107,15 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
         look("accordion with an error", ACCORDION, 15)
         compare = Compare(browser)
         compare.show()
-        compare.choose("onediff_compare_left", "Balanced")
+        compare.choose("compare_left", "Balanced")
         compare.made(images=2)
-        browser.click("onediff_compare_save")
+        compare.click("compare_save")
         browser.wait_for_text("onediff_compare_file", ".html", 20)
-        look("Compare, made", f"#{TAB}", 40)
+        look("Compare, made", f"#{TAB}", 30)
         show_inner_page(browser, "Consistency")
         browser.type("#onediff_other_facts textarea", "OneDiff consistency report, format 1\n[Model]\nName: other")
         browser.wait_for_text("onediff_compare_differences", "differ", 20)
         look("Consistency", f"#{TAB}", 10)
-        show_inner_page(browser, "Presets")
-        browser.wait_for_text("onediff_presets_table", "Draft", 20)
-        look("Presets", f"#{TAB}", 15)
         show_inner_page(browser, "Cache")
         browser.wait_for_text("onediff_cache_table", "64x64", 20)
         browser.run("for (const at of document.querySelectorAll('#onediff_cache details')) at.open = true")
@@ -164,7 +161,7 @@ def test_tab_reaches_every_control(page: Any) -> None:
     tab_through(ACCORDION, "#txt2img_seed input", 12)
     show_inner_page(browser, "Cache")
     browser.wait_for_text("onediff_cache_table", "64x64", 20)
-    for page, least in zip(PAGES, (28, 6, 19, 5), strict=True):
+    for page, least in zip(PAGES, (20, 9, 5), strict=True):
         show_inner_page(browser, page)
         tab_through(f"#{TAB}", "#onediff_pages button", least)
     section = show_settings(browser)

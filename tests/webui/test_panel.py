@@ -12,31 +12,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
 from webui_page import accordion, prewarm_button, prewarm_result, show_tab
-from webui_panel import (
-    BATCH,
-    CANCEL,
-    CONFIRM,
-    JOBS,
-    KEEP,
-    LENGTH,
-    MODEL,
-    ORDER,
-    OUTCOME,
-    PIN,
-    PURGE,
-    PURGE_ALL,
-    PURGE_DISK,
-    PURGE_MODEL,
-    QUESTION,
-    RELEASE,
-    RESULT,
-    SIZES,
-    TABLE,
-    TOTALS,
-    UNPIN,
-    Panel,
-    served,
-)
+from webui_panel import TABLE, Panel, served
 
 MOST_TABS = 80
 
@@ -79,41 +55,38 @@ def test_prewarm(panel: Panel, webui: WebUI) -> None:
         return len([row for row in rows if "checked" in row or "ready" in row]) == 2
 
     before, host_before = served(webui), webui.calls()["host"]
-    panel.choose(LENGTH, "154")
-    panel.page.type(f"#{BATCH} input", 2)
+    panel.prewarm("<b>65x64</b>")
+    panel.told("65x64</b>' is not a size", "cache_result")
+    assert panel.rows() == {} and served(webui) == before
+    panel.choose("tokens", "154")
+    panel.page.type("#onediff_prewarm_batch input", 2)
     panel.prewarm("160x128, 192x192 x1")
     panel.page.wait(over, "the end of the queue", 300)
     assert shares and states == {"queued", "warming"}
-    panel.page.wait(lambda: "empty" in panel.page.text(TOTALS), "an empty queue", 20)
+    panel.page.wait(lambda: "empty" in panel.text("cache_totals"), "an empty queue", 20)
     assert served(webui) >= before + 2
     assert sum(" tokens done in" in job for job in panel.jobs()[-2:]) == 2, panel.jobs()
-    panel.click_at(f'#{TABLE} [data-onediff-key^="160x128"] summary')
-    assert ["4", "154"] in [row.split()[:2] for row in panel.texts(f"#{TABLE} details tbody tr")]
+    panel.click_at(f'{TABLE} [data-onediff-key^="160x128"] summary')
+    assert ["4", "154"] in [row.split()[:2] for row in panel.texts(f"{TABLE} details tbody tr")]
     webui.txt2img(width=192, height=192)
     assert webui.calls()["host"] == host_before
 
 
-def test_presets_of_the_loaded_model_their_order_and_cancel(panel: Panel, webui: WebUI) -> None:
+def test_presets_of_the_loaded_model_and_cancel(panel: Panel, webui: WebUI) -> None:
     """One click queues a preset; it is taken out again, because the models of some hosts are large."""
-    def shown() -> list[str]:
-        return [family for family in ("SD1", "SD2", "SDXL")
-                if panel.page.driver.find_element("id", f"onediff_presets_{family}").is_displayed()]
-
-    assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown() == ["SD1"]
-    for expected in (["SD1", "SD2", "SDXL"], ["SD1"]):
-        panel.click_at("#onediff_families input")
-        panel.page.wait(lambda: shown() == expected, "the sizes of other models, or not", 20)  # noqa: B023
+    shown = [family for family in ("SD1", "SD2", "SDXL")
+             if panel.page.driver.find_element("id", f"onediff_presets_{family}").is_displayed()]
+    assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown == ["SD1"]
     with while_an_image_is_made(webui):
-        panel.click("onediff_preset_SD1_4")
+        panel.click("preset_SD1_4")
         # The first one has its turn already, and waits for the image.
         queued = lambda: [line.split(" ")[0] for line in panel.jobs("queued")]  # noqa: E731
         panel.page.wait(lambda: queued() == ["512x768", "768x512", "768x768"], "three jobs", 30)
-        panel.press("Later", "512x768")
-        panel.press("Cancel", "768x768")
-        panel.page.wait(lambda: queued() == ["768x512", "512x768"], "the new order", 30)
-        panel.click(CANCEL)
-        panel.told("cancelled", RESULT)
-    panel.page.wait(lambda: "queued" not in panel.page.text(JOBS), "an empty queue", 120)
+        panel.click_at('#onediff_cache_jobs button[aria-label="Cancel: 768x768"]')
+        panel.page.wait(lambda: queued() == ["512x768", "768x512"], "two jobs", 30)
+        panel.click("prewarm_cancel")
+        panel.told("cancelled", "cache_result")
+    panel.page.wait(lambda: "queued" not in panel.text("cache_jobs"), "an empty queue", 120)
 
 
 def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI) -> None:
@@ -121,30 +94,17 @@ def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI)
         webui.txt2img(width=width, height=64)
     panel.page.wait(lambda: all("ms" in panel.rows().get(f"{width}x64", "") for width in (64, 96)), "rows", 30)
     panel.select("64x64")
-    panel.click_at(f"#{TABLE} details summary")
+    panel.click_at(f"{TABLE} details summary")
     panel.page.choose_tab("txt2img")
     webui.txt2img(width=80, height=64)
     panel.show()
-    panel.page.wait(lambda: "80x64" in panel.rows(), "the present state when the tab is opened", 5)
+    panel.page.wait(lambda: next(iter(panel.rows())) == "80x64", "the present state when the tab is opened", 5)
     assert panel.selected() == ["64x64"]
-    assert len(panel.page.run(f"return [...document.querySelectorAll('#{TABLE} details[open]')]")) == 1
-    panel.click_at(f"#{TABLE} [data-onediff-every]")
+    assert len(panel.page.run(f"return [...document.querySelectorAll('{TABLE} details[open]')]")) == 1
+    panel.click_at(f"{TABLE} [data-onediff-every]")
     assert len(panel.selected()) == 3
-    webui.txt2img(width=80, height=64)
-    for order, first in (("Resolution", "64x64"), ("Uses", "80x64"), ("Last used", "80x64")):
-        panel.choose(ORDER, order)
-        panel.page.wait(lambda: next(iter(panel.rows())) == first, f"the order by {order}", 20)  # noqa: B023
-    panel.choose(MODEL, webui.status()["model"])
+    panel.choose("model", webui.status()["model"])
     panel.page.wait(lambda: len(panel.rows()) == 3, "all rows of the only model", 20)
-
-
-def test_wrong_size_gets_a_sentence(panel: Panel, webui: WebUI) -> None:
-    before = webui.calls()
-    for sizes, part in (("65x64", "multiple of 8"), ("<b>64x64</b>", "64x64</b>' is not a size")):
-        panel.prewarm(sizes)
-        panel.told(part, RESULT)
-        assert panel.rows() == {} and webui.calls() == before
-        assert not panel.page.driver.find_elements("css selector", f"#{RESULT} p b")
 
 
 def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None:
@@ -164,41 +124,38 @@ def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None
 
 
 def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
-    def enabled() -> list[bool]:
-        return [panel.enabled(button) for button in (PURGE_MODEL, PURGE_ALL, RELEASE)]
-
     def pinned() -> set[str]:
         return {resolution for resolution, row in panel.rows().items() if "pinned" in row}
 
     panel.prewarm("64x64, 72x64, 80x64")
     panel.wait_until_ready("64x64", "72x64", "80x64")
     panel.select("64x64", "80x64")
-    panel.click(PIN)
+    panel.click("pin")
     panel.told("2 resolutions pinned.")
     panel.page.wait(lambda: pinned() == {"64x64", "80x64"}, "two marks", 20)
     assert sorted(panel.selected()) == ["64x64", "80x64"], "what is selected stays so when the table is drawn anew"
-    panel.click(UNPIN)
+    panel.click("unpin")
     panel.page.wait(lambda: pinned() == set(), "no marks", 20)
 
     panel.select("72x64")
-    panel.click(PURGE)
-    panel.told("Purge 1 resolution?", QUESTION)
-    panel.click(KEEP)
+    panel.click("purge")
+    panel.told("Purge 1 resolution?", "cache_question")
+    panel.click("purge_keep")
     panel.told("Nothing was purged.")
     assert set(panel.rows()) == {"64x64", "72x64", "80x64"}
-    panel.purge(PURGE_DISK, "what is ready stays ready", "")
+    panel.purge("purge_disk", "what is ready stays ready", "")
     panel.select("72x64")
-    panel.purge(PURGE, "Purge 1 resolution?", "1 resolution purged")
+    panel.purge("purge", "Purge 1 resolution?", "1 resolution purged")
     panel.wait_for_rows("64x64", "80x64")
-    panel.page.wait(lambda: not panel.enabled(PURGE), "buttons without a selection to wait for one", 10)
+    panel.page.wait(lambda: not panel.enabled("purge"), "buttons without a selection to wait for one", 10)
     host_before, before = webui.calls()["host"], served(webui)
     webui.txt2img(width=80, height=64)
     assert webui.calls()["host"] == host_before and served(webui) > before, "another one is ready still"
 
-    panel.page.wait(lambda: enabled() == [True] * 3, "enabled buttons", 10)
-    panel.purge(PURGE_ALL, "Purge all 2 resolutions?", "2 resolutions purged")
+    panel.page.wait(lambda: panel.enabled("purge_all", "release"), "enabled buttons", 10)
+    panel.purge("purge_all", "Purge all 2 resolutions?", "2 resolutions purged")
     panel.wait_for_rows()
-    panel.page.wait(lambda: enabled() == [False] * 3, "an empty table leaves nothing to purge or release", 10)
+    panel.page.wait(lambda: not (panel.enabled("purge_all") or panel.enabled("release")), "nothing left to do", 10)
     before = served(webui)
     webui.txt2img()
     assert served(webui) >= before + 3
@@ -213,8 +170,8 @@ def test_what_waits_for_an_image_costs_it_nothing(panel: Panel, webui: WebUI) ->
     page.click("txt2img_generate")
     panel.show()
     panel.prewarm("104x64")
-    panel.click(RELEASE)
-    panel.told("eleased", OUTCOME, 240)
+    panel.click("release")
+    panel.told("eleased", seconds=240)
     panel.wait_until_ready("104x64")
     page.choose_tab("txt2img")
     assert "Seed: 11," in page.wait_for_text("html_info_txt2img", "Steps: 60,")
@@ -229,10 +186,7 @@ def press(page: Any, *keys: str) -> None:
 
 def focused(page: Any) -> str:
     """The id of what has the focus, or its class or value where it has none."""
-    return page.run(
-        "const at = document.activeElement; return at.closest('[id^=onediff_prewarm]')?.id || at.id || at.value "
-        "|| at.className"
-    )
+    return page.run("const at = document.activeElement; return at.id || at.value || at.className")
 
 
 def tab_to(page: Any, wanted: str) -> None:
@@ -248,18 +202,18 @@ def tab_to(page: Any, wanted: str) -> None:
 
 def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
     page = panel.page
-    page.run("arguments[0].focus()", page.find(f"#{SIZES} textarea, #{SIZES} input"))
+    page.run("arguments[0].focus()", page.find("#onediff_prewarm_sizes :is(textarea, input)"))
     press(page, "64x64, 72x64", Keys.ENTER)
     panel.wait_until_ready("64x64", "72x64")
     tab_to(page, f"72x64 {webui.status()['model']}")
     press(page, Keys.SPACE)
     assert panel.selected() == ["72x64"]
-    tab_to(page, PURGE)
+    tab_to(page, "onediff_purge")
     press(page, Keys.ENTER)
-    panel.told("Purge 1 resolution?", QUESTION)
-    page.wait(lambda: focused(page) == KEEP, "the focus on Keep, which does no harm", 10)
+    panel.told("Purge 1 resolution?", "cache_question")
+    page.wait(lambda: focused(page) == "onediff_purge_keep", "the focus on Keep, which does no harm", 10)
     ActionChains(page.driver).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
-    assert focused(page) == CONFIRM
+    assert focused(page) == "onediff_purge_confirm"
     press(page, Keys.ENTER)
     panel.told("1 resolution purged")
     panel.wait_for_rows("64x64")
@@ -270,6 +224,6 @@ def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
         page.wait(lambda: page.run(button), "the button", 20)
         page.run(f"{button}.focus()")
         press(page, Keys.SPACE)
-        page.wait_for_text(JOBS, "96x72\ncancelled", 20)
-        panel.click(CANCEL)
-        panel.told("cancelled", RESULT)
+        panel.told("96x72\ncancelled", "cache_jobs", 20)
+        panel.click("prewarm_cancel")
+        panel.told("cancelled", "cache_result")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 from webui_client import WebUI, one_run
-from webui_compare_tab import IMAGES, NUMBERS, RIGHT, Compare
+from webui_compare_tab import Compare
 from webui_page import TAB, accordion, choose_preset, make_picture, open_page, show_settings
 
 FOLDER = Path(__file__).parents[2] / ".readme"
@@ -74,10 +74,9 @@ def test_screenshots(page: Any) -> None:
     draw(page, f"#{TAB}", "cache")
     compare = Compare(page)
     compare.show()
-    compare.choose(RIGHT, "Balanced")
-    compare.choose("onediff_compare_sampler", "DDIM")
+    compare.choose("compare_right", "Balanced")
     compare.made(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)
-    draw(page, f"#{NUMBERS}", "compare", last=f"#{IMAGES}")
+    draw(page, "#onediff_compare_numbers", "compare", last="#onediff_compare_gallery")
     draw(page, f"#{show_settings(page)}", "settings")
     assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in DRAWN)
 

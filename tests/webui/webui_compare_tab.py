@@ -1,20 +1,11 @@
 """The Compare and Consistency pages of the OneDiff tab as a user sees and uses them."""
 from __future__ import annotations
 
-from typing import Any
-
 from webui_page import show_inner_page
 from webui_panel import Panel
 
-LEFT, RIGHT = "onediff_compare_left", "onediff_compare_right"
-START, CANCEL, SAVE, COPY = (f"onediff_compare_{name}" for name in ("start", "cancel", "save", "copy"))
-TOLD, IMAGES, NUMBERS = (f"onediff_compare_{name}" for name in ("told", "gallery", "numbers"))
-FACTS, OTHER_FACTS, FACTS_COPY, COPIED, DIFFERENCES = (
-    "onediff_facts", "onediff_other_facts", "onediff_facts_copy", "onediff_compare_copied",
-    "onediff_compare_differences",
-)
 OFF, CURRENT = "Off: the WebUI's own", "Current settings"
-SMALL = {"prompt": "a lighthouse at dusk", "width": 64, "height": 64, "steps": 3, "seed": 21}
+SMALL = {"prompt": "a lighthouse at dusk", "width": 64, "height": 64, "steps": 3, "cfg_scale": 7, "seed": 21}
 SECONDS = 300
 
 
@@ -23,49 +14,47 @@ class Compare(Panel):
 
     def show(self, inner: str = "Compare") -> None:
         show_inner_page(self.page, inner)
-        elem_id = {"Compare": START, "Consistency": FACTS_COPY}[inner]
+        elem_id = {"Compare": "onediff_compare_start", "Consistency": "onediff_facts"}[inner]
         self.page.wait(lambda: self.page.driver.find_element("id", elem_id).is_displayed(), f"the page {inner}", 20)
 
     def start_over(self) -> None:
-        """Show the page with what a new one has on its sides and in its fields; the last comparison stays."""
+        """Show the page with what a new one has on its sides; the last comparison stays."""
         self.show()
-        for side, choice in ((LEFT, OFF), (RIGHT, CURRENT)):
-            if self.page.run("return document.querySelector(arguments[0])?.value", f"#{side} input") != choice:
-                self.choose(side, choice)
-        self.ask(negative="", images=1, left_changes="", right_changes="")
+        for side, choice in (("left", OFF), ("right", CURRENT)):
+            field = f"return document.querySelector('#onediff_compare_{side} input').value"
+            if self.page.run(field) != choice:
+                self.choose(f"compare_{side}", choice)
+        self.ask()
 
-    def choose(self, elem_id: str, choice: str) -> None:
-        """Choose from a list when no other list is closing any more."""
-        lists = "return document.querySelectorAll('ul.options').length"
-        self.page.wait(lambda: self.page.run(lists) == 0, "the end of other lists", 10)
-        super().choose(elem_id, choice)
-
-    def ask(self, **values: Any) -> None:
-        """Fill in the fields of a small image; values: other than in SMALL, left_changes and right_changes too."""
+    def ask(self, left_changes: str = "", right_changes: str = "", images: int = 1, **values: object) -> None:
+        """Fill in the page, and the txt2img tab. values: other than in SMALL."""
+        own = {"left_changes": left_changes, "right_changes": right_changes, "images": images}
         self.page.fill({
-            f"#onediff_compare_{name} :is(textarea, input)": value for name, value in {**SMALL, **values}.items()
+            **{f"#onediff_compare_{name} :is(textarea, input)": value for name, value in own.items()},
+            **{f"#txt2img_{name} :is(textarea, input[type=number])": at for name, at in {**SMALL, **values}.items()},
         })
 
-    def start(self, **values: Any) -> None:
+    def start(self, **values: object) -> None:
         self.ask(**values)
-        self.click(START)
+        self.click("compare_start")
 
-    def made(self, **values: Any) -> str:
+    def made(self, **values: object) -> str:
         """Compare and wait for the images; returns what the numbers say."""
         self.start(**values)
-        self.told("%", TOLD)
-        shown = f"return document.querySelector('#{SAVE}')?.offsetParent != null"
+        self.told("%", "compare_told")
+        shown = "return document.querySelector('#onediff_compare_save')?.offsetParent != null"
         self.page.wait(lambda: self.page.run(shown), "the end of the comparison", SECONDS)
-        return self.page.wait_for_text(NUMBERS, "Verdict", 10)
+        return self.told("Verdict", "compare_numbers", 10)
 
     def images(self) -> list[str]:
         """The addresses of the images that are shown: of each seed left, right and difference."""
-        selector = f"#{IMAGES} img"
-        return self.page.run("return [...document.querySelectorAll(arguments[0])].map(image => image.src)", selector)
+        return self.page.run(
+            "return [...document.querySelectorAll('#onediff_compare_gallery img')].map(image => image.src)"
+        )
 
     def rows(self) -> list[list[str]]:
         """The table of numbers, a list of cells for each seed."""
         return self.page.run(
-            f"return [...document.querySelectorAll('#{NUMBERS} [aria-label=\"How the images differ\"] tbody tr')].map("
-            "row => [...row.cells].map(cell => cell.innerText.trim()))"
+            "return [...document.querySelectorAll('#onediff_compare_numbers [aria-label=\"How the images differ\"] "
+            "tbody tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
         )

@@ -1,4 +1,4 @@
-"""The OneDiff tab as a user sees and uses it."""
+"""The OneDiff tab as a user sees and uses it. Its elements go by their ids without "onediff_"."""
 from __future__ import annotations
 
 import contextlib
@@ -8,21 +8,10 @@ from typing import Any
 
 from selenium.common.exceptions import StaleElementReferenceException
 from webui_client import WebUI
-from webui_page import TAB, TAB_TITLE, show_inner_page
+from webui_page import show_inner_page
 
-SIZES, BATCH, TOKENS, PREWARM, CANCEL = (
-    f"onediff_{name}" for name in ("prewarm_sizes", "prewarm_batch", "tokens", "prewarm", "prewarm_cancel")
-)
-RESULT, JOBS, TABLE, TOTALS, CHART, OUTCOME, QUESTION = (
-    f"onediff_cache_{name}" for name in ("result", "jobs", "table", "totals", "chart", "outcome", "question")
-)
-PIN, UNPIN, RELEASE, CONFIRM, KEEP, MODEL, ORDER, LENGTH = (
-    f"onediff_{name}" for name in ("pin", "unpin", "release", "purge_confirm", "purge_keep", "model", "order", "tokens")
-)
-PURGE, PURGE_MODEL, PURGE_ALL, PURGE_DISK = (
-    f"onediff_purge{name}" for name in ("", "_model", "_all", "_disk")
-)
-ROWS = f"return [...document.querySelectorAll('#{TABLE} .onediff-table > table > tbody')]"
+TABLE = "#onediff_cache_table"
+ROWS = f"return [...document.querySelectorAll('{TABLE} .onediff-table > table > tbody')]"
 SECONDS_TO_WARM = 240
 SECONDS_TO_TELL = 30
 SECONDS_FOR_A_LIST = 5
@@ -30,43 +19,40 @@ TRIES = 20
 
 
 class Panel:
-    """The OneDiff tab of an open page."""
+    """The Cache page of an open page."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
 
     def show(self) -> None:
-        self.page.choose_tab(TAB_TITLE)
-        self.page.wait(lambda: self.page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
-        self.page.wait(lambda: self.page.text(TOTALS), "what is so now", 20)
+        show_inner_page(self.page, "Cache")
+        self.page.wait(lambda: self.page.text("onediff_cache_totals"), "what is so now", 20)
 
     def start_over(self, tidy: Callable[[], None]) -> None:
-        """Show the Cache page with nothing chosen, and what is so when tidy() has brought the server into a state.
+        """Show the page with nothing chosen, and what is so when tidy() has brought the server into a state.
 
-        RESULT, OUTCOME and the queue are those of this, and no earlier test's.
+        What it says and the queue are those of this, and no earlier test's.
         """
-        show_inner_page(self.page, "Cache")
-        self.page.wait(lambda: self.page.text(TOTALS), "what is so now", 20)
+        self.show()
         self.page.wait(lambda: not self.jobs("queued") and not self.jobs("running"), "the end of the queue", 60)
         self.select()
-        self.page.run(f"for (const at of document.querySelectorAll('#{TABLE} details[open]')) at.open = false")
-        if self.page.find(f"#{KEEP}").is_displayed():
-            self.click(KEEP)
-        for elem_id, first in ((MODEL, "All models"), (ORDER, "Last used"), (LENGTH, "77")):
-            if first not in self.page.run("return document.querySelector(arguments[0]).value", f"#{elem_id} input"):
-                self.choose(elem_id, first)
-        self.page.type(f"#{BATCH} input", 1)
+        self.page.run(f"for (const at of document.querySelectorAll('{TABLE} details[open]')) at.open = false")
+        if self.page.find("#onediff_purge_keep").is_displayed():
+            self.click("purge_keep")
+        if "77" not in self.page.run("return document.querySelector('#onediff_tokens input').value"):
+            self.choose("tokens", "77")
+        self.page.type("#onediff_prewarm_batch input", 1)
         tidy()
         self.prewarm("")
-        self.told("Type at least one size", RESULT)
+        self.told("Type at least one size", "cache_result")
 
-    def click(self, elem_id: str) -> None:
-        self.page.wait(lambda: self.enabled(elem_id), f"a {elem_id} that can be clicked", 20)
-        self.click_at(f"#{elem_id}")
+    def click(self, name: str) -> None:
+        self.page.wait(lambda: self.enabled(name), f"a {name} that can be clicked", 20)
+        self.click_at(f"#onediff_{name}")
 
-    def enabled(self, *elem_ids: str) -> bool:
+    def enabled(self, *names: str) -> bool:
         return self.page.run(
-            "return [...arguments].every(id => !document.getElementById(id).disabled)", *elem_ids
+            "return [...arguments].every(name => !document.getElementById(`onediff_${name}`).disabled)", *names
         )
 
     def click_at(self, selector: str) -> None:
@@ -84,8 +70,11 @@ class Panel:
             selector,
         )
 
-    def told(self, part: str, where: str = OUTCOME, seconds: float = SECONDS_TO_TELL) -> str:
-        return self.page.wait_for_text(where, part, seconds)
+    def text(self, name: str) -> str:
+        return self.page.text(f"onediff_{name}")
+
+    def told(self, part: str, where: str = "cache_outcome", seconds: float = SECONDS_TO_TELL) -> str:
+        return self.page.wait_for_text(f"onediff_{where}", part, seconds)
 
     # --- the table ------------------------------------------------------------------------------------------------
 
@@ -95,9 +84,9 @@ class Panel:
             f"{ROWS}.map(body => [body.querySelector('th').firstChild.textContent.trim(), body.rows[0].innerText])"
         ))
 
-    def wait_for_rows(self, *resolutions: str, seconds: float = SECONDS_TO_TELL) -> None:
+    def wait_for_rows(self, *resolutions: str) -> None:
         try:
-            self.page.wait(lambda: set(self.rows()) == set(resolutions), f"the rows {resolutions}", seconds)
+            self.page.wait(lambda: set(self.rows()) == set(resolutions), f"the rows {resolutions}", SECONDS_TO_TELL)
         except AssertionError as in_vain:
             raise AssertionError(f"{in_vain}, but there are {self.rows()}") from None
 
@@ -112,7 +101,7 @@ class Panel:
         """Tick these rows, and no others."""
         for key in self.keys():
             if (key in self.keys(":checked")) != (key.split(" ")[0] in resolutions):
-                self.click_at(f'#{TABLE} tbody input[value="{key}"]')
+                self.click_at(f'{TABLE} tbody input[value="{key}"]')
 
     def selected(self) -> list[str]:
         return [key.split(" ")[0] for key in self.keys(":checked")]
@@ -120,35 +109,34 @@ class Panel:
     def keys(self, which: str = "") -> list[str]:
         """What the page calls its rows. which: a pseudo-class of their boxes."""
         return self.page.run(
-            "return [...document.querySelectorAll(arguments[0])].map(box => box.value)", f"#{TABLE} tbody input{which}"
+            "return [...document.querySelectorAll(arguments[0])].map(box => box.value)", f"{TABLE} tbody input{which}"
         )
 
-    def choose(self, elem_id: str, choice: str) -> None:
-        """Choose from a list of either gradio version."""
-        self.open_list(elem_id)
+    def choose(self, name: str, choice: str) -> None:
+        """Choose from a list of either gradio version, when no other list is closing any more."""
+        lists = "return document.querySelectorAll('ul.options').length"
+        self.page.wait(lambda: self.page.run(lists) == 0, "the end of other lists", 10)
+        self.open_list(name)
         opened = time.monotonic()
-        options = f"#{elem_id} ul.options li, ul.options li"
 
         def chosen() -> bool:
-            try:
-                for option in self.page.driver.find_elements("css selector", options):
+            # It may be drawn anew at any moment.
+            with contextlib.suppress(StaleElementReferenceException):
+                for option in self.page.driver.find_elements("css selector", "ul.options li"):
                     if choice in option.text.split("\n")[-1]:
                         option.click()
                         return True
-            except StaleElementReferenceException:
-                # Another list was still closing, or this one is drawn anew.
-                pass
             nonlocal opened
             if time.monotonic() - opened > SECONDS_FOR_A_LIST:
                 # Seen twice, on machines that were very busy: the choice never came. Why is not known.
-                self.open_list(elem_id)
+                self.open_list(name)
                 opened = time.monotonic()
             return False
 
         self.page.wait(chosen, f"the list's choice {choice!r}", 30)
 
-    def open_list(self, elem_id: str) -> None:
-        field = self.page.find(f"#{elem_id} input")
+    def open_list(self, name: str) -> None:
+        field = self.page.find(f"#onediff_{name} input")
         # It opens for who comes to it, and not for who is there.
         self.page.run("arguments[0].blur()", field)
         field.click()
@@ -156,24 +144,20 @@ class Panel:
     # --- the queue ------------------------------------------------------------------------------------------------
 
     def prewarm(self, sizes: str) -> None:
-        self.page.type(f"#{SIZES} textarea, #{SIZES} input", sizes)
-        self.click(PREWARM)
+        self.page.type("#onediff_prewarm_sizes :is(textarea, input)", sizes)
+        self.click("prewarm")
 
     def jobs(self, state: str = "") -> list[str]:
         """The lines of the queue. state: of these alone, such as "queued"."""
-        return self.texts(f"#{JOBS} .onediff-job{state and '-'}{state}")
-
-    def press(self, name: str, size: str) -> None:
-        """Click a button of a job: Earlier, Later or Cancel."""
-        self.click_at(f'#{JOBS} button[aria-label="{name}: {size}"]')
+        return self.texts(f"#onediff_cache_jobs .onediff-job{state and '-'}{state}")
 
     # --- throwing away --------------------------------------------------------------------------------------------
 
     def purge(self, button: str, question: str, told: str) -> None:
         """Purge and confirm. question, told: parts of what is asked before, and said afterwards."""
         self.click(button)
-        self.told(question, QUESTION)
-        self.click(CONFIRM)
+        self.told(question, "cache_question")
+        self.click("purge_confirm")
         self.told(told)
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import gradio as gr
 
-from ...options.sizes import Size, parse_sizes
-from ...prewarm.job import QUEUED, TOKEN_CHOICES, TOKENS, rows_with_jobs
+from ...options.sizes import LARGEST_BATCH, Size, parse_sizes
+from ...prewarm.job import TOKEN_CHOICES, TOKENS, rows_with_jobs
 from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
 from ...runtime.runtime import Runtime
 from ...store.store import NotKept
-from .. import texts
+from ..amounts import counted, memory, whole_number
+from ..chore import Chore, Exclusively
 from ..events import (
     ACTIONS,
     CONTROLS,
@@ -27,23 +28,24 @@ from ..events import (
     UNCHANGED,
     a_button,
     a_list,
+    a_place,
     a_text,
     forget_when_changed,
     in_the_browser,
     kept_out_of_defaults,
-    markup,
     nothing_seen,
 )
-from ..progress import jobs_html, sentence, whole_number
-from . import purge as cache_purge
-from .purge import Chore, Exclusively, Purge
-from .table import ALL_MODELS, ORDERS, USUAL_ORDER, legend_html, models_of, resolution_and_model, selected, table_html
-from .totals import chart_html, totals_html
+from ..markup import sentence
+from ..progress import jobs_html
+from .purge import Purge, purge_of_all, purge_of_disk, purge_of_rows
+from .table import ALL_MODELS, legend_html, models_of, resolution_and_model, resolutions_html, selected
+from .totals import totals_html
 
 SOURCE = "panel"
 # How long a request waits for what it has begun; the page hears later of what takes longer.
 SECONDS_FOR_A_CHORE = 1.0
-PLACEHOLDER = "1024x1024, 832x1216 x2"
+SELECT_FIRST = "Select at least one resolution in the table first."
+NOTHING_TO_PURGE = "There is nothing to purge."
 # What a page waits for: a purge that the user has not confirmed, or work that is not over.
 Waiting = Purge | Chore | None
 # The sentence below the pre-warm controls, the one below the table, and what the page waits for.
@@ -54,18 +56,19 @@ class Panel:
     """The handlers of the page. Each takes what its page waits for as the last argument."""
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
-        """exclusively: runs work while the WebUI makes no image."""
         self.runtime, self.warmup, self.exclusively = runtime, warmup, exclusively
 
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
     def prewarm(self, text: str, batch: Any, tokens: Any, waiting: Waiting) -> Answer:
-        """Queue the sizes that were typed."""
+        """Queue the sizes that were typed; batch is for those without a number of images of their own."""
         try:
             sizes = parse_sizes(text or "")
             if not sizes:
-                raise ValueError(texts.TYPE_A_SIZE)
-            self._queue(sizes, batch, tokens)
+                raise ValueError("Type at least one size, for example 512x512.")
+            images = whole_number(1 if batch is None else batch, "The batch size", 1, LARGEST_BATCH)
+            wanted = [Size(size.width, size.height, images) if size.batch == 1 else size for size in sizes]
+            self.warmup.add(wanted, SOURCE, tokens=whole_number(tokens or TOKENS, "The number of tokens"))
         except ValueError as problem:
             return sentence(str(problem), wrong=True), "", waiting
         return "", "", waiting
@@ -74,27 +77,10 @@ class Panel:
         """A handler that queues the sizes of a preset."""
         return lambda batch, tokens, waiting: self.prewarm(", ".join(map(str, preset.sizes)), batch, tokens, waiting)
 
-    def _queue(self, sizes: list[Size], batch: Any, tokens: Any) -> None:
-        """Queue sizes; batch is for those without a number of images of their own."""
-        images = whole_number(1 if batch is None else batch, "The batch size")
-        wanted = [Size(size.width, size.height, images) if size.batch == 1 else size for size in sizes]
-        self.warmup.add(wanted, SOURCE, tokens=whole_number(tokens or TOKENS, "The number of tokens"))
-
     def cancel_all(self, waiting: Waiting) -> Answer:
-        return sentence(texts.cancelled(self.warmup.stop())), "", waiting
-
-    def change_jobs(self, message: Any) -> None:
-        """Do what the buttons beside the jobs ask for: JSON such as [["cancel", 5]]."""
-        try:
-            actions = [(str(action), int(job_id)) for action, job_id in json.loads(message)]
-        except (TypeError, ValueError, OverflowError):
-            return
-        for action, job_id in actions:
-            queue = [job.id for job in self.warmup.jobs() if job.state == QUEUED]
-            if action == "cancel":
-                self.warmup.cancel(job_id)
-            elif job_id in queue and action in ("earlier", "later"):
-                self.warmup.move(job_id, queue.index(job_id) + (-1 if action == "earlier" else 1))
+        sizes = self.warmup.stop()
+        told = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
+        return sentence(told), "", waiting
 
     # --- the table ------------------------------------------------------------------------------------------------
 
@@ -102,146 +88,129 @@ class Panel:
         """A handler that pins the selected rows, or no longer."""
 
         def set_pins(keys: Any, waiting: Waiting) -> Answer:
-            rows = [resolution_and_model(key) for key in read_keys(keys)]
+            rows = [resolution_and_model(key) for key in read_list(keys, str)]
             if not rows:
-                return "", sentence(texts.SELECT_FIRST, wrong=True), waiting
+                return "", sentence(SELECT_FIRST, wrong=True), waiting
             try:
                 known = sum(self.runtime.pin(*row, pinned) for row in rows)
             except NotKept as problem:
                 return "", sentence(str(problem), wrong=True), waiting
-            return "", sentence(texts.pinned(known, pinned)), waiting
+            return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
 
         return set_pins
 
     def ask_selected(self, keys: Any, waiting: Waiting) -> Answer:
-        chosen = read_keys(keys)
+        chosen = read_list(keys, str)
         if not chosen:
-            return "", sentence(texts.SELECT_FIRST, wrong=True), waiting
-        return "", "", cache_purge.purge_of_rows(self.runtime, chosen)
-
-    def ask_model(self, model: str, waiting: Waiting) -> Answer:
-        known = models_of(self.runtime.rows())[1:]
-        chosen = model if model in known else known[0] if len(known) == 1 else None
-        if chosen is None:
-            return "", sentence(texts.CHOOSE_MODEL if known else texts.NOTHING_TO_PURGE, wrong=True), waiting
-        return "", "", cache_purge.purge_of_model(self.runtime, chosen)
+            return "", sentence(SELECT_FIRST, wrong=True), waiting
+        return "", "", purge_of_rows(self.runtime, chosen)
 
     def ask_all(self, waiting: Waiting) -> Answer:
         if not self.runtime.rows():
-            return "", sentence(texts.NOTHING_TO_PURGE), waiting
-        return "", "", cache_purge.purge_of_all(self.runtime)
+            return "", sentence(NOTHING_TO_PURGE), waiting
+        return "", "", purge_of_all(self.runtime)
 
     def ask_disk(self, waiting: Waiting) -> Answer:
-        return "", "", cache_purge.purge_of_disk(self.runtime)
+        return "", "", purge_of_disk(self.runtime)
 
     def confirm(self, waiting: Waiting) -> Answer:
         if not isinstance(waiting, Purge):
             return "", UNCHANGED, waiting
-        return self._begin(Chore(waiting.doing, self.exclusively, waiting.work))
+        return self._begin(waiting.name, waiting.work)
 
     def keep(self, waiting: Waiting) -> Answer:
-        return "", sentence(texts.NOTHING_PURGED), None
+        return "", sentence("Nothing was purged."), None
 
     def release(self, waiting: Waiting) -> Answer:
-        work = lambda: texts.released(self.runtime.release_memory())  # noqa: E731
-        return self._begin(Chore("Releasing memory", self.exclusively, work))
+        return self._begin("Releasing memory", self._release)
 
-    @staticmethod
-    def _begin(chore: Chore) -> Answer:
-        outcome = chore.outcome(SECONDS_FOR_A_CHORE)
-        if outcome is None:
-            return "", sentence(texts.waits(chore.name)), chore
-        return "", sentence(outcome, wrong=chore.failed), None
+    def _release(self) -> str:
+        freed = self.runtime.release_memory()
+        if not freed:
+            return "No graph held memory, so none was released."
+        return f"Released {memory(freed)} of VRAM; graphs are recorded again when needed."
+
+    def _begin(self, name: str, work: Callable[[], str]) -> Answer:
+        chore = Chore(name, self.exclusively, work)
+        if chore.over(SECONDS_FOR_A_CHORE):
+            return "", sentence(chore.outcome, wrong=chore.failed), None
+        return "", sentence(f"{name} waits until no image is being made."), chore
 
     # --- what the page shows --------------------------------------------------------------------------------------
 
-    def view(self, message: Any, model: str, order: str, every_family: bool, waiting: Waiting) -> tuple[Any, ...]:
-        """The value of every component that shows what is so; gradio draws what has changed. message: see change_jobs.
-        """
-        self.change_jobs(message)
-        outcome = waiting.outcome() if isinstance(waiting, Chore) else None
+    def view(self, cancelled: Any, model: str, waiting: Waiting) -> tuple[Any, ...]:
+        """The value of every component that shows what is so; gradio draws what has changed. cancelled: the ids of jobs
+        whose buttons were clicked, as JSON."""
+        for job in read_list(cancelled, int):
+            self.warmup.cancel(job)
         below: Any = UNCHANGED
-        if isinstance(waiting, Chore) and outcome is not None:
-            below, waiting = sentence(outcome, wrong=waiting.failed), None
+        if isinstance(waiting, Chore) and waiting.over():
+            below, waiting = sentence(waiting.outcome, wrong=waiting.failed), None
         known, jobs = self.runtime.rows(), self.warmup.jobs()
         rows = rows_with_jobs(known, jobs, self.warmup.model)
         models = models_of(rows)
         model = model if model in models else ALL_MODELS
-        shown = selected(rows, model, order)
-        asks = isinstance(waiting, Purge)
-        families = FAMILIES if every_family else families_for(self.warmup.model)
+        question = sentence(waiting.question) if isinstance(waiting, Purge) else ""
+        families = families_for(self.warmup.model)
         return (
-            below, waiting, totals_html(self.runtime.totals(), known, jobs), jobs_html(jobs, controls=True),
-            gr.update(choices=models, value=model), table_html(shown), chart_html(shown),
-            sentence(waiting.question) if isinstance(waiting, Purge) else "", gr.update(visible=asks),
-            *(gr.update(visible=family in families) for family in FAMILIES),
+            below, waiting, totals_html(self.runtime.totals(), known, jobs), jobs_html(jobs),
+            gr.update(choices=models, value=model), resolutions_html(selected(rows, model)), question,
+            gr.update(visible=bool(question)), *(gr.update(visible=family in families) for family in FAMILIES),
         )
 
 
-def read_keys(text: Any) -> list[str]:
-    """The rows that a page has selected, as it names them; none for what is no list of names."""
+def read_list(text: Any, kind: type) -> list[Any]:
+    """The values of this type in a list that a page has sent as JSON; none for anything else."""
     try:
         values = json.loads(text)
     except (TypeError, ValueError):
         return []
-    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+    return [value for value in values if type(value) is kind] if isinstance(values, list) else []
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
-    """The page, inside the gradio context that is open. exclusively: runs work while the WebUI makes no image."""
+    """The page, inside the gradio context that is open."""
     panel = Panel(runtime, warmup, exclusively)
     with gr.Column(elem_id="onediff_cache"):
-        waiting, keys, message = gr.State(None), nothing_seen(), nothing_seen()
+        waiting, keys, cancelled = gr.State(None), nothing_seen(), nothing_seen()
         look = a_button("", "look", elem_classes=HIDDEN)
-        totals = markup("cache_totals")
-        with gr.Row(elem_classes="onediff-halves"):
-            with gr.Column(min_width=320, scale=3):
-                gr.HTML(f"<h3>{texts.PREWARM_SIZES}</h3>")
-                rows, presets = build_presets()
-                every_family = kept_out_of_defaults(gr.Checkbox(
-                    False, label=texts.EVERY_FAMILY, elem_id="onediff_families", container=False,
-                ))
-                with gr.Row(elem_classes=CONTROLS):
-                    sizes = a_text("Sizes", "prewarm_sizes", placeholder=PLACEHOLDER, scale=4, min_width=200)
-                    batch = kept_out_of_defaults(gr.Number(
-                        1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
-                    ))
-                    counts = [str(count) for count in TOKEN_CHOICES]
-                    tokens = a_list("Prompt tokens", counts, counts[0], "tokens")
-                with gr.Row(elem_classes=ACTIONS):
-                    prewarm = a_button("Pre-warm", "prewarm", variant="primary")
-                    cancel = a_button("Cancel all", "prewarm_cancel")
-                told, jobs = markup("cache_result"), markup("cache_jobs")
-            with gr.Column(min_width=320, scale=2):
-                chart = markup("cache_chart")
+        totals = a_place("cache_totals")
+        gr.HTML("<h3>Pre-warm sizes</h3>")
+        rows, presets = build_presets()
+        with gr.Row(elem_classes=CONTROLS):
+            sizes = a_text("Sizes", "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
+            batch = kept_out_of_defaults(gr.Number(
+                1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
+            ))
+            tokens = a_list("Prompt tokens", [*map(str, TOKEN_CHOICES)], str(TOKEN_CHOICES[0]), "tokens")
+        with gr.Row(elem_classes=ACTIONS):
+            prewarm = a_button("Pre-warm", "prewarm", variant="primary")
+            cancel = a_button("Cancel all", "prewarm_cancel")
+        told, jobs = a_place("cache_result"), a_place("cache_jobs")
         gr.HTML("<h3>Resolutions</h3>")
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
             model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
-            order = a_list("Sorted by", list(ORDERS), USUAL_ORDER, "order")
-        table = markup("cache_table")
+        table = a_place("cache_table")
         with gr.Row(elem_classes=ACTIONS):
             # javascript/onediff.js disables the buttons that have nothing to work on.
             pin, unpin = a_button("Pin selected", "pin"), a_button("Unpin selected", "unpin")
             release = a_button("Release memory", "release")
         with gr.Row(elem_classes=[*ACTIONS, "onediff-dangers"]):
-            purge, purge_model, purge_all, purge_disk = (
-                a_button(text, name, elem_classes=DANGER) for text, name in (
-                    ("Purge selected", "purge"), ("Purge model", "purge_model"), ("Purge all", "purge_all"),
-                    ("Purge disk", "purge_disk"),
-                )
-            )
+            purge = a_button("Purge selected", "purge", elem_classes=DANGER)
+            purge_all = a_button("Purge all", "purge_all", elem_classes=DANGER)
+            purge_disk = a_button("Purge disk", "purge_disk", elem_classes=DANGER)
         with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as asking:
-            question = markup("cache_question")
+            question = a_place("cache_question")
             confirm, keep = a_button("Confirm", "purge_confirm", variant="stop"), a_button("Keep", "purge_keep")
-        below = markup("cache_outcome")
+        below = a_place("cache_outcome")
         gr.HTML(legend_html())
 
     shown = {
-        "inputs": [message, model, order, every_family, waiting], "queue": False, **QUIET,
-        "outputs": [below, waiting, totals, jobs, model, table, chart, question, asking, *rows],
-        **in_the_browser("(...values) => [window.onediff.actions(), ...values.slice(1, 5)]"),
+        "inputs": [cancelled, model, waiting], "queue": False, **QUIET,
+        "outputs": [below, waiting, totals, jobs, model, table, question, asking, *rows],
+        **in_the_browser("(...values) => [window.onediff.cancelled(), ...values.slice(1, 3)]"),
     }
-    for event in (look.click, model.input, order.input, every_family.input):
+    for event in (look.click, model.input):
         event(panel.view, **shown)
 
     def on(event: Callable[..., Any], handler: Callable[..., Answer], *own: Any) -> None:
@@ -261,7 +230,6 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
     on(unpin.click, panel.pin(False), keys)
     on(release.click, panel.release)
     on(purge.click, panel.ask_selected, keys)
-    on(purge_model.click, panel.ask_model, model)
     on(purge_all.click, panel.ask_all)
     on(purge_disk.click, panel.ask_disk)
     on(confirm.click, panel.confirm)

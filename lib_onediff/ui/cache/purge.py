@@ -1,67 +1,26 @@
-"""Purging: what the Cache page asks before it, does between two images, and says afterwards."""
+"""Purging: what the Cache page asks before it, what it does between two images, and what it says afterwards."""
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from ...core.guard import first_line, outcome_of
 from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
-from ...store.store import NotKept
-from .. import texts
-from ..amounts import counted
+from ..amounts import counted, memory
 from .table import key_of, resolution_and_model
-
-log = logging.getLogger("onediff")
-Exclusively = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
 class Purge:
-    """question: what the user confirms. doing: for people. work: does it, and returns what came of it."""
+    """question: what the user confirms. name: of the work, for people. work: does it, and returns what came of it."""
 
     question: str
-    doing: str
+    name: str
     work: Callable[[], str]
 
 
-class Chore:
-    """Work in a thread of its own until no image is being made: no request of the page waits for it."""
-
-    def __init__(self, name: str, exclusively: Exclusively, work: Callable[[], str]) -> None:
-        """name: for people. exclusively: runs work while the WebUI makes no image. work: returns what came of it."""
-        self.name = name
-        self.failed = False
-        self._outcome = ""
-        self._over = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(exclusively, work), name=f"onediff-{name.split(' ')[0].lower()}", daemon=True
-        )
-        self._thread.start()
-
-    def outcome(self, seconds: float = 0.0) -> str | None:
-        """What came of it; None while it is not over. Waits for it at most so long."""
-        return self._outcome if self._over.wait(seconds) else None
-
-    def _run(self, exclusively: Exclusively, work: Callable[[], str]) -> None:
-        try:
-            # Forge prints a traceback for what is raised in its main thread.
-            self._outcome = exclusively(lambda: outcome_of(work)).result()
-        except NotKept as problem:
-            self.failed, self._outcome = True, str(problem)
-        except Exception as error:
-            log.exception("%s failed", self.name)
-            self.failed = True
-            self._outcome = texts.failed(self.name, first_line(error))
-        finally:
-            self._over.set()
-
-
-def purge_of_rows(runtime: Runtime, keys: Iterable[str], more: str = "") -> Purge:
-    """Of rows by key_of. more: what stands behind their number in the question."""
+def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
+    """Of rows by key_of."""
     keys = set(keys)
     affected = [row for row in runtime.rows() if key_of(row) in keys]
     by_model: dict[str, set[str]] = {}
@@ -72,11 +31,7 @@ def purge_of_rows(runtime: Runtime, keys: Iterable[str], more: str = "") -> Purg
         freed = sum(runtime.purge(resolutions, model) for model, resolutions in by_model.items())
         return freed + purge_decodes(runtime, affected)
 
-    return purge_of(runtime, counted(len(affected), "resolution") + more, affected, free)
-
-
-def purge_of_model(runtime: Runtime, model: str) -> Purge:
-    return purge_of_rows(runtime, [key_of(row) for row in runtime.rows() if row.model == model], f" of {model}")
+    return purge_of(runtime, counted(len(affected), "resolution"), affected, free)
 
 
 def purge_of_all(runtime: Runtime) -> Purge:
@@ -87,13 +42,22 @@ def purge_of_all(runtime: Runtime) -> Purge:
 
 def purge_of(runtime: Runtime, what: str, affected: list[ResolutionRow], free: Callable[[], int]) -> Purge:
     """free: purges these rows and returns the bytes of GPU memory that were given back."""
-    question = texts.purge_question(what, would_free(runtime, affected))
+    freed = would_free(runtime, affected)
+    frees = f"This frees about {memory(freed)} of VRAM" if freed else "This frees no VRAM"
+    question = f"Purge {what}? {frees}; the history on disk goes too."
     return Purge(question, "Purging", lambda: purged(affected, free()))
 
 
 def purge_of_disk(runtime: Runtime) -> Purge:
-    question = texts.disk_question(runtime.totals().disk)
-    return Purge(question, "Deleting", lambda: texts.deleted(runtime.purge_disk()))
+    size = runtime.totals().disk
+    frees = f"This frees about {memory(size)} of disk" if size else "The cache folder is empty"
+    question = f"Delete everything in the cache folder? {frees}; what is ready stays ready until the WebUI ends."
+
+    def delete() -> str:
+        freed = runtime.purge_disk()
+        return f"Freed {memory(freed)} of disk." if freed else "The cache folder is empty now."
+
+    return Purge(question, "Deleting", delete)
 
 
 def purge_decodes(runtime: Runtime, gone: list[ResolutionRow]) -> int:
@@ -116,5 +80,10 @@ def would_free(runtime: Runtime, affected: list[ResolutionRow]) -> int:
 def purged(affected: list[ResolutionRow], freed: int) -> str:
     """What a purge has done."""
     if not affected:
-        return texts.PURGED_NOTHING
-    return texts.purged(len({key_of(row) for row in affected}), freed, any(row.needs for row in affected))
+        return "There was nothing to purge."
+    what = f"{counted(len({key_of(row) for row in affected}), 'resolution')} purged"
+    if freed:
+        return f"{what}, {memory(freed)} freed."
+    if any(row.needs for row in affected):
+        return f"{what}; larger graphs share their memory, so nothing was freed."
+    return f"{what}; they held no graph memory."

@@ -1,36 +1,42 @@
-"""The table of resolutions in the OneDiff tab: which rows it shows, in what order, and as markup."""
+"""The table of resolutions on the Cache page: which rows it shows, and as markup."""
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from ...core.table import ENOUGH
 from ...runtime.rows import ResolutionRow, ShapeRow
 from ..amounts import NOTHING, ago, counted, memory, milliseconds
-from ..texts import NO_ROWS, STATE_NAMES, STATES, WORDS, more_rows
+from ..markup import cells_html, head_html
 
 MOST_ROWS = 200
+ALL_MODELS = "All models"
 COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Ratio", "Memory", "Uses", "Last used")
 SHAPE_COLUMNS = (
     "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI", "Ratio", "Memory", "Uses", "Error",
 )
-
-# The label of the list to choose from -> what to sort by. What is in the queue for the first time has not been used,
-# and is what the user looks for.
-ORDERS: dict[str, Callable[[ResolutionRow], Any]] = {
-    "Last used": lambda row: -row.last_used or -math.inf,
-    "Resolution": lambda row: (math.prod(sides(row)), sides(row), row.model),
-    "Step time": lambda row: math.inf if row.step_ms is None else row.step_ms,
-    "Memory": lambda row: -row.needs,
-    "Uses": lambda row: -row.uses,
+# By what a shape's state is called in the API: what users read, where it is another word, and what it means.
+STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}
+STATES = {
+    "cold": "seen, but not compared with the WebUI's UNet yet",
+    "proved": "agrees with the WebUI's UNet; runs without CUDA graphs",
+    "ready": "the next call replays a graph",
+    "failed": "the WebUI's UNet serves it",
+    "on disk": "used on this machine before the WebUI was started",
+    "queued": "waits in the pre-warm queue",
+    "warming": "is being pre-warmed now",
 }
-USUAL_ORDER = next(iter(ORDERS))
-ALL_MODELS = "All models"
-
-
-def sides(row: ResolutionRow) -> list[int]:
-    return [int(side) for side in row.resolution.split("x")]
+MEANINGS = {
+    "Computed by": "the backend and, with DeepCache, the kind of step: full or cached",
+    "pinned": "its graph stays when memory runs short",
+    "Step": "mean over all steps of the last image; of a shape, its own calls",
+    "Ratio": f"how many times faster than the WebUI, after {ENOUGH} calls of each; below, its range",
+    "Memory": "what its graphs need; all graphs share one pool: below, what purging this row frees",
+    "Error": "relative difference from the WebUI's output when it was checked",
+    "Error alone": "as Error, with only these layers in 8 bits",
+}
 
 
 def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
@@ -38,10 +44,11 @@ def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
     return [ALL_MODELS, *sorted({row.model for row in rows if row.model and not (row.shapes and row.is_decode)})]
 
 
-def selected(rows: Iterable[ResolutionRow], model: str | None, order: str | None) -> list[ResolutionRow]:
-    """The rows of a model, or of all, in one of ORDERS; any other order that a page asks for is the usual one."""
+def selected(rows: Iterable[ResolutionRow], model: str | None) -> list[ResolutionRow]:
+    """The rows of a model, or of all, the last used first. What is in the queue for the first time has not been used,
+    and is what the user looks for."""
     shown = [row for row in rows if model in (None, "", ALL_MODELS, row.model)]
-    return sorted(shown, key=ORDERS.get(order or "", ORDERS[USUAL_ORDER]))
+    return sorted(shown, key=lambda row: -row.last_used or -math.inf)
 
 
 def key_of(row: ResolutionRow) -> str:
@@ -55,83 +62,66 @@ def resolution_and_model(key: str) -> tuple[str, str]:
     return resolution, model
 
 
-def table_html(rows: list[ResolutionRow]) -> str:
+def resolutions_html(rows: list[ResolutionRow]) -> str:
     """The first of the rows, each with its shapes below it in an element that opens."""
     if not rows:
-        return f'<p class="onediff-reason">{NO_ROWS}</p>'
-    head = "".join(heading(column) for column in COLUMNS)
-    body = "".join(map(resolution_html, rows[:MOST_ROWS]))
+        return '<p class="onediff-reason">Nothing yet. Generate an image, or pre-warm a size: click one above.</p>'
     hidden = len(rows) - MOST_ROWS
-    more = f'<p class="onediff-reason">{more_rows(hidden)}</p>' if hidden > 0 else ""
+    more = f'<p class="onediff-reason">{hidden} more: choose a model above to see fewer.</p>' if hidden > 0 else ""
     every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'
     return (
         '<div class="onediff-table" tabindex="0" role="region" aria-label="Resolutions">'
-        f'<table><thead><tr><td>{every}</td>{head}</tr></thead>{body}</table></div>{more}'
+        f"<table><thead><tr><td>{every}</td>{head_html(COLUMNS, MEANINGS)}</tr></thead>"
+        f'{"".join(map(resolution_html, rows[:MOST_ROWS]))}</table></div>{more}'
     )
 
 
 def legend_html() -> str:
     """What the words in the table mean."""
-    meanings = {STATE_NAMES.get(state, state): meaning for state, meaning in STATES.items()} | WORDS
+    meanings = {STATE_NAMES.get(state, state): meaning for state, meaning in STATES.items()} | MEANINGS
     words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in meanings.items())
     return f'<details class="onediff-legend"><summary>Legend</summary><dl>{words}</dl></details>'
 
 
-def heading(column: str) -> str:
-    title = f' title="{html.escape(WORDS[column])}"' if column in WORDS else ""
-    return f'<th scope="col"{title}>{column}</th>'
-
-
 def resolution_html(row: ResolutionRow) -> str:
     cells = (
-        state_html(row.state), html.escape(row.model or NOTHING), milliseconds(row.step_ms), milliseconds(row.host_ms),
-        ratio(row), memory_html(row), str(row.uses), ago(row.last_used) if row.last_used else NOTHING,
+        state_html(row.state), html.escape(row.model or NOTHING), *times_html(row), str(row.uses),
+        ago(row.last_used) if row.last_used else NOTHING,
     )
     key, name = html.escape(key_of(row)), html.escape(f"{row.resolution} of {row.model}")
     choose = f'<input type="checkbox" value="{key}" aria-label="Select {name}">'
-    pinned = f' <span class="onediff-pin" title="{html.escape(WORDS["pinned"])}">pinned</span>' if row.pinned else ""
+    pinned = f' <span class="onediff-pin" title="{MEANINGS["pinned"]}">pinned</span>' if row.pinned else ""
     return (
-        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{table_cells(cells)}'
-        f'</tr>{below_html(row, key)}</tbody>'
+        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{cells_html(cells)}'
+        f"</tr>{below_html(row, key)}</tbody>"
     )
 
 
 def below_html(row: ResolutionRow, key: str) -> str:
     """Why the row is not better, and its shapes."""
-    reason = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
-    shapes = (
-        f'<details data-onediff-key="{key}"><summary>{counted(len(row.shapes), "shape")}</summary>'
-        f"{shapes_html(row.shapes)}</details>" if row.shapes else ""
-    )
-    if not reason and not shapes:
-        return ""
-    return f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{reason}{shapes}</td></tr>'
-
-
-def shapes_html(shapes: tuple[ShapeRow, ...]) -> str:
-    head = "".join(map(heading, SHAPE_COLUMNS))
-    body = "".join(map(shape_html, shapes))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    below = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
+    if row.shapes:
+        below += (
+            f'<details data-onediff-key="{key}"><summary>{counted(len(row.shapes), "shape")}</summary>'
+            f"<table><thead><tr>{head_html(SHAPE_COLUMNS, MEANINGS)}</tr></thead>"
+            f'<tbody>{"".join(map(shape_html, row.shapes))}</tbody></table></details>'
+        )
+    return f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{below}</td></tr>' if below else ""
 
 
 def shape_html(shape: ShapeRow) -> str:
-    error = NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}"
-    tokens = str(shape.tokens) if shape.tokens else "VAE"
     cells = (
-        f"{shape.batch}{' with control' if shape.control else ''}", tokens, html.escape(shape.dtype),
+        f"{shape.batch}{' with control' if shape.control else ''}", str(shape.tokens) if shape.tokens else "VAE",
+        html.escape(shape.dtype),
         html.escape(", ".join(filter(None, (shape.backend, shape.lossy, shape.part)))) or NOTHING,
-        state_html(shape.state), milliseconds(shape.step_ms), milliseconds(shape.host_ms), ratio(shape),
-        memory_html(shape), str(shape.uses), error,
+        state_html(shape.state), *times_html(shape), str(shape.uses),
+        NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}",
     )
     reason = (
         f'<tr><td class="onediff-reason" colspan="{len(SHAPE_COLUMNS)}">{html.escape(shape.reason)}</td></tr>'
         if shape.reason else ""
     )
-    return f"<tr>{table_cells(cells)}</tr>{reason}"
-
-
-def table_cells(cells: tuple[str, ...]) -> str:
-    return "".join(f"<td>{cell}</td>" for cell in cells)
+    return f"<tr>{cells_html(cells)}</tr>{reason}"
 
 
 def state_html(state: str) -> str:
@@ -142,15 +132,11 @@ def state_html(state: str) -> str:
     return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{words}</span>'
 
 
-def memory_html(row: Any) -> str:
-    """What graphs need, and what would come back."""
-    if not row.needs and not row.bytes:
-        return NOTHING
-    frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
-    return f"{memory(row.needs)}{frees}"
-
-
-def ratio(row: Any) -> str:
-    """Nothing before both sides were timed often enough."""
+def times_html(row: Any) -> tuple[str, str, str, str]:
+    """The cells from Step to Memory, of a resolution or a shape. There is no ratio before both sides were timed often
+    enough."""
     spread = "<small>{:.2f} to {:.2f}</small>".format(*row.ratio_range) if row.ratio_range else ""
-    return NOTHING if row.ratio is None else f"{row.ratio:.2f}x{spread}"
+    ratio = NOTHING if row.ratio is None else f"{row.ratio:.2f}x{spread}"
+    frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
+    needs = f"{memory(row.needs)}{frees}" if row.needs or row.bytes else NOTHING
+    return milliseconds(row.step_ms), milliseconds(row.host_ms), ratio, needs

@@ -6,16 +6,23 @@ import html
 import io
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...core.table import ENOUGH, Timing
-from .. import texts
-from ..amounts import milliseconds, seconds
+from ..amounts import counted, milliseconds, seconds
+from ..markup import table_html
 from ..status import ROUTES, reasons_of
 from .job import Pair, Side
 
-COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "ΔE", "Saturation", "Contrast", "Left", "Right")
+COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "ΔE", "Left", "Right")
+MEANINGS = {
+    "PSNR": "peak signal-to-noise ratio: above 48 dB no difference is seen",
+    "SSIM": "structural similarity: 1 is the same image",
+    "Largest": "the largest difference of a pixel's channel, of 255",
+    "ΔE": "mean distance in CIELAB; people notice 2.3",
+    "Left": "how long the left image took", "Right": "how long the right image took",
+}
 MOST_GAIN = 64
 STYLE = """
 :root { color-scheme: light dark; }
@@ -35,8 +42,8 @@ def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
     columns = ("", f"Left: {sides[0].name}", f"Right: {sides[1].name}")
     return (
         f'<p class="onediff-verdict">{html.escape(f"{verdict(pairs)} {speeds(pairs)}")}</p>'
-        + table_html("The two sides", columns, rows)
-        + table_html("How the images differ", COLUMNS, map(cells_of, pairs))
+        + table_html("The two sides", columns, rows, {})
+        + table_html("How the images differ", COLUMNS, map(cells_of, pairs), MEANINGS)
     )
 
 
@@ -46,20 +53,22 @@ def verdict(pairs: Sequence[Pair]) -> str:
     if worst.comparison is None:
         return worst.why_not
     words = worst.comparison.sentence()
-    return words if len(pairs) == 1 or worst.comparison.largest == 0 else texts.differs_most(worst.seed, words)
+    return words if len(pairs) == 1 or worst.comparison.largest == 0 else f"Seed {worst.seed} differs most. {words}"
 
 
 def speeds(pairs: Sequence[Pair]) -> str:
     """How the times compare, in ratios of the two images of a seed."""
     found = Timing.of(left.seconds / max(right.seconds, 1e-9) for left, right in (pair.images for pair in pairs))
     if found is None or found.low is None or found.high is None:
-        return texts.more_images(ENOUGH)
+        return f"To compare times too, make {ENOUGH} images of each or more."
     middle, low, high = found.median, found.low, found.high
     if low <= 1 <= high:
-        return texts.EQUALLY_FAST
+        return "Neither side is measurably faster."
+    faster, slower = ("right", "left") if middle > 1 else ("left", "right")
     if middle < 1:
-        return texts.faster("left", "right", (1 / middle, 1 / high, 1 / low), len(pairs))
-    return texts.faster("right", "left", (middle, low, high), len(pairs))
+        middle, low, high = 1 / middle, 1 / high, 1 / low
+    spread = f"{low:.2f} to {high:.2f}, {counted(len(pairs), 'image')} of each"
+    return f"The {faster} side is {middle:.2f} times as fast as the {slower} ({spread})."
 
 
 def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
@@ -77,26 +86,10 @@ def cells_of(pair: Pair) -> Sequence[str]:
     """How the images of a seed differ, in the order of COLUMNS."""
     found, times = pair.comparison, [seconds(image.seconds) for image in pair.images]
     if found is None:
-        return str(pair.seed), "not measured", *[""] * 6, *times
+        return str(pair.seed), "not measured", *[""] * 4, *times
     return (
         str(pair.seed), found.sentence(), "equal" if math.isinf(found.psnr) else f"{found.psnr:.1f} dB",
-        f"{found.ssim:.4f}", f"{found.largest:.0f}", f"{found.delta_e:.2f}", f"{found.shift.saturation:+.1%}",
-        f"{found.shift.contrast:+.1%}", *times,
-    )
-
-
-def table_html(label: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts; the first cell of a row is its heading."""
-    head = "".join(
-        f'<th scope="col" title="{texts.MEANINGS.get(column, "")}">{html.escape(column)}</th>' for column in columns
-    )
-    body = "".join(
-        f'<tr><th scope="row">{html.escape(first)}</th>' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        + "</tr>" for first, *cells in rows
-    )
-    return (
-        f'<div class="onediff-table onediff-compared" tabindex="0" role="region" aria-label="{label}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"{found.ssim:.4f}", f"{found.largest:.0f}", f"{found.delta_e:.2f}", *times,
     )
 
 

@@ -18,7 +18,7 @@ JOB = "OneDiff comparison"
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """An image to make. width, height: pixels."""
+    """An image to make, in the names of the WebUI's own txt2img. width, height: pixels."""
 
     prompt: str
     negative_prompt: str
@@ -27,7 +27,8 @@ class ImageRequest:
     height: int
     steps: int
     cfg_scale: float
-    sampler: str
+    sampler_name: str
+    scheduler: str = "Automatic"
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,7 @@ class TextToImage:
         from modules import processing, shared
 
         p = processing.StableDiffusionProcessingTxt2Img(
-            prompt=request.prompt, negative_prompt=request.negative_prompt, seed=request.seed, width=request.width,
-            height=request.height, steps=request.steps, cfg_scale=request.cfg_scale, sampler_name=request.sampler,
-            scheduler="Automatic", batch_size=1, n_iter=1, do_not_save_samples=True, override_settings={},
+            **vars(request), batch_size=1, n_iter=1, do_not_save_samples=True, override_settings={},
         )
         p.do_not_save_grid = True
         # Our script alone is there, and none of those that fill in what a tab's components say.
@@ -90,10 +89,3 @@ class TextToImage:
 
         if shared.state.job == JOB:
             shared.state.interrupt()
-
-
-def sampler_names() -> list[str]:
-    """The samplers that the WebUI offers."""
-    from modules import sd_samplers
-
-    return list(sd_samplers.visible_sampler_names())

@@ -1,0 +1,58 @@
+"""Markup that several pages show: a sentence, a bar, a value under its label, a table."""
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping
+
+
+def sentence(text: str, wrong: bool = False) -> str:
+    """A result for the user, announced by screen readers."""
+    kind = "onediff-wrong" if wrong else "onediff-right"
+    return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""
+
+
+def bar_html(percent: float, label: str, role: str = "progressbar") -> str:
+    """How far something is, or how full. label: for screen readers."""
+    percent = min(percent, 100)
+    return (
+        f'<div class="onediff-bar" role="{role}" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent:.0f}" '
+        f'aria-label="{label}"><div style="width: {percent:.1f}%"></div></div>'
+    )
+
+
+def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str:
+    """A value under its label. below: markup."""
+    title = f' title="{html.escape(meaning)}"' if meaning else ""
+    name = label.lower().replace(" ", "-")
+    return (
+        f'<div class="onediff-fact onediff-{name}"{title}><span>{html.escape(label)}</span>'
+        f"<b>{html.escape(value)}</b>{below}</div>"
+    )
+
+
+def head_html(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
+    """The headings of a table. meanings: of those that need one."""
+    return "".join(
+        f'<th scope="col" title="{html.escape(meanings[column])}">{html.escape(column)}</th>' if column in meanings
+        else f'<th scope="col">{html.escape(column)}</th>' for column in columns
+    )
+
+
+def cells_html(cells: Iterable[str]) -> str:
+    """cells: markup."""
+    return "".join(f"<td>{cell}</td>" for cell in cells)
+
+
+def table_html(
+    label: str, columns: Iterable[str], rows: Iterable[Iterable[str]], meanings: Mapping[str, str], caption: str = "",
+) -> str:
+    """A table of texts, which scrolls in its box; the first cell of a row is its heading."""
+    body = "".join(
+        f'<tr><th scope="row">{html.escape(first)}</th>{cells_html(map(html.escape, cells))}</tr>'
+        for first, *cells in rows
+    )
+    above = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="onediff-table" tabindex="0" role="region" aria-label="{html.escape(label)}">'
+        f"<table>{above}<thead><tr>{head_html(columns, meanings)}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
