@@ -1,13 +1,15 @@
 """OneDiff in the WebUI: hooks the host's moments to the extension, and nothing else."""
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
 from lib_onediff.core.logs import show_on_console
-from lib_onediff.hosts import register, this_webui
+from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.options import infotext, xyz
 from lib_onediff.options.prewarm_list import USUAL_NUMBER, parse_prewarm
@@ -210,9 +212,14 @@ guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.sto
 open_cache()
 guard.attempt("looking for a checkpoint", readiness.look_around)
 follow_settings()
-register((
+# The WebUI looks at the stack of whoever registers, and for every frame of a script, which is no module, at all modules
+# of the process: 0.05 to 0.1 s each time. A thread's stack has no script in it.
+for takes, ours in (
     (script_callbacks.on_model_loaded, model_loaded), (script_callbacks.on_script_unloaded, stop),
     (script_callbacks.on_before_ui, add_axes), (script_callbacks.on_ui_settings, add_options),
     (script_callbacks.on_ui_tabs, tabs), (script_callbacks.on_app_started, start),
     (script_callbacks.on_cfg_denoiser, before_step),
-))
+):
+    registering = threading.Thread(target=guard.attempt, args=("registering with the WebUI", partial(takes, ours)))
+    registering.start()
+    registering.join()

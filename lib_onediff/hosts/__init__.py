@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import threading
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
 
 from ..core.refusal import Refusal
 from ..runtime.runtime import runtime
@@ -52,20 +48,3 @@ def adapter_of_host() -> WebUI:
     if webui.unmet:
         log.warning("%s.", webui.unmet)
     return webui
-
-
-def register(callbacks: Iterable[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-    """Have the host call our functions: pairs of its on_... and ours.
-
-    A WebUI looks at the whole stack whenever one is registered, and for every frame of a script, which is no module,
-    at all modules of the process: 0.05 to 0.1 s each time. The stack of a thread is short and has no script in it.
-    """
-
-    def work() -> None:
-        for host_takes, ours in callbacks:
-            guard.attempt("registering with the WebUI", partial(host_takes, ours))
-
-    guard = runtime.guard
-    thread = threading.Thread(target=work, name="onediff-register")
-    thread.start()
-    thread.join()

@@ -151,7 +151,7 @@ class Host:
 
     @property
     def adapter_module(self) -> Any:
-        return sys.modules[type(self.adapter).__module__]
+        return sys.modules[type(self.adapter).before_sampling.__module__]
 
     def networks(self) -> list[nn.Module]:
         """Everything that we could have left something on."""

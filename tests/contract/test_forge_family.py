@@ -23,7 +23,7 @@ forges = pytest.mark.parametrize("host", ["forge", "neo"], indirect=True)
 
 def load(host: Host, checkpoint: Any) -> None:
     """The host throws its checkpoint away and loads another."""
-    data, memory = host.module("modules.sd_models").model_data, host.module(host.adapter.traits.memory)
+    data, memory = host.module("modules.sd_models").model_data, host.module(host.adapter.memory)
     data.sd_model = host.checkpoint = None
     memory.current_loaded_models.clear()
     gc.collect()

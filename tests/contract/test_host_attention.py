@@ -18,10 +18,10 @@ def {name}(q, k, v, heads, mask=None, **others):
 
 def choose(host: Host, adapter: Any, name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the host's UNet compute attention by a function of its own of this name."""
-    traits = adapter.traits
-    module = host.module(traits.attention)
+    attention = adapter.attention
+    module = host.module(attention.functions)
     exec(SOURCE.format(name=name, exact="attention_pytorch", factor=factor), vars(module))
-    monkeypatch.setattr(host.module(traits.attention_user), traits.attention_name, getattr(module, name))
+    monkeypatch.setattr(host.module(attention.caller), attention.name, getattr(module, name))
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)

@@ -44,7 +44,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Called]:
 
     def noted(self: DiffusersForward, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        given = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         given.pop("return_dict", None)
         found.append(Called(given, answer[0]))
         return answer

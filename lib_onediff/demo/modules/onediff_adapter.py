@@ -14,10 +14,10 @@ from ...core.key import LATENT_PIXEL
 from ...core.refusal import Refusal
 from ...families.unet.layout import UNetLayout
 from ...hosts.contract import PROMPT_NOISE, TIMESTEP, WebUI, random_state_kept
-from ...hosts.diffusers import schedule as diffusers_schedule
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
 from ...hosts.diffusers.instance_forward import attached
+from ...hosts.diffusers.schedule import sampling_of
 from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
 
@@ -70,7 +70,8 @@ class Standalone(WebUI):
         self.model_loaded(self.checkpoint())
         unet, generation = self.unet_of(self.checkpoint()), weakref.ref(p)
         if unet is not None:
-            runtime.begin_sampling(unet, diffusers_schedule.sampling_to_come(p))
+            scale, scheduler = getattr(p, "cfg_scale", None), lambda: getattr(generation(), "sampler", None)
+            runtime.begin_sampling(unet, sampling_of(scheduler, None if scale is None else float(scale)))
             diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
         runtime.vae.begin_run()
 

@@ -27,15 +27,14 @@ class LoopAnnouncer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipe = self._pipe()
-        bar = type(pipe).progress_bar(pipe, *args, **kwargs)
-        announced = partial(AnnouncedLoop, bar, self._begin, self._end)
-        return runtime.guard.attempt("following a pipeline's steps", announced, bar)
+        return AnnouncedLoop(type(pipe).progress_bar(pipe, *args, **kwargs), self._begin, self._end)
 
     def _begin(self) -> None:
         pipe, unet = self._pipe(), self._unet()
         if pipe is not None and unet is not None:
             # Now: callbacks may end the guidance in mid-sampling.
-            runtime.begin_sampling(unet, sampling_of(pipe.scheduler, guidance_scale_of(pipe)), of_all=False)
+            scheduler = pipe.scheduler
+            runtime.begin_sampling(unet, sampling_of(lambda: scheduler, guidance_scale_of(pipe)), of_all=False)
 
     def _end(self) -> None:
         unet = self._unet()
@@ -103,28 +102,13 @@ def guidance_scale_of(pipe: Any) -> float | None:
     return float(scale) if getattr(pipe, "do_classifier_free_guidance", True) else min(1.0, float(scale))
 
 
-def sampling_of(scheduler: Any, guidance_scale: float | None = None) -> Sampling:
-    """The sampling that a diffusers scheduler's timesteps are for."""
-    clock = Clock(scheduler.timesteps, getattr(scheduler, "order", 1))
-    no_line = why_no_line(scheduler)
+def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = None) -> Sampling:
+    """The sampling that the timesteps of a diffusers scheduler are for. scheduler: returns it, from the first UNet call
+    on; None where there is none."""
+    clock = Clock(scheduler)
     return Sampling(
-        times=clock.times, read=clock.read, why_no_forecast=lambda: no_line, guidance_scale=guidance_scale
-    )
-
-
-def sampling_to_come(p: Any) -> Sampling:
-    """The sampling of the standalone host's generation p, which gets its scheduler only when the pipeline runs."""
-    generation, scale = weakref.ref(p), getattr(p, "cfg_scale", None)
-
-    def scheduler() -> Any:
-        return getattr(generation(), "sampler", None)
-
-    def times() -> list[float] | None:
-        return None if scheduler() is None else Clock(scheduler().timesteps, scheduler().order).times()
-
-    return Sampling(
-        times, why_no_forecast=lambda: why_no_line(scheduler()),
-        guidance_scale=None if scale is None else float(scale),
+        times=clock.times, read=clock.read, why_no_forecast=lambda: why_no_line(scheduler()),
+        guidance_scale=guidance_scale,
     )
 
 
@@ -134,28 +118,28 @@ def why_no_line(scheduler: Any) -> str:
 
 
 class Clock:
-    """Timesteps whose values are asked for once. order: how many of them one step has."""
+    """A scheduler's timesteps, whose values are asked for once."""
 
-    def __init__(self, timesteps: Tensor, order: int) -> None:
-        self._timesteps, self._order = timesteps, max(1, int(order))
-        self._values: list[float] | None = None
+    def __init__(self, scheduler: Callable[[], Any]) -> None:
+        self._scheduler = scheduler
+        self._values: list[float] = []
 
-    def times(self) -> list[float]:
+    def times(self) -> list[float] | None:
         """Where steps begin. Of two calls a step, the second is at a place between or where the next one begins."""
-        return self._all()[::self._order]
+        scheduler = self._scheduler()
+        return None if scheduler is None else self._all(scheduler)[::max(1, int(getattr(scheduler, "order", 1)))]
 
     def read(self, timestep: Tensor) -> float | None:
         """The timestep of a call: a pipeline hands over a view of one of the scheduler's, so where it lies tells which,
         and the GPU need not be waited for."""
-        ours = self._timesteps
-        same_memory = (timestep.dtype, timestep.device) == (ours.dtype, ours.device) and (
+        ours: Any = getattr(self._scheduler(), "timesteps", None)
+        same_memory = ours is not None and (timestep.dtype, timestep.device) == (ours.dtype, ours.device) and (
             timestep.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()
         )
         if not same_memory or not ours.is_contiguous() or (timestep.numel() > 1 and timestep.stride(0) != 0):
             return time_of(timestep)
-        return self._all()[timestep.storage_offset() - ours.storage_offset()]
+        return self._all(self._scheduler())[timestep.storage_offset() - ours.storage_offset()]
 
-    def _all(self) -> list[float]:
-        if self._values is None:
-            self._values = [float(value) for value in self._timesteps.tolist()]
+    def _all(self, scheduler: Any) -> list[float]:
+        self._values = self._values or [float(value) for value in scheduler.timesteps.tolist()]
         return self._values

@@ -5,6 +5,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,19 +15,13 @@ from ...core.call import UNetCall
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
-from ...families.unet.read_diffusers import (
-    FREEU_FACTORS,
-    PROCESSOR_OF,
-    attentions_of,
-    foreign_parts,
-    is_diffusers_unet,
-)
+from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, replaced_by
 from ...weights.watch import no_object
 from .call import arguments_of_prompt, control_of, rows_of_prompt
-from .instance_forward import InstanceForward, attached, own_forward, put_on, take_off
+from .instance_forward import InstanceForward, attached, put_on, take_off
 from .loras import LoraReader
 from .patches import Within, within
 from .schedule import announce_samplings, reference_to
@@ -50,25 +45,19 @@ class DiffusersForward(InstanceForward):
 
     def __init__(self, unet: nn.Module, compiled: Any = None) -> None:
         super().__init__(unet, compiled)
-        # The class and its forward that were found to be diffusers' own, and what that takes.
-        self._own: tuple[type, Any] | None = None
-        self._names: tuple[str, ...] = ()
         self._attentions: dict[str, weakref.ref[Any]] = {}
-        # What decides whether anything foreign runs within the UNet, as it was looked at last, and whether it does.
-        self._within: object = None
-        self._is_foreign = False
         self.loras = LoraReader()
         # The pipeline that calls, where that is known.
         self.pipeline: Callable[[], Any] = no_object
 
     def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            self._check_class(module)
+            check_class(module)
         except Refusal as reason:
             runtime.note_host(str(reason), module)
             return runtime.pressure.run_host(lambda: host(module, *args, **kwargs))
         # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
-        given = {**dict(zip(self._names, args)), **kwargs}  # noqa: B905
+        given = {**dict(zip(names_of(type(module).forward), args)), **kwargs}  # noqa: B905
         return_dict = given.pop("return_dict", True)
         by_host = lambda: sample_of(host, module, given)  # noqa: E731
         try:
@@ -86,19 +75,6 @@ class DiffusersForward(InstanceForward):
 
     def declined(self, module: Any, reason: str) -> None:
         runtime.note_host(reason, module)
-
-    def _check_class(self, unet: Any) -> None:
-        """Raise Refusal where this UNet's forward is not diffusers' own."""
-        own = type(unet), type(unet).forward
-        if own == self._own:
-            return
-        if not is_diffusers_unet(unet):
-            raise Refusal(f"{type(unet).__name__} is not a UNet that OneDiff knows")
-        replaced = replaced_by(type(unet))
-        if replaced is not None:
-            raise Refusal(f"UNet2DConditionModel.forward was replaced by {replaced}")
-        self._names = tuple(inspect.signature(own_forward(unet)).parameters)
-        self._own = own
 
     def _prompt_rows(self, host: HostFunction, unet: Any, given: dict[str, Any]) -> PromptRows:
         rows = rows_of_prompt(self.pipeline(), given["sample"])
@@ -132,7 +108,7 @@ class DiffusersForward(InstanceForward):
         scale = arguments.pop("scale", 1.0)
         inside = Within()
         processors = list(map(PROCESSOR_OF, attentions))
-        if self._has_foreign(unet, processors):
+        if foreign_parts(unet, set(map(type, processors))):
             by_path = dict(zip(self._attentions, processors, strict=True))
             inside = within(unet, by_path, sample, added_cond_kwargs or {}, arguments)
         elif arguments:
@@ -161,14 +137,18 @@ class DiffusersForward(InstanceForward):
             found = list(modules.values())
         return found
 
-    def _has_foreign(self, unet: Any, processors: list[Any]) -> bool:
-        """Whether anything runs within the UNet beside its own layers: asked at every call."""
-        kinds = set(map(type, processors))
-        factors = [tuple(map(vars(block).get, FREEU_FACTORS)) for block in unet.up_blocks]
-        seen = kinds, type(unet.encoder_hid_proj), factors
-        if seen != self._within:
-            self._is_foreign, self._within = bool(foreign_parts(unet, kinds)), seen
-        return self._is_foreign
+
+def check_class(unet: Any) -> None:
+    """Raise Refusal where this UNet's forward is not diffusers' own."""
+    if not is_diffusers_unet(unet):
+        raise Refusal(f"{type(unet).__name__} is not a UNet that OneDiff knows")
+    if (replaced := replaced_by(type(unet))) is not None:
+        raise Refusal(f"UNet2DConditionModel.forward was replaced by {replaced}")
+
+@lru_cache(maxsize=8)
+def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """What a forward takes besides the module."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:

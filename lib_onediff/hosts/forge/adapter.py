@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,51 +21,102 @@ from ...core.rows import PromptRows
 from ...core.sampling import Sampling
 from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
+from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
 from ...weights.fused_storage import shares_storage
 from ...weights.scan import HostTraits
 from ...weights.weight_functions import Casts
 from ..changed_modules import ChangedModules, foreign_forward, is_block_or_attention
 from ..contract import NOT_IN_USE, TIMESTEP, Result, WebUI, random_inputs
 from ..hooks import UNetHooks, VaeHooks, check_original, serve_call
-from ..needs import check_needs
+from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
+from .attention import HostAttention
 from .call import HostCall, names_read_by, unet_call
 from .image_prompts import image_prompts_of
-from .traits import FORGE, Traits, check_storage
 from .weight_functions import LayerFunctions, cast_to_input
 
-release = FORGE.release
+UNET = "backend.nn.unet"
+
+
+def release() -> str:
+    """ "Forge 2.0.1v1.10.1" or "Forge Neo 2.26"."""
+    version, number = version_and_release()
+    return (f"Forge Neo {number}" if version == "neo" else f"Forge {version}").strip()
+
+
+def version_and_release() -> tuple[str, str]:
+    """What the host says of itself: its version, and its release where it tells one."""
+    try:
+        said = importlib.import_module("modules_forge.forge_version")
+    except ImportError:
+        return "", ""
+    return str(getattr(said, "version", "")), str(getattr(said, "release", ""))
 
 
 def adapter() -> WebUI:
     """Raises Refusal for a release that lacks something."""
-    check_needs(release(), FORGE.needs())
-    return Forge(FORGE)
+    check_needs(release(), Forge.needs())
+    return Forge(release())
 
 
 class Forge(WebUI):
-    """The adapter; see contract.WebUI."""
+    """The adapter; see contract.WebUI. Another host of the family overrides the first attributes and methods.
 
+    unet_module: of the UNet. vae_module: of the VAE's Decoder and Encoder. attention: of the UNet.
+    helpers: other global functions that the UNet calls, each with the module whose code it must be.
+    memory, sampling: the modules of the memory management and of sampling_prepare.
+    """
+
+    name, unet_class = "forge", "IntegratedUNet2DConditionModel"
+    unet_module, vae_module = UNET, "backend.nn.vae"
+    attention = HostAttention("backend.attention", UNET, "attention_function")
+    helpers: Mapping[str, str] = dict.fromkeys(("apply_control", "timestep_embedding", "checkpoint"), UNET)
+    memory, sampling = "backend.memory_management", "backend.sampling.sampling_function"
     checkpoint_paths = (
         "forge_objects.unet.model", "forge_objects.unet.model_options", "forge_objects.unet.load_device",
         "forge_objects_original.unet", "forge_objects_after_applying_lora",
     )
 
-    def __init__(self, traits: Traits, loads_at_start: bool = False) -> None:
-        super().__init__(traits.release())
-        self.traits, self._loads_at_start = traits, loads_at_start
-        self.name, self.unet_class = traits.name, traits.unet_class
-        unet, vae = importlib.import_module(traits.unet), importlib.import_module(traits.vae)
-        self._unets = UNetHooks([getattr(unet, self.unet_class)], self._forward, self._why_bypassed)
-        self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), traits.check_vae)
+    def selected_checkpoint(self) -> Any:
+        """The checkpoint that the user has chosen; loads it."""
+        from modules import sd_models
+
+        return sd_models.forge_model_reload()[0]
+
+    def vae_attention(self, decoder: Any) -> Any:
+        """The function by which a decoder computes attention; its name has changed over time."""
+        vae = importlib.import_module(type(decoder).__module__)
+        older = getattr(vae, "attention_function_single_head_spatial", None)
+        return getattr(vae, "attention_function_vae", older)
+
+    @classmethod
+    def needs(cls) -> tuple[Need, ...]:
+        """What must be there before we hook anything."""
+        arguments = ("x", "timesteps", "context", "y", "control", "transformer_options")
+        return (
+            Need(cls.unet_module, f"{cls.unet_class}.forward", arguments),
+            *(Need(cls.unet_module, name) for name in cls.helpers),
+            Need(cls.attention.caller, cls.attention.name),
+            Need(cls.vae_module, "Decoder.forward", ("z",)), Need(cls.vae_module, "Encoder.forward", ("x",)),
+            Need(cls.memory, "get_free_memory"), Need(cls.memory, "module_size"),
+            Need(cls.sampling, "sampling_prepare"), Need(cls.sampling, "sampling_cleanup"),
+            Need("modules.sd_models", "model_data"), Need("modules.call_queue", "queue_lock"),
+            Need("modules.shared", "state"), Need("modules_forge.main_thread", "run_and_wait_result"),
+        )
+
+    def __init__(self, release: str) -> None:
+        super().__init__(release)
+        self._unet_code, vae = importlib.import_module(self.unet_module), importlib.import_module(self.vae_module)
+        self._unets = UNetHooks([getattr(self._unet_code, self.unet_class)], self._forward, self._why_bypassed)
+        self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), self._check_vae)
         self.patches = self._unets, self._vae
         self.host_traits = HostTraits(
-            yardstick=traits.with_exact_attention, functions=LayerFunctions(), casts=Casts(cast_to_input),
+            yardstick=self.attention.exactly, functions=LayerFunctions(), casts=Casts(cast_to_input),
             brought=lambda unet, module: is_block_or_attention(module),
-            keeps_weights=lambda unet: f"Low-bit only is not for {self.release}, which moves the weights itself",
+            keeps_weights=lambda unet: f"Low-bit only is not for {release}, which moves the weights itself",
         )
         self._changed = ChangedModules()
-        self._names_read = names_read_by(unet, importlib.import_module(traits.attention))
+        self._names_read = names_read_by(self._unet_code, importlib.import_module(self.attention.functions))
         # Why each UNet that was called in this sampling is the host's; "" where it is ours.
         self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._sampling = Sampling()
@@ -85,9 +136,6 @@ class Forge(WebUI):
             super().stop()
             give_originals_storage_of_their_own(patcher_of(self.checkpoint()))
             self._refusals.clear()
-
-    def loads_at_start(self) -> bool:
-        return self._loads_at_start
 
     def checkpoint(self) -> Any:
         # Before the first there is a placeholder, and Classic throws one away before it loads the next.
@@ -149,7 +197,7 @@ class Forge(WebUI):
         changed = self._changed.at_call(unet)
         # The host calls a module with a forward of its own in another way than image prompts would.
         prompts = () if changed else image_prompts_of(unet, given.options, given.x)
-        return unet_call(unet, given, self.traits.upcasts_attention(given.x.dtype), self._names_read, prompts, changed)
+        return unet_call(unet, given, self.attention.upcasts(given.x.dtype), self._names_read, prompts, changed)
 
     def _check(self, unet: nn.Module) -> None:
         """Raise Refusal where a UNet's calls are the host's now. The UNet is looked at once a sampling."""
@@ -165,14 +213,24 @@ class Forge(WebUI):
             runtime.begin_sampling(unet, self._sampling)
         if self._refusals[unet]:
             raise Refusal(self._refusals[unet])
-        self.traits.check_functions()
+        attention = self.attention
+        called = [(name, getattr(self._unet_code, name), owner) for name, owner in self.helpers.items()]
+        for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
+            if (source := origin(function)) != owner:
+                raise Refusal(f"{name} of the WebUI's UNet was replaced by {source}")
+
+    def _check_vae(self, decoder: Any) -> None:
+        """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""
+        source = origin(self.vae_attention(decoder))
+        if source not in (self.attention.functions, self.vae_module):
+            raise Refusal(f"the attention of the WebUI's VAE was replaced by {source}")
 
     # --- what users ask -------------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
         if not self.hooks():
             return []
-        unused = self.traits.unused_attention()
+        unused = self.attention.unused()
         said = [] if unused is None else [
             f"{unused}, chosen for the WebUI, is not used where OneDiff runs the UNet: OneDiff uses the fastest exact "
             "attention of this GPU."
@@ -186,7 +244,7 @@ class Forge(WebUI):
         if not self.hooks():
             raise CannotWarm(NOT_IN_USE)
         try:
-            checkpoint = self.traits.selected_checkpoint()
+            checkpoint = self.selected_checkpoint()
         except Exception as error:
             raise CannotWarm(f"the checkpoint cannot be loaded: {first_line(error)}") from error
         layout = self.layout_to_warm()
@@ -194,7 +252,7 @@ class Forge(WebUI):
         calls = runtime.call_stats.total
         # With the last generation's LoRAs; Classic keeps none where there were no LoRAs.
         patcher = (checkpoint.forge_objects_after_applying_lora or checkpoint.forge_objects_original).unet
-        sampling, model = importlib.import_module(self.traits.sampling), patcher.model
+        sampling, model = importlib.import_module(self.sampling), patcher.model
         computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
         device, dtype = patcher.load_device, computed or patcher.model_dtype()
         generator = torch.Generator().manual_seed(0)
@@ -214,7 +272,7 @@ class Forge(WebUI):
             raise CannotWarm(self._why_bypassed())
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        checkpoint, memory = self.checkpoint(), importlib.import_module(self.traits.memory)
+        checkpoint, memory = self.checkpoint(), importlib.import_module(self.memory)
         vae = checkpoint.forge_objects.vae
         latent = torch.randn(
             (images, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
@@ -259,3 +317,13 @@ def give_originals_storage_of_their_own(patcher: Any) -> None:
             if isinstance(weight, Tensor) and shares_storage(weight):
                 with torch.inference_mode(weight.is_inference()):
                     weight.data = weight.detach().clone()
+
+
+def check_storage(unet: Any) -> None:
+    """Raise Refusal where the host casts a UNet's weights in a way that we do not know."""
+    stored, computed = getattr(unet, "storage_dtype", None), getattr(unet, "computation_dtype", None)
+    if stored != computed and not (stored in STORED_DTYPES and computed in BOUND_DTYPES):
+        stored, computed = (str(kind).removeprefix("torch.") for kind in (stored, computed))
+        raise Refusal(
+            f"the UNet is stored as {stored} and computed in {computed}: the WebUI casts its weights at every call"
+        )

@@ -4,12 +4,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..contract import WebUI
-from ..forge.adapter import Forge
-from ..forge.traits import Traits, version_and_release
+from ..forge.adapter import Forge, version_and_release
+from ..forge.attention import HostAttention
 from ..needs import check_needs
 
 UNET = "ldm_patched.ldm.modules.diffusionmodules.openaimodel"
-UTIL = "ldm_patched.ldm.modules.diffusionmodules.util"
 ATTENTION = "ldm_patched.ldm.modules.attention"
 
 
@@ -21,27 +20,31 @@ def release() -> str:
 
 def adapter() -> WebUI:
     """Raises Refusal for a release that lacks something."""
-    check_needs(release(), LDM_PATCHED.needs())
-    # reForge loads a checkpoint when it starts, whatever its command line says; Classic does not.
-    return Forge(LDM_PATCHED, loads_at_start=release().startswith("reForge"))
+    check_needs(release(), LdmPatched.needs())
+    return LdmPatched(release())
 
 
-def loaded_or_first() -> Any:
-    from modules import sd_models
+class LdmPatched(Forge):
+    """The adapter; see Forge."""
 
-    return sd_models.model_data.get_sd_model()
+    name, unet_class = "ldm_patched", "UNetModel"
+    unet_module, vae_module = UNET, "ldm_patched.ldm.modules.diffusionmodules.model"
+    attention = HostAttention(ATTENTION, ATTENTION, "optimized_attention")
+    helpers = {
+        "apply_control": UNET, "forward_timestep_embed": UNET,
+        "timestep_embedding": "ldm_patched.ldm.modules.diffusionmodules.util",
+    }
+    memory, sampling = "ldm_patched.modules.model_management", "modules_forge.forge_sampler"
 
+    def selected_checkpoint(self) -> Any:
+        from modules import sd_models
 
-def vae_attention(decoder: Any) -> Any:
-    """Each attention block of the VAE keeps the function that it was built with."""
-    return decoder.mid.attn_1.optimized_attention
+        return sd_models.model_data.get_sd_model()
 
+    def vae_attention(self, decoder: Any) -> Any:
+        # Each attention block of the VAE keeps the function that it was built with.
+        return decoder.mid.attn_1.optimized_attention
 
-LDM_PATCHED = Traits(
-    name="ldm_patched", release=release, unet=UNET, unet_class="UNetModel",
-    vae="ldm_patched.ldm.modules.diffusionmodules.model",
-    attention=ATTENTION, attention_user=ATTENTION, attention_name="optimized_attention",
-    helpers={"apply_control": UNET, "forward_timestep_embed": UNET, "timestep_embedding": UTIL},
-    memory="ldm_patched.modules.model_management", sampling="modules_forge.forge_sampler",
-    selected_checkpoint=loaded_or_first, vae_attention=vae_attention,
-)
+    def loads_at_start(self) -> bool:
+        # reForge does, whatever its command line says; Classic does not.
+        return self.release.startswith("reForge")
