@@ -14,7 +14,6 @@ from ..core.key import LATENT_PIXEL
 from ..core.refusal import Refusal
 from ..families.registry import read_layout
 from ..families.unet.layout import UNetLayout
-from ..prewarm.job import CannotWarm
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits
 from .hooks import ForwardPatches
@@ -65,16 +64,16 @@ class WebUI:
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.
 
-        Raises CannotWarm and Refusal. Call it through exclusively().
+        Raises Refusal. Call it through exclusively().
         """
-        raise CannotWarm(str(self.why_not_served()))
+        raise Refusal(str(self.why_not_served()))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         """Decode random latents of so many images of a size in pixels, as the host does after a sampling.
 
-        Raises CannotWarm. Call it through exclusively().
+        Raises Refusal. Call it through exclusively().
         """
-        raise CannotWarm(str(self.why_not_served()))
+        raise Refusal(str(self.why_not_served()))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         """(latents, tokens) of the UNet calls that the host makes for so many images at once with a prompt of so
@@ -167,12 +166,12 @@ class WebUI:
         return f"this checkpoint's network is a {kind}; OneDiff serves the UNets of SD1, SD2 and SDXL"
 
     def layout_to_warm(self) -> UNetLayout:
-        """Of the loaded checkpoint's UNet. Raises CannotWarm where there is none to make ready."""
+        """Of the loaded checkpoint's UNet. Raises Refusal where there is none to make ready."""
         if not self.hooks():
-            raise CannotWarm(NOT_IN_USE)
+            raise Refusal(NOT_IN_USE)
         unet = self.adopt(self.checkpoint())
         if unet is None:
-            raise CannotWarm(self.why_not_served() or "no checkpoint is loaded yet")
+            raise Refusal(self.why_not_served() or "no checkpoint is loaded yet")
         return runtime.layout_of(unet)
 
     def model_name(self, checkpoint: Any = None) -> str | None:

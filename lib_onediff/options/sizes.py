@@ -9,6 +9,9 @@ SEPARATOR = re.compile(r"[,;\n]")
 SMALLEST, LARGEST, STEP, LARGEST_BATCH = 64, 4096, 8, 64
 MOST_SIZES = 100
 LONGEST_QUOTE = 40
+# The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
+TOKENS = 77
+TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """How do shapes become ready between generations?
 
-queue: what was asked for. worker: makes one after the other. idle: only while nobody generates. presets: what to
-ask for. Imports runtime/ and everything below.
+worker: the queue, of which one after the other is made. idle: what is queued while nobody generates. presets: what to
+ask for. Imports hosts/ and everything below.
 """

@@ -15,11 +15,10 @@ SOURCE = "idle"
 SECONDS_UNTIL_IDLE = 60.0
 SECONDS_BETWEEN_LOOKS = 0.5
 USABLE = (State.READY.value, State.PROVED.value)
-STOP_SECONDS = 5.0
 
 
 class IdleWarmUp:
-    """Its thread lives while the setting is on. Safe to use from any thread."""
+    """A timer that runs while the setting is on, and begins anew with every image. Safe to use from any thread."""
 
     def __init__(
         self, warmup: WarmUp, rows: Callable[[], list[ResolutionRow]], most_used: Callable[[], list[WantedSize]],
@@ -33,82 +32,70 @@ class IdleWarmUp:
         self._seconds = seconds
         self._unfinished: set[WantedSize] = set()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
-        self._disturbed = threading.Event()
+        self._on = False
+        self._timer: threading.Timer | None = None
 
     def follow(self, on: bool) -> None:
         """Begin, or end, as the setting says; safe to call again."""
-        with self._lock:
-            if on and self._thread is None:
-                self._ended = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._ended,), name="onediff-idle", daemon=True
-                )
-                self._thread.start()
-        if not on:
-            self.stop()
+        if on != self._on:
+            self._on = on
+            self.disturb()
+
+    def stop(self) -> None:
+        """End, with what was queued."""
+        self.follow(False)
 
     def disturb(self) -> None:
         """An image begins or ends: what idle warm-up has queued goes, and it waits anew."""
-        if self._thread is not None:
-            self._disturbed.set()
-            self._cancel()
-
-    def stop(self) -> None:
-        """End, with what was queued; waits a few seconds at most for the thread."""
         with self._lock:
-            thread, self._thread = self._thread, None
-            self._ended.set()
-        self._disturbed.set()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = threading.Timer(self._seconds, self._make_ready) if self._on else None
+            if self._timer is not None:
+                self._timer.name, self._timer.daemon = "onediff-idle", True
+                self._timer.start()
         self._cancel()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(STOP_SECONDS)
 
     def _cancel(self) -> None:
         for job in self._warmup.jobs():
             if job.pending and job.source == SOURCE:
                 self._warmup.cancel(job.id)
 
-    # --- the thread -----------------------------------------------------------------------------------------------
+    # --- the timer's thread ---------------------------------------------------------------------------------------
 
-    def _run(self, ended: threading.Event) -> None:
-        while not ended.is_set():
-            self._disturbed.clear()
-            if ended.is_set():
-                return
-            if self._disturbed.wait(self._seconds) or ended.is_set() or self._warmup.busy():
-                continue
-            try:
-                self._make_ready(ended)
-            except Exception:
-                # Nobody asked for this now, so nobody is told but the log.
-                log.exception("idle warm-up failed")
-            while not self._disturbed.wait(self._seconds) and not ended.is_set():
-                pass  # Once for each time that nobody asks for images.
+    def _make_ready(self) -> None:
+        """Warm up what is not ready, until an image is asked for, or until something else had to go for it.
 
-    def _make_ready(self, ended: threading.Event) -> None:
-        """Warm up what is not ready, until an image is asked for, or until something else had to go for it."""
-        for wanted in self._most_used():
-            rows = self._rows()
-            if wanted not in self._unfinished and is_ready(wanted, rows, self._warmup.model):
-                continue
-            if self._disturbed.is_set() or ended.is_set():
-                return
-            before = count_ready(rows)
-            self._unfinished.add(wanted)
-            try:
-                (job,) = self._warmup.add([wanted.size], SOURCE, tokens=wanted.tokens)
-            except ValueError as refusal:
-                log.debug("idle warm-up: %s", refusal)
-                return
-            while any(now.id == job.id and now.pending for now in self._warmup.jobs()):
-                if self._disturbed.wait(SECONDS_BETWEEN_LOOKS) or ended.is_set():
-                    self._cancel()
+        That is once for each time that nobody asks for images.
+        """
+        # A timer that is cancelled has finished.
+        disturbed: threading.Event = threading.current_thread().finished  # type: ignore[attr-defined]
+        try:
+            if self._warmup.busy():
+                self.disturb()
+            for wanted in self._most_used():
+                if disturbed.is_set():
                     return
-            self._unfinished.discard(wanted)
-            if count_ready(self._rows()) <= before:
+                rows = self._rows()
+                if wanted in self._unfinished or not is_ready(wanted, rows, self._warmup.model):
+                    self._warm(wanted, disturbed)
+                    if count_ready(self._rows()) <= count_ready(rows):
+                        return
+        except ValueError as refusal:
+            log.debug("idle warm-up: %s", refusal)
+        except Exception:
+            # Nobody asked for this now, so nobody is told but the log.
+            log.exception("idle warm-up failed")
+
+    def _warm(self, wanted: WantedSize, disturbed: threading.Event) -> None:
+        """Make one size ready. Raises ValueError where nothing can be made ready."""
+        self._unfinished.add(wanted)
+        (job,) = self._warmup.add([wanted.size], SOURCE, tokens=wanted.tokens)
+        while any(now.id == job.id and now.pending for now in self._warmup.jobs()):
+            if disturbed.wait(SECONDS_BETWEEN_LOOKS):
+                self._warmup.cancel(job.id)
                 return
+        self._unfinished.discard(wanted)
 
 
 def is_ready(wanted: WantedSize, rows: list[ResolutionRow], model: str | None) -> bool:

@@ -5,23 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..options.sizes import Size
+from ..options.sizes import TOKEN_CHOICES, TOKENS, Size
 from ..runtime.rows import ResolutionRow
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 PENDING = (QUEUED, RUNNING)
-# The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
-TOKENS = 77
-TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
 # The first is checked against the host's own UNet, the second captures a graph, the third replays it.
 CALLS_PER_SHAPE = 3
-
-
-class CannotWarm(Exception):
-    """A size cannot be made ready; the message is the reason, in one line for the user.
-
-    An exception, because a host's own thread and its lock lie between the adapter that finds out and the queue.
-    """
 
 
 class Shape(NamedTuple):
@@ -37,6 +27,11 @@ class Call(NamedTuple):
     size: Size
     shape: Shape
     number: int
+
+    @property
+    def pixels(self) -> int:
+        """How much work it is, about."""
+        return self.size.width * self.size.height * self.shape.latents
 
 
 @dataclass(frozen=True)

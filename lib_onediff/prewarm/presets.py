@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..options.sizes import Size, parse_size
+from ..options.sizes import TOKEN_CHOICES, TOKENS, Size, parse_size
 from ..store.history import HistoryRow
-from .job import TOKEN_CHOICES, TOKENS
 
 
 @dataclass(frozen=True)

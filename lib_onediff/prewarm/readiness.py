@@ -1,11 +1,9 @@
 """Whether this process may be sent images: what a load balancer asks before it does."""
 from __future__ import annotations
 
-from typing import Protocol
-
+from ..hosts.contract import WebUI
 from ..options.prewarm_list import parse_prewarm
-from ..options.settings import Settings
-from ..store.history import History
+from ..runtime.runtime import Runtime
 from .idle import SOURCE as IDLE
 from .worker import WarmUp
 
@@ -13,31 +11,11 @@ LOADING = "The WebUI is loading its checkpoint."
 NO_CHECKPOINT = "Sizes are to be made ready, and no checkpoint is loaded yet: ask for one size by POST prewarm."
 
 
-class Loads(Protocol):
-    """What is asked of a WebUI."""
-
-    def loads_at_start(self) -> bool:
-        """Whether it loads a checkpoint by itself when it starts."""
-
-    def model_name(self) -> str | None:
-        """What the rows of the loaded checkpoint call its network; None for one that is none of ours, or for none."""
-
-    def why_not_served(self) -> str | None:
-        """Why the loaded checkpoint cannot be ours; None where it is, or none is loaded."""
-
-
-class Remembers(Protocol):
-    """What is asked of the runtime."""
-
-    history: History
-    settings: Settings
-
-
 class Readiness:
     """Whether what the settings or users want ready is so. Idle warm-up counts for nothing: it gives way to every
     image, and where it did, a machine without images would never get one."""
 
-    def __init__(self, webui: Loads, warmup: WarmUp, runtime: Remembers) -> None:
+    def __init__(self, webui: WebUI, warmup: WarmUp, runtime: Runtime) -> None:
         self._webui, self._warmup, self._runtime = webui, warmup, runtime
         self._had_checkpoint = False
 

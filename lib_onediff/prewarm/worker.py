@@ -2,31 +2,32 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from itertools import count, starmap
+from typing import Any
 
 import torch
 
-from ..core.guard import first_line, outcome_of
+from ..core.guard import first_line
 from ..core.refusal import Refusal
-from ..core.table import ShapeTable, State
-from ..devices.registry import Devices
-from ..options.settings import OFF_IN_SETTINGS, Settings
-from ..options.sizes import Size
-from ..runtime.rows import ResolutionRow
-from ..store.history import History
-from .job import CALLS_PER_SHAPE, DONE, FAILED, TOKENS, Call, CannotWarm, Job, Shape, check_tokens
-from .queue import JobQueue, known_times
+from ..core.table import State
+from ..hosts.contract import WebUI
+from ..options.settings import OFF_IN_SETTINGS
+from ..options.sizes import TOKENS, Size
+from ..runtime.runtime import Runtime
+from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Call, Job, Shape, check_tokens
 
 log = logging.getLogger("onediff")
-Result = TypeVar("Result")
 
+FINISHED_JOBS_KEPT, MEASUREMENTS_KEPT = 50, 12
 # Python aborts when it ends below a thread that computes.
 SECONDS_AT_EXIT = 20.0
 # The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
@@ -38,91 +39,53 @@ DECODING = "checking the VAE's decode"
 CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
 
 
-class Warms(Protocol):
-    """What the queue asks of a WebUI."""
-
-    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """Make one UNet call as the WebUI would, at a size in pixels; batch counts latents. Raises CannotWarm
-        and Refusal."""
-
-    def warm_decode(self, width: int, height: int, images: int) -> None:
-        """Decode random latents of so many images of a size in pixels, as the WebUI would."""
-
-    def call_shapes(self, images: int, tokens: int) -> Iterable[tuple[int, int]]:
-        """(latents, tokens) of the UNet calls of so many images at once, the usual one first."""
-
-    def model_name(self) -> str | None:
-        """What the rows of the loaded checkpoint call its network ("SD1"); None where none is loaded."""
-
-    def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Run work() while no image is being made, and return what it returns."""
-
-
-class Reports(Protocol):
-    """What the queue asks of the runtime."""
-
-    history: History
-    settings: Settings
-    table: ShapeTable
-    devices: Devices
-
-    def status(self) -> dict[str, Any]:
-        """What the last UNet call was; "route", "reason" and "backend" among it."""
-
-    def rows(self) -> list[ResolutionRow]:
-        """What is known about every resolution."""
-
-    def compiling(self) -> Iterable[Future[Any]]:
-        """Begin what the model still lacks; one after the other what has to end until nothing is lacking."""
-
-    def wait_for_compile(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a UNet call waits for what is being compiled."""
-
-
 class WarmUp:
     """The queue and its one worker thread, which lives while there is work. Safe to use from any thread."""
 
-    def __init__(self, webui: Warms, runtime: Reports, *, unbatched: bool = True) -> None:
-        """unbatched: besides the two halves of the guidance in one call, make the other calls ready that the WebUI may
-        make at a size: without guidance, for prompts of different lengths."""
+    def __init__(self, webui: WebUI, runtime: Runtime) -> None:
         self._webui = webui
         self._runtime = runtime
-        self._unbatched = unbatched
-        self._queue = JobQueue()
+        # What is not queued any more stands before what is; the order of that is the queue's.
+        self._jobs: dict[int, Job] = {}
+        self._ids = count(1)
+        self._version = 0
+        # Seconds for one latent pixel, by the number of the call at its shape.
+        self._rates: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=MEASUREMENTS_KEPT))
         self._worker: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._changed = threading.Condition()
 
     @property
     def model(self) -> str | None:
         """The loaded model as the rows call it, which is what the queue makes ready."""
         return self._webui.model_name()
 
-    def add(
-        self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS, unbatched: bool | None = None
-    ) -> list[Job]:
+    def add(self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS) -> list[Job]:
         """Queue sizes; one that waits already keeps its place. Returns the job of every size.
 
-        tokens: the length of the context, 77 for each started 75 tokens of the prompt. unbatched: as the queue's own
-        by default. Raises ValueError with a sentence for a length that cannot be, and where OneDiff is switched off.
+        tokens: the length of the context, 77 for each started 75 tokens of the prompt. Raises ValueError with a
+        sentence for a length that cannot be, and where OneDiff is switched off.
         """
         if not self._runtime.settings.enabled:
             raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be made ready.")
         check_tokens(tokens)
-        wanted = [(size, tokens, self._shapes(size, tokens, unbatched)) for size in sizes]
-        if not wanted:
-            return []
-        known = known_times(self._runtime.rows(), self.model)
-        with self._starting:
-            jobs = self._queue.add(wanted, source, known)
-            if self._worker is None:
+        wanted = [(size, tuple(starmap(Shape, self._webui.call_shapes(size.batch, tokens)))) for size in sizes]
+        with self._changed:
+            waiting = {(job.size, job.shapes): job for job in self._jobs.values() if job.state == QUEUED}
+            for size, shapes in wanted:
+                if (size, shapes) not in waiting:
+                    total = CALLS_PER_SHAPE * len(shapes)
+                    job = Job(next(self._ids), size, source, total=total, tokens=tokens, shapes=shapes)
+                    waiting[size, shapes] = self._update(job, estimated_seconds=self._estimate(job))
+            if wanted and self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="onediff-warm-up", daemon=True)
                 self._worker.start()
                 atexit.register(self.stop, SECONDS_AT_EXIT)
-        return jobs
+            return [waiting[one] for one in wanted]
 
     def jobs(self) -> list[Job]:
         """The last jobs that are over and the one that runs, in the order of asking, then the queue in its own."""
-        return self._queue.jobs()
+        with self._changed:
+            return list(self._jobs.values())
 
     def busy(self) -> bool:
         """Whether any job is pending."""
@@ -130,11 +93,25 @@ class WarmUp:
 
     def cancel(self, job_id: int) -> bool:
         """Take a job out of the queue, or end it after the UNet call in progress; False when it is over or unknown."""
-        return self._queue.cancel(job_id)
+        with self._changed:
+            job = self._jobs.get(job_id)
+            if job is None or not job.pending:
+                return False
+            self._update(job, state=CANCELLED, what="", estimated_seconds=None)
+            return True
 
     def move(self, job_id: int, to: int) -> bool:
         """Give a queued job another place in the queue: 0 is the next one. False when it is not queued (any more)."""
-        return self._queue.move(job_id, to)
+        with self._changed:
+            job = self._jobs.get(job_id)
+            if job is None or job.state != QUEUED:
+                return False
+            queued = [other for other in self._jobs.values() if other.state == QUEUED and other is not job]
+            queued.insert(max(0, to), job)
+            for other in queued:
+                self._jobs[other.id] = self._jobs.pop(other.id)
+            self._tell()
+            return True
 
     def stop(self, seconds: float = 0.0) -> int:
         """Cancel every pending job and return how many; waits at most so long for the UNet call in progress."""
@@ -146,49 +123,99 @@ class WarmUp:
 
     def wait_for_change(self, version: int, seconds: float) -> int:
         """Wait until anything differs from what version stood for, at most so long, and return the version now."""
-        return self._queue.wait_for_change(version, seconds)
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version, seconds)
+            return self._version
+
+    # --- call these with the condition held -----------------------------------------------------------------------
+
+    def _estimate(self, job: Job) -> float | None:
+        """Seconds that are left of a job; None while calls of a kind were never made."""
+        calls = job.calls_left()
+        if not all(self._rates[call.number] for call in calls):
+            return None
+        return sum(statistics.median(self._rates[call.number]) * call.pixels for call in calls)
+
+    def _update(self, job: Job, **changes: Any) -> Job:
+        job = self._jobs[job.id] = replace(job, **changes)
+        finished = [job_id for job_id, kept in self._jobs.items() if not kept.pending]
+        for job_id in finished[:-FINISHED_JOBS_KEPT]:
+            del self._jobs[job_id]
+        self._tell()
+        return job
+
+    def _tell(self) -> None:
+        self._jobs = dict(sorted(self._jobs.items(), key=lambda item: item[1].state == QUEUED))
+        self._version += 1
+        self._changed.notify_all()
 
     # --- the worker -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (job := self._take()) is not None:
             try:
-                self._run(job)
-            except (CannotWarm, Refusal) as refusal:
-                self._queue.end(job, FAILED, str(refusal))
+                self._end(job, DONE, self._run(job))
+            except Refusal as refusal:
+                self._end(job, FAILED, str(refusal))
             except Exception as error:
                 log.exception("warming up %s failed", job.size)
-                self._queue.end(job, FAILED, first_line(error))
+                self._end(job, FAILED, first_line(error))
 
     def _take(self) -> Job | None:
-        with self._starting:
-            job = self._queue.take()
-            if job is None:
-                self._worker = None
-                atexit.unregister(self.stop)
-            return job
+        """The next job, which runs from now on; None if none is queued."""
+        with self._changed:
+            job = next((job for job in self._jobs.values() if job.state == QUEUED), None)
+            if job is not None:
+                return self._update(job, state=RUNNING)
+            self._worker = None
+            atexit.unregister(self.stop)
+            return None
 
-    def _run(self, job: Job) -> None:
+    def _running(self, job: Job) -> Job | None:
+        """A job that was taken, as it is now; None where it is over."""
+        with self._changed:
+            now = self._jobs.get(job.id)
+            return now if now is not None and now.state == RUNNING else None
+
+    def _say(self, job: Job, what: str) -> None:
+        """What is being done for a running job now, for people."""
+        with self._changed:
+            now = self._running(job)
+            if now is not None and now.what != what:
+                self._update(now, what=what)
+
+    def _advance(self, job: Job, call: Call, seconds: float, calls: int) -> None:
+        """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
+        with self._changed:
+            self._rates[call.number].append(seconds / call.pixels)
+            now = self._running(job)
+            if now is not None:
+                now = replace(now, done=now.done + calls, seconds=now.seconds + seconds)
+                self._update(now, estimated_seconds=self._estimate(now))
+
+    def _end(self, job: Job, state: str, reason: str) -> None:
+        """A running job is over; one that was cancelled meanwhile stays so."""
+        with self._changed:
+            now = self._running(job)
+            if now is not None:
+                self._update(now, state=state, reason=reason, what="", estimated_seconds=None)
+
+    def _run(self, job: Job) -> str:
+        """Make a job's calls. Returns why it has no graph, if so. Raises Refusal, and what a call raises."""
         self._compile(job)
         no_graph = ""
-        while self._queue.is_running(job) and (calls := self._queue.get(job).calls_left()):
-            call = calls[0]
-            self._queue.say(job, WAITING)
-            # A host may run this in a thread that prints tracebacks, and a refusal is none.
-            outcome = self._webui.exclusively(partial(outcome_of, partial(self._call, job, call))).result()
-            if outcome is not None:
-                is_ready = outcome.route == "graph"
-                no_graph = no_graph or outcome.why_no_graph(call)
-                self._queue.advance(job, call, outcome.seconds, CALLS_PER_SHAPE - call.number if is_ready else 1)
+        while (now := self._running(job)) is not None and (calls := now.calls_left()):
+            self._say(job, WAITING)
+            no_graph = self._webui.exclusively(partial(self._call, job, calls[0])) or no_graph
             time.sleep(SECONDS_LEFT_TO_IMAGES)
-        self._webui.exclusively(lambda: self._decode(job))
-        self._queue.end(job, DONE, no_graph)
+        self._webui.exclusively(partial(self._decode, job))
+        return no_graph
 
     def _compile(self, job: Job) -> None:
         """Meanwhile images can be made, by the host's own UNet."""
-        self._queue.say(job, COMPILING)
+        self._say(job, COMPILING)
         for compiling in self._runtime.compiling():
-            while self._queue.is_running(job) and not compiling.done():
+            while self._running(job) and not compiling.done():
                 wait([compiling], SECONDS_BETWEEN_LOOKS)
 
     def _decode(self, job: Job) -> None:
@@ -198,9 +225,9 @@ class WarmUp:
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD
             for entry in self._runtime.table.entries() if entry.key.is_decode
         )
-        if known or not self._queue.is_running(job):
+        if known or not self._running(job):
             return
-        self._queue.say(job, DECODING)
+        self._say(job, DECODING)
         try:
             with self._runtime.wait_for_compile():
                 self._webui.warm_decode(size.width, size.height, size.batch)
@@ -208,11 +235,15 @@ class WarmUp:
         except Exception as error:
             log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
 
-    def _call(self, job: Job, call: Call) -> Made | None:
-        """One UNet call: what came of it, or None for a cancelled job. Raises CannotWarm, and what the call raises."""
-        if not self._queue.is_running(job):
-            return None
-        self._queue.say(job, self._what(call))
+    def _call(self, job: Job, call: Call) -> str:
+        """One UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
+
+        Raises Refusal, and what the call raises.
+        """
+        if not self._running(job):
+            return ""
+        captures = call.number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
+        self._say(job, CHECKING if call.number == 0 else CAPTURING if captures else MEASURING)
         began = time.perf_counter()
         try:
             with self._runtime.wait_for_compile():
@@ -220,32 +251,10 @@ class WarmUp:
             status = self._runtime.status()
             self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         except torch.cuda.OutOfMemoryError:
-            raise CannotWarm(f"there is not enough GPU memory for {call.size}") from None
+            raise Refusal(f"there is not enough GPU memory for {call.size}") from None
         if status["route"] not in ("graph", "plain"):
-            raise CannotWarm(status["reason"] or "the WebUI's own UNet serves it")
-        has_graphs = self._runtime.devices.has_graphs(status["backend"])
-        return Made(time.perf_counter() - began, status["route"], has_graphs, status["reason"])
-
-    def _what(self, call: Call) -> str:
-        if call.number == 0:
-            return CHECKING
-        captures = call.number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
-        return CAPTURING if captures else MEASURING
-
-    def _shapes(self, size: Size, tokens: int, unbatched: bool | None) -> tuple[Shape, ...]:
-        shapes = tuple(Shape(*shape) for shape in self._webui.call_shapes(size.batch, tokens))
-        return shapes if (self._unbatched if unbatched is None else unbatched) else shapes[:1]
-
-
-class Made(NamedTuple):
-    """What came of a UNet call, and how long it took."""
-
-    seconds: float
-    route: str
-    has_graphs: bool
-    reason: str
-
-    def why_no_graph(self, call: Call) -> str:
-        """Why the last call of a shape was not replayed, where graphs are what makes it fast."""
-        is_last = call.number == CALLS_PER_SHAPE - 1
-        return self.reason if is_last and self.route != "graph" and self.has_graphs else ""
+            raise Refusal(status["reason"] or "the WebUI's own UNet serves it")
+        is_ready, left = status["route"] == "graph", CALLS_PER_SHAPE - call.number
+        self._advance(job, call, time.perf_counter() - began, left if is_ready else 1)
+        lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
+        return status["reason"] if lacks_graph else ""

@@ -5,7 +5,8 @@ import html
 import time
 from collections.abc import Iterator
 
-from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, TOKENS, Job
+from ..options.sizes import TOKENS
+from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, Job
 from ..prewarm.worker import WarmUp
 from .amounts import counted, seconds
 from .markup import bar_html

@@ -13,7 +13,7 @@ from contract_hosts import FAMILY, Host, calls_of
 from test_generations import OURS, close
 from torch import nn
 
-from lib_onediff.prewarm.job import CannotWarm
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.fused_storage import shares_storage
 
@@ -50,7 +50,7 @@ def test_another_network_after_a_unet_leaves_nothing_of_it(host: Host) -> None:
     load(host, other)
     assert unet() is None and weight() is None
     assert "Linear" in adapter.why_not_served() and "forward" not in vars(host.unet)
-    with pytest.raises(CannotWarm, match="Linear"):
+    with pytest.raises(Refusal, match="Linear"):
         adapter.warm(64, 64, 2, 77)
     load(host, host.make())
     assert adapter.why_not_served() is None and calls_of(host.generate)[1] == OURS
@@ -159,6 +159,6 @@ def test_exclusive_work_runs_on_the_hosts_main_thread_with_its_lock(
     asking.start()
     asking.join(20)
     assert answers[0] is False and isinstance(answers[1], IndexError) and len(handed_over) == 2
-    with lock, pytest.raises(CannotWarm, match="making an image"):
+    with lock, pytest.raises(Refusal, match="making an image"):
         adapter.exclusively(lambda: None)
     assert adapter.exclusively(threading.current_thread) is threading.main_thread() and len(handed_over) == 2

@@ -8,9 +8,9 @@ import pytest
 from contract_hosts import Host, calls_of, on_path
 from test_generations import BY_HOST, OURS, RELEASES, close, same
 
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.contract import WebUI
-from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import status
 
@@ -34,7 +34,7 @@ def refuses(host: Host, said: str) -> None:
     told = status.current_status(adapter)
     assert (told["release"], told["hooks"]) == (RELEASES[host.name][1], 0)
     assert (told["route"], told["reason"], told["faults"]) == ("host", reason, [])
-    with pytest.raises(CannotWarm, match="does not know this release"):
+    with pytest.raises(Refusal, match="does not know this release"):
         adapter.warm(64, 64, 2, 77)
 
 

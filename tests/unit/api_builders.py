@@ -13,8 +13,8 @@ from fastapi.security import HTTPBasic, HTTPBasicCredentials
 from fastapi.testclient import TestClient
 
 from lib_onediff.api import routes
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo.modules.call_queue import FIFOLock
-from lib_onediff.prewarm.job import CannotWarm
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -31,7 +31,7 @@ class LockOnly:
         self.lock = FIFOLock()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        raise CannotWarm("no model is loaded")
+        raise Refusal("no model is loaded")
 
     def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
         return ((2 * pictures, tokens),)

@@ -12,7 +12,7 @@ pytest.importorskip("gradio")
 
 import builders
 from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, used
-from test_warmup import SmallWebUI, ThreadChoosingWebUI
+from test_warmup import SmallWebUI
 
 from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.presets import SizePreset
@@ -86,10 +86,9 @@ def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:
 # --- purging ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", [SmallWebUI, ThreadChoosingWebUI])
-def test_no_request_waits_for_an_image(host: type, monkeypatch: Any) -> None:
+def test_no_request_waits_for_an_image(monkeypatch: Any) -> None:
     monkeypatch.setattr(cache_panel, "SECONDS_FOR_A_CHORE", 0.05)
-    seen = Seen(host(builders.diffusers_unet()))
+    seen = Seen(SmallWebUI(builders.diffusers_unet()))
     used(seen.webui, 64)
     with seen.webui.lock:
         began = time.monotonic()
@@ -102,11 +101,10 @@ def test_no_request_waits_for_an_image(host: type, monkeypatch: Any) -> None:
     seen.close()
 
 
-@pytest.mark.parametrize("host", [SmallWebUI, ThreadChoosingWebUI])
-def test_what_fails_is_told_without_a_traceback(host: type, monkeypatch: Any) -> None:
+def test_what_fails_is_told_without_a_traceback(monkeypatch: Any) -> None:
     logging.getLogger("onediff").propagate = False
     monkeypatch.setattr(runtime, "release_memory", lambda: 1 // 0)
-    seen = Seen(host(builders.diffusers_unet()))
+    seen = Seen(SmallWebUI(builders.diffusers_unet()))
     seen.do(seen.panel.release)
     seen.look_until_idle()
     assert "Releasing memory failed:" in seen.text("below") and "onediff-wrong" in seen.parts["below"]

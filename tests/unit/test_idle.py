@@ -105,7 +105,7 @@ def test_the_thread_lives_while_the_setting_is_on(rig: Rig) -> None:
         rig.idle.follow(True)
         assert len(threads()) == 1
         rig.idle.follow(False)
-        assert threads() == []
+        until(lambda: threads() == [])
     rig.idle.disturb()
     rig.idle.stop()
     time.sleep(2 * IDLE)

@@ -3,18 +3,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import builders
 import pytest
 
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo.modules.call_queue import FIFOLock
 from lib_onediff.hosts.contract import network_name
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.settings import Settings
 from lib_onediff.options.sizes import Size
-from lib_onediff.prewarm.worker import CannotWarm, Job, WarmUp
+from lib_onediff.prewarm.worker import Job, WarmUp
 from lib_onediff.runtime.runtime import runtime
 
 SECONDS = 60
@@ -33,7 +33,7 @@ class SmallWebUI:
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         if width * height > MOST_PIXELS:
-            raise CannotWarm(f"{width}x{height} is more than this model can draw")
+            raise Refusal(f"{width}x{height} is more than this model can draw")
         if batch > 100:
             raise RuntimeError("the tensors do not fit\nand many more lines")
         builders.served(self.unet, builders.a_call(self.unet, height // 8, width // 8, batch, tokens))
@@ -48,18 +48,6 @@ class SmallWebUI:
     def exclusively(self, work: Callable[[], Any]) -> Any:
         with self.lock:
             return work()
-
-
-class ThreadChoosingWebUI(SmallWebUI):
-    """As Forge: work runs in one thread, which prints what it raises and returns None instead."""
-
-    def __init__(self, unet: Any) -> None:
-        super().__init__(unet)
-        self.main_thread = ThreadPoolExecutor(1)
-
-    def exclusively(self, work: Callable[[], Any]) -> Any:
-        future = self.main_thread.submit(super().exclusively, work)
-        return None if future.exception() else future.result()
 
 
 @pytest.fixture
@@ -120,13 +108,6 @@ def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue:
     assert (failed.state, failed.reason, failed.done) == ("failed", "512x512 is more than this model can draw", 0)
     failed = finished(queue, faulty)
     assert (failed.state, failed.reason) == ("failed", "the tensors do not fit"), "a fault is one line"
-    assert finished(queue, following).state == "done"
-
-
-def test_a_fault_in_a_thread_of_the_hosts_choice_is_not_lost(webui: SmallWebUI) -> None:
-    queue = WarmUp(ThreadChoosingWebUI(webui.unet), runtime)
-    failing, following = queue.add([Size(512, 512), SMALL], "panel")
-    assert "more than this model" in finished(queue, failing).reason
     assert finished(queue, following).state == "done"
 
 

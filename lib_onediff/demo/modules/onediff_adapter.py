@@ -18,7 +18,6 @@ from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
 from ...hosts.diffusers.instance_forward import attached
 from ...hosts.diffusers.schedule import sampling_of
-from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
 
 # Sizes, crop and target; the refiner takes a score in place of the target's two.
@@ -78,12 +77,9 @@ class Standalone(WebUI):
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         unet = self.unet_of(self.checkpoint())
         if unet is None:
-            raise CannotWarm(self.why_not_served() or "no model is loaded yet")
+            raise Refusal(self.why_not_served() or "no model is loaded yet")
         self.model_loaded(self.checkpoint())
-        try:
-            layout = runtime.layout_of(unet)
-        except Refusal as reason:
-            raise CannotWarm(str(reason)) from reason
+        layout = runtime.layout_of(unet)
         with random_state_kept(), torch.no_grad():
             unet(**random_inputs(unet, layout, width, height, batch, tokens))
 

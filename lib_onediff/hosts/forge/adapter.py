@@ -19,7 +19,6 @@ from ...core.origins import origin
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
 from ...core.sampling import Sampling
-from ...prewarm.job import CannotWarm
 from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
 from ...weights.fused_storage import shares_storage
@@ -242,11 +241,11 @@ class Forge(WebUI):
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         if not self.hooks():
-            raise CannotWarm(NOT_IN_USE)
+            raise Refusal(NOT_IN_USE)
         try:
             checkpoint = self.selected_checkpoint()
         except Exception as error:
-            raise CannotWarm(f"the checkpoint cannot be loaded: {first_line(error)}") from error
+            raise Refusal(f"the checkpoint cannot be loaded: {first_line(error)}") from error
         layout = self.layout_to_warm()
         self._look_again(Sampling())
         calls = runtime.call_stats.total
@@ -269,7 +268,7 @@ class Forge(WebUI):
             finally:
                 sampling.sampling_cleanup(patcher)
         if runtime.call_stats.total == calls:
-            raise CannotWarm(self._why_bypassed())
+            raise Refusal(self._why_bypassed())
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         checkpoint, memory = self.checkpoint(), importlib.import_module(self.memory)
@@ -291,7 +290,7 @@ class Forge(WebUI):
         if threading.current_thread() is threading.main_thread():
             # Whoever holds the lock may be waiting for this very thread.
             if not queue_lock.acquire(blocking=False):
-                raise CannotWarm("the WebUI is making an image")
+                raise Refusal("the WebUI is making an image")
             try:
                 return work()
             finally:

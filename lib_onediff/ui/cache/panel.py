@@ -11,8 +11,8 @@ from typing import Any
 
 import gradio as gr
 
-from ...options.sizes import LARGEST_BATCH, Size, parse_sizes
-from ...prewarm.job import TOKEN_CHOICES, TOKENS, rows_with_jobs
+from ...options.sizes import LARGEST_BATCH, TOKEN_CHOICES, TOKENS, Size, parse_sizes
+from ...prewarm.job import rows_with_jobs
 from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
 from ...runtime.runtime import Runtime
