@@ -58,7 +58,6 @@ class WebUI:
 
     def after_run(self, p: Any) -> None:
         """The generation p is done."""
-        runtime.vae.end_run()
         runtime.end_sampling()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:

@@ -186,13 +186,13 @@ class VaeHooks(ForwardPatches):
 
     def begin_run(self, decoder: Any) -> None:
         """A sampling begins, whose image will most likely be decoded by this one."""
-        runtime.vae.begin_run()
         if any(isinstance(decoder, patch.owner) for patch in self.patches):
             runtime.vae.adopt(decoder, host_traits=self._host_traits)
             replaced = own_method(decoder, "forward")
             if replaced is not None:
                 # It may decode without ours, and nobody would tell why. If it asks ours, that is told then.
-                runtime.vae.tell_host(f"the decoder has a forward of its own, set by {origin(replaced)} (tiles?)")
+                reason = f"the decoder has a forward of its own, set by {origin(replaced)} (tiles?)"
+                runtime.vae.note_host(reason, is_decode=False)
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
         """Stands in for Decoder.forward(self, z, **kwargs), and for Encoder's."""
@@ -204,7 +204,7 @@ class VaeHooks(ForwardPatches):
                 raise Refusal(f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})")
             self._check(decoder)
         except Refusal as refusal:
-            return runtime.vae.decode_by_host(decoder, z, host, str(refusal), upcasts)
+            return runtime.vae.decode(decoder, z, host, upcasts, str(refusal))
         return runtime.vae.decode(decoder, z, host, upcasts)
 
 

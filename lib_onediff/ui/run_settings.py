@@ -111,8 +111,6 @@ def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
     off, if the user did not ask for it."""
     unwrap(p)
     runtime.call_stats.show(runtime.generations.begin(p, settings, why_off).times)
-    # A generation that failed has told nobody that it is over.
-    runtime.vae.end_run()
     if settings != runtime.settings:
         for name in STEPS_OF_A_RUN:
             if hasattr(p, name):

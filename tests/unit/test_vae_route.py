@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from lib_onediff.devices.cuda.native import COMPILING
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.route import DecoderRoute
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")
 
@@ -132,20 +132,12 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
     assert last() == ("ours", "")
 
 
-def test_settings_of_a_generation_hold_for_the_decode_that_follows_its_sampling(
-    host: Host, fresh_route: DecoderRoute
-) -> None:
-    latent = a_latent(host.decoder)
-    with runtime.settings_for_run(Settings(enabled=False), "Not today."):
-        fresh_route.begin_run()
-        decode(host, latent)
-    assert last() == ("host", "Not today.")
+def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
+    latent, generation = a_latent(host.decoder), SimpleNamespace()
+    runtime.generations.begin(generation, Settings(enabled=False), "Not today.")
     decode(host, latent)
     assert last() == ("host", "Not today.")
-    fresh_route.end_run()
-    decode(host, latent)
-    assert last() == ("ours", "")
-    fresh_route.begin_run()
+    runtime.generations.end(generation)
     decode(host, latent)
     assert last() == ("ours", "")
 
@@ -169,7 +161,7 @@ def test_two_threads_decode_at_once(host: Host) -> None:
     assert wrong == [] and decodes() == {"ours": 20, "host": 0}
 
 
-def test_nothing_of_ours_keeps_a_decoder_alive(host: Host, fresh_route: DecoderRoute) -> None:
+def test_nothing_of_ours_keeps_a_decoder_alive(host: Host) -> None:
     decode(host, a_latent(host.decoder))
     gone = weakref.ref(host.decoder)
     host.decoder = None

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, host_picture
 
-from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import precision
-from lib_onediff.runtime.vae.bound import BoundDecoder
-from lib_onediff.runtime.vae.precision import WatchedOperators
-from lib_onediff.weights.scan import HostTraits
 
 LIMIT = torch.finfo(torch.float16).max
 STEP = 1 / 255
@@ -57,29 +53,17 @@ def chosen(precision: str, **others: Any) -> Settings:
     return settings
 
 
-def largest_of(decoder: Any, latent: Tensor) -> float:
-    """The largest activation of a decode in float32."""
-    wide = copy.deepcopy(decoder).float()
-    bound = BoundDecoder(wide, None, HostTraits())
-    bound.look()
-    watched = WatchedOperators(torch_ops)
-    with torch.no_grad():
-        Decoding(bound.weights(), watched, False, fold_biases=False).run(bound.layout, latent.float())
-    return float(torch.stack(watched.peaks).max())
-
-
-def scaled(share: float, make: Callable[[], Any] = lambda: diffusers_vae().decoder) -> tuple[Any, Tensor]:
-    """A decoder in float16 whose activations reach a share of float16's limit, and a latent of its own.
+def overflowing(make: Callable[[], Any] = lambda: diffusers_vae().decoder) -> tuple[Any, Tensor]:
+    """A decoder (or an encoder) in float16 whose activations are twice float16's limit, and a latent of its own.
 
     Norms make its picture what it was: only what lies between them is large.
     """
     decoder = make().half()
-    latent = a_latent(decoder)
+    latent = a_latent(decoder, 16, 16)
     with torch.no_grad():
-        for _ in range(3):
-            decoder.conv_in.weight *= (share * LIMIT / largest_of(decoder, latent)) ** 0.999
-            decoder.conv_in.bias.zero_()
-    assert torch.isfinite(decoder.conv_in.weight).all()
+        decoder.conv_in.bias.zero_()
+        decoder.conv_in.weight *= 2 * LIMIT / float(copy.deepcopy(decoder.conv_in).float()(latent.float()).abs().max())
+    assert torch.isfinite(decoder.conv_in.weight).all() and not host_picture(decoder, latent).isfinite().all()
     return decoder, latent
 
 

@@ -72,7 +72,6 @@ class Standalone(WebUI):
             scale, scheduler = getattr(p, "cfg_scale", None), lambda: getattr(generation(), "sampler", None)
             runtime.begin_sampling(unet, sampling_of(scheduler, None if scale is None else float(scale)))
             diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
-        runtime.vae.begin_run()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         unet = self.unet_of(self.checkpoint())

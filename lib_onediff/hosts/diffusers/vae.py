@@ -31,7 +31,7 @@ class DecoderForward(InstanceForward):
         try:
             check_call(module, latent, given)
         except Refusal as refusal:
-            return runtime.vae.decode_by_host(module, latent, decode, str(refusal))
+            return runtime.vae.decode(module, latent, decode, why_host=str(refusal))
         return runtime.vae.decode(module, latent, decode)
 
     def declined(self, module: Any, reason: str) -> None:

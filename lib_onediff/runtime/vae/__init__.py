@@ -1,1 +1,1 @@
-"""The VAE's route: route takes a call, fallback serves it, checks and overflow say when the host must."""
+"""Decodes and encodes: route takes a host's call, bound knows its decoder, decode serves it in a type of precision."""

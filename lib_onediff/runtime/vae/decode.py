@@ -21,7 +21,6 @@ from ...core.table import Entry, State, Stopwatch
 from ...families.vae.forward import Decoding
 from ...families.vae.layout import DecoderLayout
 from ...options.settings import Settings
-from ..effects import FP16_ON_CPU
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, blame, judge, rounding_limit, time_host
 from . import precision
@@ -44,15 +43,16 @@ class NoTypeHelps(Refusal):
     """The image could not be shown in the widest type either: the host's own stays as it is."""
 
 
+@dataclass
 class HostDecode:
     """What a host asks for, and its own way to make it: latent is what its decoder is called with, or, to be encoded,
     an image. Called twice, it decodes once; decode() decodes at every call."""
 
-    def __init__(
-        self, decoder: nn.Module, latent: Tensor, decode: Callable[[], Tensor], upcast_attention: bool
-    ) -> None:
-        self.decoder, self.latent, self.decode, self.upcast_attention = decoder, latent, decode, upcast_attention
-        self._image: Tensor | None = None
+    decoder: nn.Module
+    latent: Tensor
+    decode: Callable[[], Tensor]
+    upcast_attention: bool
+    _image: Tensor | None = None
 
     def __call__(self) -> Tensor:
         if self._image is None:
@@ -73,8 +73,7 @@ class Decoded(NamedTuple):
 class Decode:
     """A decode, or an encode, by our forward.
 
-    An image with NaN, or of one colour, is decoded again in float32, and so is, where the choice is auto, a decode in
-    float16 that came near the largest number of it. What was seen is remembered of the VAE.
+    An image with NaN, or of one colour, is decoded again in float32. What was seen is remembered of the VAE.
 
     notice: called with every entry that is tried. weights: as they are now; nobody keeps them after the decode.
     sources: what tells the host's forward from others.
@@ -94,9 +93,9 @@ class Decode:
         # Nothing is wider than float32.
         can_widen = wanted != torch.float32
         seen = known.saw(wanted) if can_widen else None
-        if seen is not None and (self.settings.vae_precision == AUTO or seen != precision.SATURATED):
+        if seen is not None:
             return self._wider(self._done, f"this VAE {precision.described(seen, wanted)}")
-        made = self._by_devices(wanted, can_widen and known.saw(precision.BY_THE_HOST) is not None)
+        made = self._by_devices(wanted)
         saw = made.saw
         if saw is None or (saw == ONE_COLOUR and not can_widen):
             return self._checked(made)
@@ -120,6 +119,34 @@ class Decode:
         log.warning("VAE: %s.", made.reason)
         return made
 
+    def _checked(self, made: Decoded) -> Decoded:
+        """An image that, the first time at a shape, is like the host's own. Raises Refusal where the two differ by more
+        than rounding. A host's image that cannot be shown proves nothing, and ours can."""
+        entry, history = made.entry, self.services.history
+        if entry.state is not State.COLD:
+            return made
+        if not history.recall(entry):
+            # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
+            # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
+            device, on_gpu = self._latent.device, self._latent.is_cuda
+            host = self.host if on_gpu else lambda: entry.host.time(device, self.host)
+            # Ours may have been computed in another type than the host's.
+            allowed = rounding_limit(self._latent.dtype, device, entry.key.precision)
+            miss = judge(entry, made.image, host, times_host=False, allowed=allowed, same_type=True)
+            if miss == HOST_NOT_FINITE and self._wanted == torch.float32:
+                return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
+            if miss == HOST_NOT_FINITE:
+                self._known.remember(self._wanted, NOT_FINITE)
+                return self.repeat(NOT_FINITE)
+            if miss is not None:
+                raise Refusal(blame(entry, miss))
+            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
+            if on_gpu:
+                time_host(entry, device, self.host.decode)
+            history.keep_verdict(entry)
+        entry.state = State.PROVED
+        return made
+
     # --- the type -------------------------------------------------------------------------------------------------
 
     @property
@@ -129,17 +156,10 @@ class Decode:
     @property
     def _wanted(self) -> torch.dtype:
         """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that. So does
-        a choice that a CPU is too slow for."""
+        a choice that a CPU is too slow for, of which effects.py tells."""
         choice = self.settings.vae_precision
-        return self._latent.dtype if choice == AUTO or self._why_not_chosen else precision.NAMED[choice]
-
-    @property
-    def _why_not_chosen(self) -> str:
-        """Why the chosen type is not taken; empty if it is."""
-        choice, stored = self.settings.vae_precision, self._latent.dtype
-        if choice in precision.SLOW_ON_CPU and self._latent.device.type == "cpu" and stored != precision.NAMED[choice]:
-            return f"{self._done} in {short_name(stored)}, because {FP16_ON_CPU}"
-        return ""
+        is_slow = choice in precision.SLOW_ON_CPU and self._latent.device.type == "cpu"
+        return self._latent.dtype if choice == AUTO or is_slow else precision.NAMED[choice]
 
     @cached_property
     def _known(self) -> KnownVae:
@@ -172,7 +192,7 @@ class Decode:
 
     # --- the device -----------------------------------------------------------------------------------------------
 
-    def _by_devices(self, dtype: torch.dtype, uncompared: bool) -> Decoded:
+    def _by_devices(self, dtype: torch.dtype, uncompared: bool = False) -> Decoded:
         """The image in a type by the first device that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with. Raises as serve."""
         services, stored = self.services, self._latent.dtype
@@ -221,45 +241,12 @@ class Decode:
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image of a latent in the type to compute in, in the type of the host's."""
         key, device, stored = entry.key, latent.device, self._latent.dtype
-        ops = used.operators()
-        watches = self.settings.vae_precision == AUTO and key.dtype == torch.float16
-        watched = precision.WatchedOperators(ops) if watches else None
         weights = self.weights if key.dtype == stored else precision.CastWeights(self.weights, key.dtype)
-        decoding = Decoding(weights, watched or ops, key.upcast_attention, fold_biases=used.traits.channels_last)
+        decoding = Decoding(weights, used.operators(), key.upcast_attention, fold_biases=used.traits.channels_last)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         with on_card(device), our_modes(device):
             with applied(key.precision):
                 image = stopwatch.time(device, lambda: decoding.run(self.layout, latent).contiguous())
             # Others wait for torch's switches; they need not wait for the GPU too.
             image = image.to(stored)
-            return Decoded(image, entry, reason, look_at(image, watched.peaks if watched else ()))
-
-    # --- the check ------------------------------------------------------------------------------------------------
-
-    def _checked(self, made: Decoded) -> Decoded:
-        """An image that, the first time at a shape, is like the host's own. Raises Refusal where the two differ by more
-        than rounding. A host's image that cannot be shown proves nothing, and ours can."""
-        made = made._replace(reason=made.reason or self._why_not_chosen)
-        entry, history = made.entry, self.services.history
-        if entry.state is not State.COLD:
-            return made
-        if not history.recall(entry):
-            # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
-            # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
-            device, on_gpu = self._latent.device, self._latent.is_cuda
-            host = self.host if on_gpu else lambda: entry.host.time(device, self.host)
-            # Ours may have been computed in another type than the host's.
-            allowed = rounding_limit(self._latent.dtype, device, entry.key.precision)
-            miss = judge(entry, made.image, host, times_host=False, allowed=allowed, same_type=True)
-            if miss == HOST_NOT_FINITE:
-                if self._wanted != torch.float32:
-                    self._known.remember(precision.BY_THE_HOST, NOT_FINITE)
-                return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
-            if miss is not None:
-                raise Refusal(blame(entry, miss))
-            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-            if on_gpu:
-                time_host(entry, device, self.host.decode)
-            history.keep_verdict(entry)
-        entry.state = State.PROVED
-        return made
+            return Decoded(image, entry, reason, look_at(image))

@@ -1,33 +1,23 @@
-"""In which type a VAE is decoded: what the user chooses, when a decode overflows, and what is remembered of each VAE.
-
-Overflow is measured on the device and read once, at the end: nothing waits for the device on the way.
-"""
+"""In which type a VAE is decoded: the user's choice, what is seen where it overflows, and what is remembered of it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from ...core.affine import Affine, Weights
-from ...core.leaves import Convolution
-from ...core.operators import Operators
 from ...core.tuning_cache import TuningCache
 from ...weights.contents import digest_of_values
 
 AUTO = "auto"
 NAMED: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SLOW_ON_CPU = frozenset({"fp16"})
-# What comes within this share of a type's largest number is about to overflow, or was cut off there.
-NEAR_THE_LIMIT = 0.9
 # The channels of an image; a latent, as an encoder makes it, has others.
 COLOURS = 3
-# What was seen of a decode, as people read it after "its image" or "its activations".
-NOT_FINITE, ONE_COLOUR, SATURATED = "not finite", "of one colour", "near the limit"
-# Where a VAE overflows: in a type, or
-BY_THE_HOST = "as the host decodes it"
+# What was seen of a decode, as people read it after "its image is".
+NOT_FINITE, ONE_COLOUR = "not finite", "of one colour"
 
 
 def short_name(dtype: torch.dtype) -> str:
@@ -51,63 +41,24 @@ class CastWeights(Mapping[str, Affine]):
         return len(self._weights)
 
 
-# --- what is seen of a decode -----------------------------------------------------------------------------------------
+def look_at(image: Tensor) -> str | None:
+    """What is wrong with an image (batch, colours, h, w), or with what an encoder made: NOT_FINITE or ONE_COLOUR; None
+    where it is sound. Waits for the device, once.
 
-
-class WatchedOperators:
-    """Operators that take down how large the hidden states become that a convolution or an addition makes.
-
-    An infinite or missing value between two of them would not stay hidden: norms and attention spread it.
-    """
-
-    def __init__(self, ops: Operators) -> None:
-        self._ops = ops
-        self.peaks: list[Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
-        return self._watched(self._ops.convolution(image, affine, shape))
-
-    def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
-        return self._watched(self._ops.residual_add(image, update, bias))
-
-    def _watched(self, hidden_states: Tensor) -> Tensor:
-        # One pass that only reads, and keeps NaN.
-        self.peaks.append(torch.linalg.vector_norm(hidden_states, math.inf))
-        return hidden_states
-
-
-def look_at(image: Tensor, peaks: Sequence[Tensor] = ()) -> str | None:
-    """What is wrong with an image (batch, colours, h, w), or with what an encoder made: NOT_FINITE, ONE_COLOUR or
-    SATURATED; None where it is sound. Waits for the device, once.
-
-    peaks: of WatchedOperators, in the type that was computed in.
+    What overflows on the way does not stay hidden: norms and attention spread what is infinite or missing.
     """
     lowest, highest = (extreme(image.flatten(2), 2) for extreme in (torch.amin, torch.amax))
     # No decoder makes an image that does not vary at all, of any latent: edges differ.
     flat = (lowest == highest).all(1).any()
-    measured = [flat, lowest.amin(), highest.amax(), *peaks]
-    is_flat, *values = torch.stack([one.float() for one in measured]).tolist()
-    if not all(map(math.isfinite, values)):
+    is_flat, *ends = torch.stack([flat.float(), lowest.amin().float(), highest.amax().float()]).tolist()
+    if not all(map(math.isfinite, ends)):
         return NOT_FINITE
-    if is_flat and image.shape[1] == COLOURS:
-        return ONE_COLOUR
-    if peaks and max(values[2:]) >= NEAR_THE_LIMIT * torch.finfo(peaks[0].dtype).max:
-        return SATURATED
-    return None
+    return ONE_COLOUR if is_flat and image.shape[1] == COLOURS else None
 
 
 def described(saw: str, dtype: torch.dtype) -> str:
     """What was seen of a decode in a type, as a sentence says it of the VAE."""
-    name = short_name(dtype)
-    if saw == SATURATED:
-        return f"comes near the largest number of {name}"
-    return f"overflows in {name}" if saw == NOT_FINITE else f"makes an image {saw} in {name}"
-
-
-# --- what is remembered of a VAE --------------------------------------------------------------------------------------
+    return f"{'overflows' if saw == NOT_FINITE else f'makes an image {saw}'} in {short_name(dtype)}"
 
 
 class KnownVae:
@@ -123,17 +74,17 @@ class KnownVae:
         some += [affine.bias for affine in weights.values() if affine.bias is not None]
         self.digest = digest_of_values(architecture, some)
 
-    def saw(self, where: torch.dtype | str) -> str | None:
-        """What was seen of it in this type, or BY_THE_HOST; None if nothing was."""
-        found = self._tuning_cache.get(self._name(where))
+    def saw(self, dtype: torch.dtype) -> str | None:
+        """What was seen of it in this type; None if nothing was."""
+        found = self._tuning_cache.get(self._name(dtype))
         # It may come from a store that anybody has written.
-        return found if found in (NOT_FINITE, ONE_COLOUR, SATURATED) else None
+        return found if found in (NOT_FINITE, ONE_COLOUR) else None
 
-    def remember(self, where: torch.dtype | str, saw: str) -> None:
-        self._tuning_cache.set(self._name(where), saw)
+    def remember(self, dtype: torch.dtype, saw: str) -> None:
+        self._tuning_cache.set(self._name(dtype), saw)
 
-    def _name(self, where: torch.dtype | str) -> str:
-        return f"VAE {self.digest}, {str(where).removeprefix('torch.')}"
+    def _name(self, dtype: torch.dtype) -> str:
+        return f"VAE {self.digest}, {short_name(dtype)}"
 
 
 def first_of_each_row(weight: Tensor) -> Tensor:

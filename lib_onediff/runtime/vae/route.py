@@ -21,7 +21,7 @@ from ...options.settings import Settings
 from ...weights.scan import HostTraits
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
-from .bound import BoundDecoder
+from .bound import BoundDecoder, refuse_latent
 from .decode import Decode, Decoded, HostDecode, NoTypeHelps
 from .precision import COLOURS, look_at, short_name
 
@@ -36,7 +36,6 @@ class DecoderRoute:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
-        self._run: tuple[Settings, str] | None = None
         # A live preview is decoded on another thread than the image.
         self._lock = threading.RLock()
         # The last decode, and how many went by each route.
@@ -71,23 +70,12 @@ class DecoderRoute:
         for decoder in self._decoders:
             self.release(decoder)
 
-    def begin_run(self) -> None:
-        """A sampling begins: its image is decoded after it, by the settings that hold now."""
-        self._run = self._services.run_settings
-
-    def end_run(self) -> None:
-        """The image is done."""
-        self._run = None
-
-    def note_host(self, reason: str) -> None:
-        """Take down that the host decodes a latent of which we know nothing, and why."""
-        self.tell_host(reason)
-        self._calls[HOST] += 1
-
-    def tell_host(self, reason: str) -> None:
-        """As note_host, before a decode that may never come to us: it is told, but not counted."""
+    def note_host(self, reason: str, is_decode: bool = True) -> None:
+        """Take down that the host decodes a latent of which we know nothing, and why. is_decode: otherwise it may, and
+        is told but not counted."""
         self._entry = None
         self._note(HOST, reason)
+        self._calls[HOST] += is_decode
 
     def status(self) -> dict[str, Any]:
         """What became of the last decode, as plain values. Times are medians in milliseconds at its size."""
@@ -106,34 +94,29 @@ class DecoderRoute:
     # --- one decode -----------------------------------------------------------------------------------------------
 
     def decode(
-        self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], upcast_attention: bool = False
+        self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], upcast_attention: bool = False,
+        why_host: str = "",
     ) -> Tensor:
         """The decoder's image of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
+        why_host: why it has to be the host's, which its adapter knows.
 
         Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. An image
         with NaN or of one colour, whoever made it, is decoded again in a wider type; where that does not help, it is
         the host's own, so that the host finds what it would have found without us.
         """
-        asked = HostDecode(decoder, latent, host, upcast_attention)
+        asked, may_help = HostDecode(decoder, latent, host, upcast_attention), True
         self._entry = None
-        try:
-            made = self._attempt(lambda: self._serve(asked))
-        except Refusal as refusal:
-            # The exception would keep what our forward had computed.
-            reason, may_help = str(refusal), not isinstance(refusal, NoTypeHelps)
-        else:
-            self._note(OURS, made.reason)
-            self._count(OURS, latent)
-            return made.image
-        return self._by_host(asked, reason, may_help)
-
-    def decode_by_host(
-        self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], reason: str,
-        upcast_attention: bool = False,
-    ) -> Tensor:
-        """The host's own decode, for a reason that its adapter knows; its image is looked at as decode() does."""
-        self._entry = None
-        return self._by_host(HostDecode(decoder, latent, host, upcast_attention), reason)
+        if not why_host:
+            try:
+                made = self._attempt(lambda: self._serve(asked))
+            except Refusal as refusal:
+                # The exception would keep what our forward had computed.
+                why_host, may_help = str(refusal), not isinstance(refusal, NoTypeHelps)
+            else:
+                self._note(OURS, made.reason)
+                self._count(OURS, latent)
+                return made.image
+        return self._by_host(asked, why_host, may_help)
 
     def _attempt(self, work: Callable[[], Decoded]) -> Decoded:
         """work(). Raises Refusal with what stands in its way."""
@@ -150,9 +133,9 @@ class DecoderRoute:
         raise Refusal(OUT_OF_MEMORY)
 
     def _serve(self, asked: HostDecode) -> Decoded:
-        self._admitted(asked)
+        ours = self._ours(asked)
         refuse_surroundings(asked.latent)
-        return self._ours(asked).serve()
+        return ours.serve()
 
     def _admitted(self, asked: HostDecode) -> tuple[BoundDecoder, Settings]:
         """The decoder, and the settings that hold now. Raises Refusal where OneDiff may not run."""
@@ -161,7 +144,7 @@ class DecoderRoute:
             # Or another thread has switched OneDiff off meanwhile.
             raise Refusal("this VAE was not handed to OneDiff")
         own = bound.settings or self._services.settings
-        settings, why_off = self._services.run_settings or self._run or (own, "")
+        settings, why_off = self._services.run_settings or (own, "")
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
         return bound, settings
@@ -170,12 +153,12 @@ class DecoderRoute:
         """The decode as our forward does it. Raises Refusal where the decoder or the latent is none of ours."""
         bound, settings = self._admitted(asked)
         with self._lock:
-            bound.look()
-            bound.refuse_latent(asked.latent)
-            weights, sources = bound.weights(), bound.sources()
-        return Decode(self._services, self._notice, bound.layout, weights, sources, asked, settings)
+            binding, sources = bound.look(), bound.sources()
+            refuse_latent(binding, asked.latent)
+            weights = binding.weights()
+        return Decode(self._services, self._notice, binding.layout, weights, sources, asked, settings)
 
-    def _by_host(self, asked: HostDecode, reason: str, may_help: bool = True) -> Tensor:
+    def _by_host(self, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
         """The host's own image, or ours where that cannot be shown. may_help: whether ours could."""
         self._note(HOST, reason)
         image = self._services.pressure.run_host(asked)
