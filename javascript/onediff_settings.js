@@ -1,6 +1,6 @@
 /* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, buttons that
    set a speed, a mark and a button where they are not at their default, and a note where a value does nothing on this
-   machine; rows that would do nothing are hidden. The options and the words come from lib_onediff/ui/settings_tab.py. */
+   machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py. */
 "use strict";
 
 (() => {
@@ -81,13 +81,13 @@
             groups.add(group);
             rowOf(key).before(element("h4", "onediff-group", group));
         }
-        const head = element("div", "onediff-settings-head", told.texts.speed);
+        const head = element("div", "onediff-settings-head", "Speed");
         for (const [name, {values: wanted, explained}] of Object.entries(told.speeds)) {
-            const button = aButton(name, `${told.texts.speed}: ${name}`, wanted);
+            const button = aButton(name, `Speed: ${name}`, wanted);
             button.title = explained;
             head.append(button);
         }
-        head.append(aButton(told.texts.reset_all, told.texts.reset_all, defaults));
+        head.append(aButton("Reset all to defaults", "Reset all to defaults", defaults));
         section.querySelector(".onediff-group").before(head);
     }
 
@@ -103,12 +103,12 @@
             row.toggleAttribute("data-onediff-changed", changed);
             const word = typeof now[key] === "boolean" ? (now[key] ? "on" : "off") : now[key];
             say(row, "note", option.notes[word] || "");
-            const text = told.texts.default.replace("{}", option.shown === "" ? told.texts.none : option.shown);
+            const text = `Default: ${option.shown === "" ? "empty" : option.shown}`;
             const place = say(row, "changed", changed ? text : "");
             if (place) {
                 const label = row.querySelector("span[data-testid=block-info], label > span, span");
-                const name = `${told.texts.reset}: ${label ? label.firstChild.textContent.trim() : key}`;
-                place.append(" ", aButton(told.texts.reset, name, {[key]: option.default}));
+                const name = `Reset: ${label ? label.firstChild.textContent.trim() : key}`;
+                place.append(" ", aButton("Reset", name, {[key]: option.default}));
             }
         }
         const buttons = section.querySelectorAll(".onediff-settings-head button");

@@ -12,8 +12,8 @@ from lib_onediff.core.logs import show_on_console
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name
 from lib_onediff.options import infotext, xyz
-from lib_onediff.options.prewarm_list import USUAL_NUMBER, parse_prewarm
 from lib_onediff.options.settings import Settings
+from lib_onediff.options.sizes import USUAL_NUMBER, parse_prewarm
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import WantedSize, most_used
 from lib_onediff.prewarm.readiness import Readiness
@@ -108,7 +108,7 @@ def settings_of_run(*arguments: Any) -> Settings:
     return run_settings.settings_of_run(arguments, standing_settings())
 
 
-pasting = infotext.Pasting(lambda: runtime.settings)
+paste_functions = infotext.paste_functions(lambda: runtime.settings)
 
 
 class OneDiffScript(scripts.Script):
@@ -125,8 +125,8 @@ class OneDiffScript(scripts.Script):
     def ui(self, is_img2img: bool) -> list[Any]:
         tab = "img2img" if is_img2img else "txt2img"
         arguments = accordion.build_accordion(tab, status_lines, settings_of_run)
-        self.infotext_fields = pasting.fields(*arguments)
-        self.paste_field_names = [target for _, target in self.infotext_fields]
+        self.infotext_fields = list(zip(arguments, paste_functions, strict=True))
+        self.paste_field_names = list(paste_functions)
         return arguments
 
     @guard.hook("connecting the accordion")

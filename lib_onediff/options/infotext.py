@@ -1,16 +1,18 @@
-"""What an image's infotext says of OneDiff, and reading it back.
+"""A run's options as a text: as an image's infotext has them, and as a user writes what shall differ for one run.
 
 The form is "on" or "off", then every other option that a generation may be given and that is not at its default, with
 semicolons between: "on; backend eager; low_bit fp8". It has neither comma nor colon, which hosts would have to quote.
 """
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from typing import Any
 
 from .migration import migrate_values
-from .option import BOOL_OF_WORD, WORD_OF_BOOL, format_value, parse_known
+from .option import BOOL_OF_WORD, WORD_OF_BOOL, allowed_values, did_you_mean, format_value, parse_value
 from .presets import AS_IN_SETTINGS
 from .settings import Settings
 
@@ -18,7 +20,7 @@ KEY = "OneDiff"
 # Why a run did not get what it asked of OneDiff: all that a client of the WebUI's API hears of it.
 PROBLEM = "OneDiff problem"
 SWITCH = "enabled"
-SEPARATOR = ";"
+PARTS = re.compile(r"[;\n]")
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 
@@ -29,7 +31,7 @@ def options_of_a_run() -> dict[str, Field[Any]]:
 
 def describe(settings: Settings) -> str:
     """The infotext of a generation that was made with these settings."""
-    return f"{SEPARATOR} ".join([WORD_OF_BOOL[settings.enabled], *differences(settings, Settings())])
+    return "; ".join([WORD_OF_BOOL[settings.enabled], *differences(settings, Settings())])
 
 
 def differences(settings: Settings, others: Settings) -> list[str]:
@@ -41,54 +43,70 @@ def differences(settings: Settings, others: Settings) -> list[str]:
     ]
 
 
-def parse(text: str) -> dict[str, Any]:
+def words_in(text: str) -> dict[str, Any]:
+    """The words of each option in a text, by name; of two of one option the last counts."""
+    words: dict[str, str] = {}
+    for part in filter(None, map(str.strip, PARTS.split(text))):
+        name, _, value = (piece.strip() for piece in part.replace("=", " ").partition(" "))
+        words.update({SWITCH: part} if part in BOOL_OF_WORD else {name: value})
+    return migrate_values(words)
+
+
+def read_changes(text: str) -> dict[str, Any]:
+    """The options that a text changes, by name: "deepcache_interval 3; vae_precision=fp16", also as infotext has it.
+
+    Raises ValueError with a sentence for anything that it cannot mean.
+    """
+    options, found = options_of_a_run(), {}
+    for name, value in words_in(text.strip().removeprefix(f"{KEY}:").strip().strip('"')).items():
+        if name not in options:
+            raise ValueError(f"OneDiff has no option {name!r} for a run.{did_you_mean(name, options)}")
+        try:
+            found[name] = parse_value(options[name], value)
+        except ValueError:
+            takes = allowed_values(options[name])
+            wrong = f"{name} does not take {value!r}; it takes {takes}." if value else f"{name} needs a value: {takes}."
+            raise ValueError(wrong) from None
+    return found
+
+
+def parse(text: Any) -> dict[str, Any]:
     """The options in an infotext of describe, as Settings.from_mapping takes them; empty for any other text.
 
     Anybody may have written it, with any version of OneDiff: what is not an option here, or not a value of it, is left
     out.
     """
-    switch, *parts = (part.strip() for part in str(text).split(SEPARATOR))
-    if switch not in BOOL_OF_WORD:
-        return {}
-    options = {name: option for name, option in options_of_a_run().items() if name != SWITCH}
-    words = {name: word.strip() for name, _, word in (part.partition(" ") for part in parts)}
-    return {SWITCH: BOOL_OF_WORD[switch], **parse_known(migrate_values(words), options)}
+    options, words, found = options_of_a_run(), words_in(str(text)), {}
+    for name in options.keys() & words.keys():
+        with contextlib.suppress(ValueError):
+            found[name] = parse_value(options[name], words[name])
+    return found if SWITCH in found else {}
 
 
-class Pasting:
-    """What pasting an infotext does to the accordion: the run then has the settings of the infotext. Only what the
-    settings tab has otherwise is written into the accordion, one option at a time, where the title shows it: everything
-    else goes on following the settings. A preset would hold every option that presets set.
+def paste_functions(standing: Callable[[], Settings]) -> tuple[PasteFunction, PasteFunction, PasteFunction]:
+    """What fills the accordion's checkbox, list of presets and text of changes from a pasted infotext, as the host has
+    read it; each returns what the component is set to, or None to leave it as it is.
 
-    Its methods take the pasted infotext as the host has read it, and return what a component is set to; None leaves it
-    as it is.
+    The run then has the settings of the infotext. Only what the settings tab (standing) has otherwise is written into
+    the accordion, where the title shows it: everything else goes on following the settings. A preset would hold every
+    option that presets set.
+
+    Make them once for all tabs: hosts hand a component's value on, when an image is sent from one tab to another, where
+    both tabs' functions are equal.
     """
 
-    def __init__(self, standing: Callable[[], Settings]) -> None:
-        """standing: the settings tab's settings."""
-        self._standing = standing
-
-    def switch(self, parameters: dict[str, Any]) -> bool | None:
-        """The checkbox."""
+    def switch(parameters: dict[str, Any]) -> bool | None:
         wanted = pasted_settings(parameters)
         return None if wanted is None else wanted.enabled
 
-    def preset(self, parameters: dict[str, Any]) -> str | None:
-        """The preset: none."""
+    def preset(parameters: dict[str, Any]) -> str | None:
         return None if pasted_settings(parameters) is None else AS_IN_SETTINGS
 
-    def changes(self, parameters: dict[str, Any]) -> str | None:
-        """The changed options: all that the settings tab has otherwise."""
+    def changes(parameters: dict[str, Any]) -> str | None:
         wanted = pasted_settings(parameters)
-        return None if wanted is None else f"{SEPARATOR} ".join(differences(wanted, self._standing()))
+        return None if wanted is None else "; ".join(differences(wanted, standing()))
 
-    def fields(self, enabled: Any, preset: Any, changes: Any) -> list[tuple[Any, PasteFunction]]:
-        """What a script puts into infotext_fields: the accordion's components, and what fills each.
-
-        The functions are equal in all tabs: given as paste_field_names too, they have hosts hand these components'
-        values on when an image is sent from one tab to another.
-        """
-        return [(enabled, self.switch), (preset, self.preset), (changes, self.changes)]
+    return switch, preset, changes
 
 
 def pasted_settings(parameters: dict[str, Any]) -> Settings | None:

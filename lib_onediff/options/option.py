@@ -1,7 +1,6 @@
 """What an option is: a field of settings.Settings with what an interface needs to show it, its values, its words."""
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field
 from difflib import get_close_matches
@@ -58,15 +57,6 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
     value = BOOL_OF_WORD[word] if kind is bool else kind(word)
     check_value(option_field, value)
     return value
-
-
-def parse_known(words: Mapping[str, str], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
-    """The values that words mean; what is no option, or no value of it, is left out."""
-    values: dict[str, Any] = {}
-    for name in options.keys() & words.keys():
-        with contextlib.suppress(ValueError):
-            values[name] = parse_value(options[name], words[name])
-    return values
 
 
 def words_of(option_field: Field[Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Every option of the product, defined once.
 
-The settings page, the REST API, compile_unet's arguments and the table in .readme/options.md derive from the fields of
-Settings.
+The settings page, the REST API and compile_unet's arguments derive from the fields of Settings; a test holds the table
+in .readme/options.md to them.
 """
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .migration import migrate_values
-from .option import allowed_values, check_value, did_you_mean, format_value, option
-from .prewarm_list import parse_prewarm
+from .option import check_value, did_you_mean, option
+from .sizes import parse_prewarm
 
 HOST_KEY_PREFIX = "onediff_"
 # Where a user finds the switch; its label stands in Settings below.
@@ -151,14 +151,3 @@ class Settings:
 def host_key(name: str) -> str:
     """The key under which a WebUI keeps the option called name."""
     return HOST_KEY_PREFIX + name
-
-
-def markdown_table() -> str:
-    """The options as .readme/options.md shows them; a test holds the page to it."""
-    lines = ["| option | values | default | what it does |", "| --- | --- | --- | --- |"]
-    for option_field in fields(Settings):
-        label = f"{option_field.metadata['label']} (`{option_field.name}`)"
-        default, explanation = format_value(option_field.default), option_field.metadata["explanation"]
-        cells = label, allowed_values(option_field), default, explanation
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

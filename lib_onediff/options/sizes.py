@@ -1,8 +1,9 @@
-"""Sizes as users write them: "1024x1024, 832x1216 x2"."""
+"""Sizes as users write them, "1024x1024, 832x1216 x2", and the list of what is made ready by itself."""
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SIZE = re.compile(r"([0-9]{1,6})\s*[xX×*]\s*([0-9]{1,6})(?:\s*[xX×*]\s*([0-9]{1,6}))?")
 SEPARATOR = re.compile(r"[,;\n]")
@@ -12,6 +13,9 @@ LONGEST_QUOTE = 40
 # The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
 TOKENS = 77
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
+MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
+WHILE_IDLE = "while idle"
+USUAL_NUMBER = 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Size:
         for name, pixels in (("width", self.width), ("height", self.height)):
             if pixels % STEP or not SMALLEST <= pixels <= LARGEST:
                 wanted = f"a multiple of {STEP} from {SMALLEST} to {LARGEST} pixels"
-                raise ValueError(f"{self}: the {name} must be {wanted}{hint(pixels)}.")
+                raise ValueError(f"{self}: the {name} must be {wanted}.")
         if not 1 <= self.batch <= LARGEST_BATCH:
             raise ValueError(f"{self}: a batch has 1 to {LARGEST_BATCH} images.")
 
@@ -37,13 +41,6 @@ class Size:
 
     def __str__(self) -> str:
         return self.resolution if self.batch == 1 else f"{self.resolution} x{self.batch}"
-
-
-def hint(pixels: int) -> str:
-    """The usable numbers on both sides of one that is no multiple of STEP."""
-    below = pixels - pixels % STEP
-    usable = pixels % STEP and below >= SMALLEST and below + STEP <= LARGEST
-    return f", for example {below} or {below + STEP}" if usable else ""
 
 
 def parse_sizes(text: str) -> list[Size]:
@@ -65,3 +62,28 @@ def parse_size(text: str) -> Size:
         shown = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
         raise ValueError(f"{shown!r} is not a size; write for example 768x512, or 768x512 x2 for two images at once.")
     return Size(int(found[1]), int(found[2]), int(found[3] or 1))
+
+
+class PrewarmList(NamedTuple):
+    """sizes: to make ready after a checkpoint has loaded. most_used: how many of the most used sizes besides.
+    while_idle: whether the most used sizes are made ready too when nobody has made an image for a minute."""
+
+    sizes: list[Size]
+    most_used: int
+    while_idle: bool
+
+
+def parse_prewarm(text: str) -> PrewarmList:
+    """The list in a text such as "512x512, 768x512 x2, most used 4, while idle". Raises ValueError with a sentence for
+    what cannot be read."""
+    sizes, most_used, while_idle = [], 0, False
+    for part in filter(None, map(str.strip, SEPARATOR.split(text))):
+        if found := MOST_USED.fullmatch(part):
+            most_used = int(found[1] or USUAL_NUMBER)
+        elif part.lower() == WHILE_IDLE:
+            while_idle = True
+        else:
+            sizes.append(part)
+    if most_used > MOST_SIZES:
+        raise ValueError(f"{most_used} sizes are too many at once; give at most {MOST_SIZES}.")
+    return PrewarmList(parse_sizes(", ".join(sizes)), most_used, while_idle)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ..hosts.contract import WebUI
-from ..options.prewarm_list import parse_prewarm
+from ..options.sizes import parse_prewarm
 from ..runtime.runtime import Runtime
 from .idle import SOURCE as IDLE
 from .worker import WarmUp

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..options import infotext
-from ..options.changes import read_changes
-from ..options.infotext import KEY, PROBLEM, options_of_a_run
+from ..options.infotext import KEY, PROBLEM, options_of_a_run, read_changes
 from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.effects import without_effect
@@ -54,13 +53,15 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
     """
     used, preset, changes = filled(arguments)
     settings = standing
+    if not isinstance(used, bool | dict):
+        raise ValueError(f"OneDiff's script argument is true, false or a mapping of its options, not {used!r}.")
     if not isinstance(preset, str | None):
         raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
     if preset and preset != AS_IN_SETTINGS:
         settings = with_preset(settings, preset)
     if not isinstance(changes, str | None):
         raise ValueError(f"OneDiff's third script argument is a text such as {EXAMPLE!r}, not {changes!r}.")
-    changed = [read_changes(changes or ""), options_in(used)]
+    changed = [read_changes(changes or ""), used if isinstance(used, dict) else {"enabled": used}]
     for values in changed:
         settings = settings.for_run(values)
     # Who is not switched off at one of these places is on; a run cannot switch on what the settings tab has off.
@@ -95,15 +96,6 @@ def describe(p: Any, settings: Settings) -> None:
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Our three script arguments; what is missing is as the accordion has it at first."""
     return (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
-
-
-def options_in(argument: Any) -> dict[str, Any]:
-    """The options that our first script argument sets."""
-    if isinstance(argument, dict):
-        return argument
-    if not isinstance(argument, bool):
-        raise ValueError(f"OneDiff's script argument is true, false or a mapping of its options, not {argument!r}.")
-    return {"enabled": argument}
 
 
 def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:

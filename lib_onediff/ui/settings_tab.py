@@ -27,10 +27,6 @@ from .events import HIDDEN
 
 SECTION = ("onediff", "OneDiff")
 FOLDER_IS_SET_BY = f"Only the environment variable {CACHE_VARIABLE} sets it, when the WebUI starts."
-# For javascript/onediff_settings.js.
-WORDS = {
-    "reset": "Reset", "reset_all": "Reset all to defaults", "default": "Default: {}", "none": "empty", "speed": "Speed",
-}
 # A slider cannot tell more.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
@@ -58,17 +54,10 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
             if not isinstance(error, ValueError):
                 raise
             tell(f"{error} The setting stays as it was.")
-        else:
-            tell_effects(before)
 
     for option in in_groups():
-        info = option_info(
-            option.default,
-            option.metadata["label"],
-            *component_of(option),
-            section=SECTION,
-            onchange=apply,
-        )
+        about = option.default, option.metadata["label"], *component_of(option)
+        info = option_info(*about, section=SECTION, onchange=apply)
         opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
         if option.name == "memory_budget":
             show_folder(opts, option_info)
@@ -86,7 +75,7 @@ def build_settings_form() -> None:
 
 
 def for_the_browser() -> str:
-    """The options in the order of the page, what the Speed buttons set, and the words that stand beside the fields."""
+    """The options in the order of the page, and what the Speed buttons set."""
     known = {
         host_key(option.name): {
             "group": option.metadata["group"], "default": option.default, "shown": format_value(option.default),
@@ -100,8 +89,8 @@ def for_the_browser() -> str:
             "explained": preset.explanation,
         } for name, preset in PRESETS.items()
     }
-    data = {"options": known, "speeds": speeds, "texts": WORDS}
-    return f'<span hidden data-onediff-settings="{html.escape(json.dumps(data))}"></span>'
+    data = html.escape(json.dumps({"options": known, "speeds": speeds}))
+    return f'<span hidden data-onediff-settings="{data}"></span>'
 
 
 def notes(option: Field[Any]) -> dict[str, str]:
@@ -111,13 +100,6 @@ def notes(option: Field[Any]) -> dict[str, str]:
         word: described({option.name: parse_value(option, word)}, machine).get(option.name) for word in words_of(option)
     }
     return {word: said for word, said in found.items() if said}
-
-
-def tell_effects(before: Settings) -> None:
-    """Say of every choice that was just made and that changes nothing on this machine, why."""
-    made = runtime.settings.changed_from(before)
-    for name, said in (described(made, Machine.now(runtime.settings.backend == "oneflow")) if made else {}).items():
-        tell(f"{label_of(name)}, {format_value(made[name])}: {said}")
 
 
 def show_folder(opts: Any, option_info: Callable[..., Any]) -> None:

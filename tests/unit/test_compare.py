@@ -21,7 +21,6 @@ import torch
 from PIL import Image
 from quality_images import desaturated, painted
 
-from lib_onediff.options.changes import read_changes
 from lib_onediff.options.settings import Settings
 from lib_onediff.ui.compare.job import CURRENT, OFF, STEPS_TO_WARM_UP, Comparison, Pair, Side, request_of
 from lib_onediff.ui.compare.report import difference_of, page_html, speeds
@@ -77,26 +76,6 @@ def a_pair(seed: int = 7, kept: float = 1.0, seconds: tuple[float, float] = (2.0
 
 
 # --- what is asked for --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, expected", [
-    ("", {}), ("off", {"enabled": False}),
-    ("backend = eager\nlow_bit_only=on;", {"backend": "eager", "low_bit_only": True}),
-    # Options that earlier versions had are ignored.
-    ("OneDiff: on; backend eager; verify off; cache_folder /tmp", {"enabled": True, "backend": "eager"}),
-])
-def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
-    assert read_changes(text) == expected
-
-
-@pytest.mark.parametrize("text, part", [
-    ("speed 9", "no option 'speed' for a run. Choose from enabled, "),
-    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("low_bit", "low_bit needs a value: off, "),
-    ("backend warp", "backend does not take 'warp'; it takes auto, native"),
-])
-def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        read_changes(text)
 
 
 @pytest.mark.parametrize("name, value, part", [

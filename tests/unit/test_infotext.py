@@ -49,7 +49,6 @@ def test_hosts_need_not_quote_it() -> None:
     ("on; low_bit_only maybe; backend eager", {"enabled": True, "backend": "eager"}),
     ("on; speed 9; low_bit_only on", {"enabled": True, "low_bit_only": True}),
     ("on; cache_folder /tmp; memory_budget 9", {"enabled": True}),
-    ("on; enabled off", {"enabled": True}),
     ("on;;; ;backend", {"enabled": True}),
     ("on\x00; low_bit_only on", {}),
     ("on; forecast_interval x; prewarm_most_used y", {"enabled": True, "deepcache_depth": 0}),
@@ -59,14 +58,9 @@ def test_what_others_have_written(text: str, expected: dict[str, Any]) -> None:
     Settings.from_mapping(infotext.parse(text))
 
 
-def pasting(standing: Settings | None = None) -> infotext.Pasting:
-    return infotext.Pasting(lambda: standing or Settings())
-
-
-def read_by_the_accordion(text: str, standing: Settings) -> list[Any]:
+def read_by_the_accordion(parameters: dict[str, str], standing: Settings) -> list[Any]:
     """What pasting puts into the accordion."""
-    found, parameters = pasting(standing), {infotext.KEY: text}
-    return [found.switch(parameters), found.preset(parameters), found.changes(parameters)]
+    return [fill(parameters) for fill in infotext.paste_functions(lambda: standing)]
 
 
 def per_run(settings: Settings) -> dict[str, Any]:
@@ -82,7 +76,7 @@ TABS = [
 @pytest.mark.parametrize("standing", TABS, ids=infotext.describe)
 def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing: Settings) -> None:
     for settings in every_setting():
-        run = settings_of_run(read_by_the_accordion(infotext.describe(settings), standing), standing)
+        run = settings_of_run(read_by_the_accordion({infotext.KEY: infotext.describe(settings)}, standing), standing)
         assert per_run(run) == per_run(settings)
 
 
@@ -102,19 +96,29 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
     ("on; deepcache_interval 99", Settings(), [True, AS_IN_SETTINGS, ""]),
 ])
 def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:
-    assert read_by_the_accordion(text, standing) == arguments
+    assert read_by_the_accordion({infotext.KEY: text}, standing) == arguments
 
 
-def test_pasting_something_else_leaves_the_accordion_alone() -> None:
-    for parameters in ({}, {"Steps": "20"}, {"OneDiff": "maybe"}, {"OneDiff": ""}):
-        found = pasting(Settings(deepcache_interval=3))
-        assert [found.switch(parameters), found.preset(parameters), found.changes(parameters)] == [None] * 3
+@pytest.mark.parametrize("parameters", [{}, {"Steps": "20"}, {"OneDiff": "maybe"}, {"OneDiff": ""}], ids=str)
+def test_pasting_something_else_leaves_the_accordion_alone(parameters: dict[str, str]) -> None:
+    assert read_by_the_accordion(parameters, Settings(deepcache_interval=3)) == [None] * 3
 
 
-def test_paste_fields_are_the_same_in_both_tabs() -> None:
-    """Hosts hand components on from tab to tab whose infotext field is among a script's paste_field_names."""
-    found = pasting()
-    one, other = (found.fields(*components) for components in ("abc", "xyz"))
-    assert [component for component, _ in one] == ["a", "b", "c"]
-    names = [target for _, target in one]
-    assert all(target in names for _, target in other) and len(set(names)) == 3
+@pytest.mark.parametrize("text, expected", [
+    ("", {}), ("off", {"enabled": False}),
+    ("backend = eager\nlow_bit_only=on;", {"backend": "eager", "low_bit_only": True}),
+    # Options that earlier versions had are ignored.
+    ("OneDiff: on; backend eager; verify off; cache_folder /tmp", {"enabled": True, "backend": "eager"}),
+])
+def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
+    assert infotext.read_changes(text) == expected
+
+
+@pytest.mark.parametrize("text, part", [
+    ("speed 9", "no option 'speed' for a run. Choose from enabled, "),
+    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("low_bit", "low_bit needs a value: off, "),
+    ("backend warp", "backend does not take 'warp'; it takes auto, native"),
+])
+def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        infotext.read_changes(text)

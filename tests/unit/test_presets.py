@@ -70,7 +70,7 @@ def test_sizes_that_can_be(text: str, expected: list[Size]) -> None:
     ("٥١٢x٥١٢", "is not a size"),
     ("512x512 512x512", "is not a size"),
     ("1234567x512", "is not a size"),
-    ("500x512", "the width must be a multiple of 8 from 64 to 4096 pixels, for example 496 or 504."),
+    ("500x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),
     ("512x60", "the height must be a multiple of 8"),
     ("512x0", "the height must be"),
     ("4104x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...options import infotext
-from ...options.changes import read_changes
+from ...options.infotext import describe, read_changes
 from ...options.option import did_you_mean
 from ...options.presets import PRESETS, with_preset
 from ...options.settings import Settings
@@ -38,7 +37,7 @@ class Side:
     @property
     def described(self) -> str:
         """The settings as infotext writes them."""
-        return infotext.describe(self.settings)
+        return describe(self.settings)
 
 
 def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
