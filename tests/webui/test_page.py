@@ -1,7 +1,8 @@
-"""OneDiff on the page of a WebUI, used as a user does: generating, the settings, and pasting infotexts."""
+"""OneDiff on the page of a WebUI, used as a user does: generating, the accordion, the settings, pasting infotexts."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -14,28 +15,27 @@ from webui_page import (
     accordion,
     accordion_values,
     changed_options,
+    choose,
     choose_preset,
+    control,
     enabled_checkbox,
     make_picture,
     open_advanced,
     open_page,
+    preset_list,
     show_settings,
     show_tab,
     status_line,
     told,
 )
 
+TAB = "txt2img"
+
 
 @pytest.fixture
 def page(opened: Any) -> Any:
     show_tab(opened, "txt2img")
     return opened
-
-
-@pytest.fixture
-def demo_page(standalone: WebUI, page: Any) -> Any:
-    """Of the standalone host."""
-    return page
 
 
 def test_generating_on_and_off(page, webui: WebUI) -> None:
@@ -79,17 +79,81 @@ def test_img2img(page, webui: WebUI, tmp_path) -> None:
     assert after["plain"] + after["graph"] > before["plain"] + before["graph"] and after["host"] == before["host"]
 
 
-def test_preset_and_changes_hold_for_the_run(page, webui: WebUI) -> None:
-    open_advanced(page, "txt2img")
-    choose_preset(page, "txt2img", "Balanced")
-    page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 3; deepcache_depth 3.", 30)
-    page.type(changed_options("txt2img"), "deepcache_interval 4; vae_precision fp32")
-    page.find(changed_options("txt2img")).send_keys(Keys.TAB)
-    expected = "on; deepcache_interval 4; deepcache_depth 3; vae_precision fp32"
-    page.wait_for_text(told("txt2img"), f"This run: {expected}.", 30)
-    assert f"OneDiff: {expected}" in make_picture(page)
+# --- the accordion ----------------------------------------------------------------------------------------------------
+
+
+def move(page: Any, name: str, value: int) -> None:
+    """As dragging a slider, or typing beside it."""
+    page.type(f"#onediff_{TAB}_{name} input[type=number]", value)
+
+
+def wait_for_changes(page: Any, text: str) -> None:
+    page.wait(lambda: accordion_values(page, TAB)[2] == text, f"{text!r} in the text of extra options", 20)
+
+
+def wait_for_controls(page: Any, **values: str) -> None:
+    value = "return document.querySelector(arguments[0]).value"
+    shown = lambda: {name: page.run(value, control(TAB, name)) for name in values}  # noqa: E731
+    page.wait(lambda: shown() == values, f"{values} in the controls", 20)
+
+
+def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
+    preset, box = page.find(f"#{preset_list(TAB)}"), page.find(enabled_checkbox(TAB))
+    assert not preset.is_displayed() and box.is_displayed() and box.is_selected()
+    make_picture(page)
+    summary = f"onediff_{TAB}_summary"
+    # gradio counts seconds beside it as long as it is asked for.
+    page.wait(lambda: re.fullmatch(r".* ms/step, .*(graph|blocks)", page.text(summary)), "the status on one line", 30)
+    box.click()
+    assert not preset.is_displayed() and not box.is_selected(), "the checkbox does not open it"
+    box.click()
+    for opened in (True, False):
+        page.find(f"#{accordion(TAB)} .label-wrap").click()
+        page.wait(lambda now=opened: preset.is_displayed() is now, f"open: {opened}", 10)
+        assert box.is_selected(), "opening and closing it switches nothing"
+
+
+def test_controls_and_text_are_one_and_hold_for_the_image(page, webui: WebUI) -> None:
+    open_advanced(page, TAB)
+    page.wait_for_text(told(TAB), "This run: on", 20)
+    move(page, "deepcache_interval", 3)
+    choose(page, f"onediff_{TAB}_vae_precision", "fp32")
+    wait_for_changes(page, "deepcache_interval 3; vae_precision fp32")
+    page.wait_for_text(told(TAB), "This run: on; deepcache_interval 3; vae_precision fp32.", 20)
+    assert "OneDiff: on; deepcache_interval 3; vae_precision fp32" in make_picture(page)
     other = webui.txt2img().info["infotexts"][0]
     assert "OneDiff: on" in other and "deepcache" not in other, "another user's run is as the settings tab says"
+    move(page, "deepcache_interval", 1)
+    wait_for_changes(page, "vae_precision fp32")
+    field = page.find(changed_options(TAB))
+    field.send_keys("; deepcache_intervall 3")
+    assert "Did you mean" not in page.text(told(TAB)), "nobody is corrected while typing"
+    field.send_keys(Keys.TAB)
+    page.wait_for_text(told(TAB), "Did you mean 'deepcache_interval'? Fix this, or", 20)
+
+
+def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: WebUI) -> None:
+    with webui.options(onediff_deepcache_depth=3):
+        open_advanced(page, TAB)
+        wait_for_controls(page, deepcache_depth="3")
+        wait_for_changes(page, "")
+        page.type(changed_options(TAB), "backend eager; deepcache_interval 5; low_bit fp8")
+        page.find(changed_options(TAB)).send_keys(Keys.TAB)
+        wait_for_controls(page, deepcache_interval="5", low_bit="fp8")
+        choose_preset(page, TAB, "Balanced")
+        wait_for_changes(page, "backend eager")
+        wait_for_controls(page, deepcache_interval="3", low_bit="off")
+        page.wait_for_text(told(TAB), "deepcache_depth 3; backend eager.", 20)
+
+
+def test_the_first_quick_click_opens_the_list_of_presets(page) -> None:
+    # Without the pointer: its coming to the accordion asks the server, and the click follows at once.
+    page.run("document.querySelector(arguments[0]).click()", f"#{accordion(TAB)} .label-wrap")
+    page.find(f"#{preset_list(TAB)} input").click()
+    offered = "return [...document.querySelectorAll('ul.options li')].map(at => at.innerText.trim())"
+    page.wait(lambda: any("Balanced" in name for name in page.run(offered)), "the list", 10)
+    page.wait_for_text(told(TAB), "This run: on", 20)
+    assert any("Balanced" in name for name in page.run(offered)), "what the server said has closed the list"
 
 
 # --- the settings -----------------------------------------------------------------------------------------------------
@@ -236,8 +300,7 @@ def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_gener
 # --- the standalone host's own ----------------------------------------------------------------------------------------
 
 
-def test_what_is_typed_is_shown_as_text_and_refused_with_a_sentence(demo_page, standalone: WebUI) -> None:
-    page = demo_page
+def test_what_is_typed_is_shown_as_text_and_refused_with_a_sentence(standalone: WebUI, page: Any) -> None:
     page.type("#txt2img_prompt textarea", "<img src=x onerror=document.title='taken'> & more")
     page.type("#txt2img_width input[type=number]", 65)
     page.click("txt2img_generate")
@@ -247,8 +310,7 @@ def test_what_is_typed_is_shown_as_text_and_refused_with_a_sentence(demo_page, s
     assert page.driver.title == "OneDiff"
 
 
-def test_progress_and_interrupt(demo_page, standalone: WebUI) -> None:
-    page = demo_page
+def test_progress_and_interrupt(standalone: WebUI, page: Any) -> None:
     for name, value in {"steps": 150, "width": 128, "height": 128}.items():
         page.type(f"#txt2img_{name} input[type=number]", value)
     page.click("txt2img_generate")
