@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,14 +51,14 @@ def bias_of(weights: Weights, path: str) -> Tensor | None:
     return weights[path].bias if bias is None else bias(path)
 
 
-class Source(Protocol):
-    """What a forward reads of a network: a binding, or what stands for it with other weights. layout: the network's.
-    dtype: which is computed in."""
+@dataclass(frozen=True)
+class Source:
+    """What a forward reads of a network.
+
+    layout: the network's. dtype: which is computed in. weights: gives every layer's tensors by path, and every fused
+    layer's by its name; drop what it returns after the call.
+    """
 
     layout: Any
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def weights(self) -> Weights:
-        """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call."""
+    dtype: torch.dtype
+    weights: Callable[[], Weights]

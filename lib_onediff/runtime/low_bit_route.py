@@ -22,7 +22,7 @@ from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choi
 from ..devices.registry import Devices
 from ..families.registry import Families
 from ..options.settings import MOST_LOW_BIT_ERROR
-from ..weights.low_bit import KINDS_OF, LowBitBinding, WantedKinds
+from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.offload import NoHostMemory
 from .backend_choice import NO_ROOM
 from .graphs.cache import GraphCache
@@ -168,6 +168,6 @@ class LowBitRoute:
     def _output(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, layers: Collection[str]) -> Tensor:
         """The whole UNet's, with these layers alone in eight bits."""
         assert managed.low_bit is not None
-        binding = LowBitBinding(managed.bound.binding, managed.low_bit, KINDS_OF[lossy.low_bit], layers)
+        binding = managed.low_bit.source(managed.bound.binding, KINDS_OF[lossy.low_bit], layers)
         ops, whole = self._devices.lossy.operators(), replace(call, cut=None)
         return self._families.output(binding.layout, binding.weights(), ops, whole)

@@ -19,7 +19,7 @@ from ..devices.cuda.low_bit.sensitivity import Choice
 from ..families.registry import FAMILIES, Families
 from ..options.settings import Settings
 from ..weights.bound import BoundUNet
-from ..weights.low_bit import KINDS_OF, LowBitBinding, LowBitWeights, Round, WantedKinds
+from ..weights.low_bit import KINDS_OF, LowBitWeights, Round, WantedKinds
 from ..weights.scan import HostTraits
 
 
@@ -135,7 +135,7 @@ class ManagedUNet:
     def binding_for(self, lossy: Lossy) -> Source:
         """The weights, those in eight bits among them where they are wanted."""
         if lossy.low_bit and self.low_bit is not None:
-            return LowBitBinding(self.bound.binding, self.low_bit, KINDS_OF[lossy.low_bit], alone=lossy.only)
+            return self.low_bit.source(self.bound.binding, KINDS_OF[lossy.low_bit], alone=lossy.only)
         return self.bound.on_the_fly.source(self.bound.binding)
 
     @property

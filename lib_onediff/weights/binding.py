@@ -9,17 +9,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..core.affine import Affine, Weights
-from ..core.leaves import Convolution, FusedLinear
+from ..core.leaves import Convolution
 from ..core.refusal import Refusal
 from ..core.tuners import layer_within
 from ..families.unet.layout import UNetLayout
 from .fused_storage import fuse, joined, joined_affine, shares_storage
+from .watch import present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -30,19 +31,6 @@ PARTLY_LOADED = (
 LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
 
 
-class Layout(Protocol):
-    """What a binding needs to know of a network: which leaf modules hold its parameters, and how they are grouped."""
-
-    def leaves(self) -> Sequence[Any]:
-        """Every description of a module that holds parameters, each once."""
-
-    def fusions(self) -> Sequence[FusedLinear]:
-        """Every group of linear layers that is to lie in one tensor."""
-
-    def wider_fusions(self) -> Sequence[FusedLinear]:
-        """Groups of these groups that lie in one tensor too, where they are of one type and without bias."""
-
-
 class Binding:
     """The parameters of one module, in the order and grouping that a layout gives them.
 
@@ -50,8 +38,9 @@ class Binding:
     offloaded: the layers, by path or fused layer's name, whose weights may lie elsewhere than the others.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        self.layout: Any = layout
+    def __init__(self, module: nn.Module, layout: Any) -> None:
+        """layout: of the module; of core.family.Layout it has to have leaves, fusions and wider_fusions."""
+        self.layout = layout
         leaves = layout.leaves()
         called = [module.get_submodule(leaf.path) for leaf in leaves]
         self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
@@ -62,7 +51,9 @@ class Binding:
         self._wider = layout.wider_fusions()
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._turned: set[str] = set()
-        self._members = {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
+        # The paths of a layer, by its path, and of a fused layer, by its name.
+        self._members = {path: [path] for path in self._leaves}
+        self._members |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
         self.cast_to: torch.dtype | None = None
         self.offloaded: Container[str] = ()
 
@@ -137,33 +128,22 @@ class Binding:
         return list(self._leaves)
 
     def layers(self) -> list[nn.Module]:
-        """The host's modules that hold the parameters. Drop the result after the call."""
-        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
-        return [layer for layer in layers if layer is not None] if None in layers else layers
-
-    def holders(self) -> list[nn.Module]:
-        """The modules whose own the parameters are. Raises Refusal if one is gone."""
-        layers: list[Any] = [leaf() for leaf in self._leaves.values()]
-        if None in layers:
-            raise Refusal(LAYERS_GONE)
-        return layers
+        """The host's modules whose own the parameters are. Drop the result after the call. Raises Refusal if one is
+        gone."""
+        return there(leaf() for leaf in self._leaves.values())
 
     def called_layers(self) -> list[nn.Module]:
         """As layers, with the LoRAs around them in their place."""
         pairs = zip(self._called, self._leaves.values(), strict=True)
-        return [layer for called, leaf in pairs if (layer := called() or leaf()) is not None]
+        return there(called() or leaf() for called, leaf in pairs)
 
     def layers_of(self, name: str) -> list[nn.Module]:
-        """The host's modules of a layer, by its path, or of a fused layer, by its name. Raises Refusal if one
-        is gone."""
-        found: list[Any] = [self._leaves[path]() for path in self._members.get(name, [name])]
-        if None in found:
-            raise Refusal(LAYERS_GONE)
-        return found
+        """As layers, of one layer, by its path, or of a fused one, by its name."""
+        return there(self._leaves[path]() for path in self._members[name])
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of all layers, in their order. Drop the result after the call."""
-        return present_parameters(self._leaves.values())
+        """Of all layers, in their order. Drop the result after the call. Raises Refusal if a layer is gone."""
+        return present_in(self.layers())
 
     def weights(self, wider: bool = True) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
@@ -208,18 +188,13 @@ class Binding:
             raise Refusal(LAYERS_GONE)
         return weight, module._parameters.get("bias")
 
-    def _offloaded_weights(self, affines: Weights) -> set[int]:
-        """The identities of the weights that may lie elsewhere."""
-        fused = [path for name, paths in self._members.items() if name in self.offloaded for path in paths]
-        alone = [path for path in affines if path in self.offloaded]
-        return {id(affines[path].weight) for path in (*fused, *alone)}
-
     def refuse_mixture(self) -> None:
         """Raise Refusal if the parameters are of a dtype that we do not run, or lie on several devices. What is
         cast to one type may be stored in several, layer by layer."""
         known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
+        device = self.device
+        offloaded = {path for name, paths in self._members.items() if name in self.offloaded for path in paths}
         affines = self._affines()
-        elsewhere = self._offloaded_weights(affines)
         for path, affine in affines.items():
             for parameter in (affine.weight, affine.bias):
                 if parameter is None:
@@ -228,17 +203,16 @@ class Binding:
                     raise Refusal(f"{path} holds a tensor that is none of its parameters (functional_call?)")
                 if type(parameter.data) is not Tensor or parameter.dtype not in known:
                     raise Refusal(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
-                devices = {parameter.device.type, self.device.type}
-                other_device = parameter.device != self.device and id(parameter) not in elsewhere
-                if other_device and "meta" not in devices:
+                may_lie_elsewhere = parameter is affine.weight and path in offloaded
+                is_elsewhere = parameter.device != device and not may_lie_elsewhere
+                if is_elsewhere and "meta" not in (parameter.device.type, device.type):
                     raise Refusal(PARTLY_LOADED)
-                other_type = self.cast_to is None and parameter.dtype != stored
-                if other_device or other_type:
+                if is_elsewhere or (self.cast_to is None and parameter.dtype != stored):
                     raise Refusal(
-                        f"its parameters are mixed: {stored} on {self.device}, "
+                        f"its parameters are mixed: {stored} on {device}, "
                         f"but {path} is {parameter.dtype} on {parameter.device}"
                     )
-        if self.device.type == "meta":
+        if device.type == "meta":
             raise Refusal("its parameters are not loaded (they are on the meta device)")
         for fusion in self.fusions:
             members = [affines[member.path] for member in fusion.members]
@@ -249,6 +223,14 @@ class Binding:
                 raise Refusal(f"{fusion.name} has a bias on some of its layers only")
 
 
+def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
+    """These layers. Raises Refusal if one is gone."""
+    found = list(layers)
+    if None in found:
+        raise Refusal(LAYERS_GONE)
+    return cast(list[nn.Module], found)
+
+
 def can_be_one(members: Sequence[Affine]) -> bool:
     """Whether linear layers can lie in one tensor whatever they are: of one type, on one device, without biases."""
     first = members[0].weight
@@ -256,17 +238,6 @@ def can_be_one(members: Sequence[Affine]) -> bool:
         affine.bias is None and (affine.weight.dtype, affine.weight.device) == (first.dtype, first.device)
         for affine in members
     )
-
-
-def present_parameters(leaves: Iterable[weakref.ref[nn.Module]]) -> list[nn.Parameter]:
-    """The parameters of these layers as they are now. Raises Refusal if a layer is gone."""
-    found: list[nn.Parameter] = []
-    for leaf in leaves:
-        layer = leaf()
-        if layer is None:
-            raise Refusal(LAYERS_GONE)
-        found += [parameter for parameter in layer._parameters.values() if parameter is not None]
-    return found
 
 
 def describe_storage(parameter: Tensor) -> str:

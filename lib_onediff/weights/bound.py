@@ -8,18 +8,18 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.affine import Weights
 from ..core.call import UNetCall
 from ..core.refusal import Refusal
 from ..families.registry import read_layout
 from ..families.unet.layout import UNetLayout
-from .binding import LAYERS_GONE, Binding
+from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values, few_rows
 from .offload import OffloadedWeights
 from .on_the_fly import News, OnTheFly
-from .scan import LOOKED_AT_BY_OTHERS, HostTraits, scan
+from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
 from .watch import Parameters, Tree
 
 log = logging.getLogger("onediff")
@@ -50,16 +50,20 @@ class BoundUNet:
         self._read_layout = read
         self._unet = weakref.ref(unet)
         self.host_traits = host_traits
+        self.reader: Reader | None = None
         self._tree: Tree | None = None
         self._parameters: Parameters | None = None
         self._contents: Contents | None = None
+        # One in so many parts of the contents is watched; 0: nobody asks for them.
         self._part = 0
-        # Places of parameters with other values than when somebody asked last.
+        # Places of parameters with other values than when somebody asked last; None: all may have.
         self._edited: set[int] | None = None
         self.channels_last = False
         self._binding: Binding | None = None
         self._refusal: str | None = None
         self.generation = self.looks = self.edition = self._binds = 0
+        # The edition that the last refresh has made everything of.
+        self._refreshed: int | None = None
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.offloaded = OffloadedWeights()
         self.samplings = 0
@@ -67,14 +71,6 @@ class BoundUNet:
         self._lora: Hashable = None
         self._checkpoint: tuple[Hashable, str] | None = None
         self._identity: tuple[Hashable, str] | None = None
-
-    @property
-    def reader(self) -> Reader | None:
-        return self.on_the_fly.contents_reader
-
-    @reader.setter
-    def reader(self, reader: Reader | None) -> None:
-        self.on_the_fly.contents_reader = reader
 
     @property
     def layout(self) -> UNetLayout:
@@ -89,7 +85,7 @@ class BoundUNet:
     def module(self) -> nn.Module:
         unet = self._unet()
         if unet is None:
-            raise Refusal(LAYERS_GONE)
+            raise Refusal("the host has unloaded this UNet")
         return unet
 
     @property
@@ -112,8 +108,6 @@ class BoundUNet:
         if self.on_the_fly.drop():
             self._note_moved()
 
-    # --- whose image it is ----------------------------------------------------------------------------------------
-
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts."""
         self.samplings += 1
@@ -131,14 +125,13 @@ class BoundUNet:
 
         Raises Refusal where what a graph reads is not alive or not where it was: then nothing may be replayed.
         """
-        parameters, tree, contents = self._parameters, self._tree, self._contents
-        lora = self.host_traits.wanted_lora
+        parameters, tree, lora = self._parameters, self._tree, self.host_traits.wanted_lora
         if self._refusal is not None or parameters is None or tree is None or (lora and lora() != self._lora):
             raise Refusal(CHANGED)
         found = parameters.lie_still()
         if found is None:
             raise Refusal(CHANGED)
-        values, on_the_fly = self._begin_contents(), self.on_the_fly
+        count_edits, on_the_fly = self._begin_edits(found), self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
 
         def stands() -> bool:
@@ -146,48 +139,47 @@ class BoundUNet:
             if unet is None or parameters is not self._parameters or not tree.stands(unet):
                 return False
             try:
-                was_edited = self._note_edits(contents, values(), found)
+                count_edits()
             except Refusal:
                 return False
-            if was_edited and not self.in_sampling:
+            # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
+            if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
                 return False
             return applied is None or (applied() and on_the_fly.stands(self.binding))
 
         return stands
 
-    def _begin_contents(self) -> Callable[[], Tensor | None]:
-        if self._contents is None:
-            return lambda: None
-        try:
-            return self._contents.begin()
-        except ReferenceError:
-            return lambda: None
-
-    def _note_edits(self, contents: Contents | None, values: Tensor | None, found: list[Any] | None = None) -> bool:
-        """Count an edit of values, if there was any since the last time; whether there was. found: the parameters,
-        where this call has looked them up. Raises Refusal where the weights lie elsewhere by now."""
-        parameters = self._parameters
-        if parameters is None:
-            raise Refusal(CHANGED)
-        edited = set[int]()
+    def _begin_edits(self, found: list[Any] | None = None) -> Callable[[], None]:
+        """Launch what has to be read on a GPU. What this returns counts an edit of values, if there was any since the
+        last time; it raises Refusal where the weights lie elsewhere by now. found: see Parameters.edited."""
+        parameters, contents = self._parameters, self._contents
+        read = None
         if contents is not None:
-            edited.update(contents.changed(values) if values is not None else range(len(parameters)))
-        # Last: it counts each edit once.
-        edited.update(parameters.edited(found))
-        if not edited:
-            return False
-        self.edition += 1
-        if contents is not None and values is not None:
-            contents.known = values.clone()
-        if self._edited is not None:
-            self._edited |= edited
-        return True
+            with contextlib.suppress(ReferenceError):
+                read = contents.begin()
+
+        def count_edits() -> None:
+            if parameters is None:
+                raise Refusal(CHANGED)
+            now, edited = None if read is None else read(), set[int]()
+            if contents is not None:
+                edited.update(range(len(parameters)) if now is None else contents.changed(now))
+            # Last: it counts each edit once.
+            edited.update(parameters.edited(found))
+            if edited:
+                self.edition += 1
+                if contents is not None and now is not None:
+                    contents.known = now
+                if self._edited is not None:
+                    self._edited |= edited
+
+        return count_edits
 
     def edition_now(self) -> int:
         """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
         now."""
         try:
-            self._note_edits(self._contents, self._begin_contents()())
+            self._begin_edits()()
         except Refusal:
             return self.edition + 1
         return self.edition
@@ -207,12 +199,10 @@ class BoundUNet:
         return None if before is None else edited
 
     def _watch_parameters(self) -> None:
-        layers = self.binding.holders()
-        self._parameters = Parameters(layers)
-        self._contents = Contents(self._places(), self._part, self.reader) if self._part else None
-
-    def _places(self) -> list[Place]:
-        return list(map(Place.of, self.binding.parameters()))
+        binding = self.binding
+        self._parameters = Parameters(binding.layers())
+        places = list(map(Place.of, binding.parameters())) if self._part else []
+        self._contents = Contents(places, self._part, self.reader) if self._part else None
 
     def checkpoint(self) -> str:
         """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
@@ -251,10 +241,7 @@ class BoundUNet:
 
     def layout_now(self) -> UNetLayout:
         """The layout as the module tree is now. Raises Refusal with the reason."""
-        # Taken down for the next call, too: it finds the tree as this look has left it.
-        self._refusal = self._look()
-        if self._refusal is not None:
-            raise Refusal(self._refusal)
+        self._look()
         return self.layout
 
     def refresh(
@@ -268,28 +255,26 @@ class BoundUNet:
         if self.offloaded and not self.unmoved():
             # The host has moved or exchanged weights, and knows nothing of those that lie elsewhere.
             self._have_restored()
-        self._refusal = self._look()
-        if self._refusal is not None:
-            raise Refusal(self._refusal)
-        if self.host_traits.sync_lora is not None:
-            self.host_traits.sync_lora(self.binding.layers())
+        self._look()
+        traits, binding = self.host_traits, self.binding
+        if traits.sync_lora is not None:
+            traits.sync_lora(binding.layers())
             # It notes on the layers what it has merged: no news at the next call.
             if self._tree is not None and not self._tree.stands(self.module):
                 self._tree = Tree(self.module, LOOKED_AT_BY_OTHERS)
-        if self.host_traits.wanted_lora is not None:
-            self._lora = self.host_traits.wanted_lora()
-        before = self.binding.cast_to
-        self.binding.cast_to = self.on_the_fly.cast_to(self.binding, call.latent.dtype)
-        stand = self.unmoved() and channels_last == self.channels_last and self.binding.cast_to == before
-        if not stand:
+        if traits.wanted_lora is not None:
+            self._lora = traits.wanted_lora()
+        before, binding.cast_to = binding.cast_to, self.on_the_fly.cast_to(binding, call.latent.dtype)
+        if self.unmoved() and channels_last == self.channels_last and binding.cast_to == before:
+            self._begin_edits()()
+        else:
             self._bind(channels_last)
-        elif self._note_edits(self._contents, self._begin_contents()()):
-            stand = False
-        news = self.on_the_fly.refresh(self.binding, stand, room)
+        news = self.on_the_fly.refresh(binding, self.edition == self._refreshed, room, self.reader)
         if news is News.MOVED:
             self._note_moved()
         elif news is News.CHANGED:
             self.edition += 1
+        self._refreshed = self.edition
         if self.on_the_fly.copies:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
 
@@ -351,39 +336,44 @@ class BoundUNet:
         """Whether the parameters that were bound are there, and lie where and as they lay; a millisecond."""
         return self._parameters is not None and self._parameters.stand()
 
-    def _look(self) -> str | None:
-        """See whether the module tree computes as it did, and read it again if not. Returns why it cannot be run, or
-        None."""
-        unet = self._unet()
-        if unet is None:
-            return "the host has unloaded this UNet"
-        if self._tree is not None and self._tree.stands(unet):
-            return self._refusal
-        self.looks += 1
-        self._tree = Tree(unet, LOOKED_AT_BY_OTHERS)
-        patched = scan(unet, self.host_traits).patched
-        if patched is not None:
-            self.undo_channels_last()
-            return patched
-        return self._read(unet)
+    def _look(self) -> None:
+        """See whether the module tree computes as it did, and read it again if not. Raises Refusal where it cannot be
+        run."""
+        unet = self.module
+        if self._tree is None or not self._tree.stands(unet):
+            self.looks += 1
+            tree, self._tree, self._refusal = Tree(unet, LOOKED_AT_BY_OTHERS), None, None
+            try:
+                self._read(unet)
+            except Refusal as refusal:
+                # Its text alone: an exception keeps the UNet alive.
+                self._refusal = str(refusal)
+            self._tree = tree
+        if self._refusal is not None:
+            raise Refusal(self._refusal)
 
-    def _read(self, unet: nn.Module) -> str | None:
-        """Find out what the module tree is, or why it cannot be run. Where layers and layout are what they were,
-        weights and graphs stay as they are."""
-        layout, unreadable = None, None
+    def _read(self, unet: nn.Module) -> None:
+        """Find out what the module tree is. Where layers and layout are what they were, weights and graphs stay as they
+        are. Raises Refusal."""
+        try:
+            refuse_foreign_code(unet, self.host_traits)
+        except Refusal:
+            self.undo_channels_last()
+            raise
         try:
             layout = self._read_layout(unet)
-        except Refusal as reason:
-            unreadable = str(reason)
-        if layout is not None and self._binding is not None and self._binding.follow(unet, layout):
-            return None
+        except Refusal:
+            self._drop_binding()
+            raise
+        if self._binding is None or not self._binding.follow(unet, layout):
+            self._drop_binding()
+            self._binding = Binding(unet, layout)
+
+    def _drop_binding(self) -> None:
         self._have_restored()
         self.undo_channels_last()
         self._binding = self._parameters = self._contents = None
         self.drop_applied()
-        if layout is not None:
-            self._binding = Binding(unet, layout)
-        return unreadable
 
     def undo_channels_last(self) -> bool:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""

@@ -1,12 +1,17 @@
 """Tensors that lie one after the other in one storage, so that one view is all of them."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..core.affine import Affine, Weights
 from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
+
+# Makes a tensor of a shape and a type, without values.
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 def shares_storage(parameter: Tensor) -> bool:
@@ -17,21 +22,21 @@ def fuse(parameters: list[Tensor]) -> int:
     """Re-point parameters to slices of one new tensor, unless they already lie together. Returns the bytes copied."""
     if joined(parameters) is not None:
         return 0
-    with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
-        together = concatenated([parameter.detach() for parameter in parameters])
-        start = 0
-        for parameter in parameters:
-            parameter.data = together[start:start + parameter.shape[0]]
-            start += parameter.shape[0]
-    return together.numel() * together.element_size()
+    device = parameters[0].device
+    move(parameters, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+    return sum(parameter.nbytes for parameter in parameters)
 
 
-def concatenated(parameters: list[Tensor]) -> Tensor:
-    """As torch.cat, which not every release has for float8."""
-    dtype = parameters[0].dtype
-    if dtype.itemsize > 1:
-        return torch.cat(parameters)
-    return torch.cat([parameter.view(torch.uint8) for parameter in parameters]).view(dtype)
+def move(tensors: list[Tensor], empty: Empty) -> None:
+    """Re-point tensors (rows, ...) of one type to slices of one new tensor with the same values; all or none."""
+    first = tensors[0]
+    with torch.no_grad(), torch.inference_mode(first.is_inference()):
+        rows = [len(tensor) for tensor in tensors]
+        pieces = empty((sum(rows), *first.shape[1:]), first.dtype).split(rows)
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            piece.copy_(tensor.detach())
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            tensor.data = piece
 
 
 def joined(parameters: list[Tensor]) -> Tensor | None:
@@ -48,15 +53,10 @@ def joined(parameters: list[Tensor]) -> Tensor | None:
 
 
 def joined_affine(fusion: FusedLinear, affines: Weights) -> Affine:
-    weight = joined([affines[member.path].weight for member in fusion.members])
-    if weight is None:
-        raise Refusal(f"the weights of {fusion.name} no longer lie together")
-    biases = [affines[member.path].bias for member in fusion.members]
-    if all(bias is None for bias in biases):
-        return Affine(weight, None)
-    if any(bias is None for bias in biases):
-        raise Refusal(f"{fusion.name} has a bias on some of its layers only")
-    bias = joined([bias for bias in biases if bias is not None])
-    if bias is None:
-        raise Refusal(f"the biases of {fusion.name} no longer lie together")
+    """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""
+    members = [affines[member.path] for member in fusion.members]
+    biases = [affine.bias for affine in members if affine.bias is not None]
+    weight, bias = joined([affine.weight for affine in members]), joined(biases) if biases else None
+    if weight is None or (biases and (bias is None or len(biases) < len(members))):
+        raise Refusal(f"the layers of {fusion.name} no longer lie together")
     return Affine(weight, bias)

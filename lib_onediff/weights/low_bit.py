@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, QuantizedWeight, Weights
+from ..core.affine import Affine, QuantizedWeight, Source, Weights
 from ..core.leaves import FusedLinear, Linear, TransformerBlock
 from ..families.unet.layout import ResidualBlock, UNetLayout
 from .binding import Binding
@@ -159,6 +159,12 @@ class LowBitWeights:
         """Whether everything was rounded from weights in this state."""
         return self._fitted_to == state
 
+    def source(
+        self, binding: Binding, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
+    ) -> Source:
+        """A binding whose weights come with those in eight bits; see beside."""
+        return Source(binding.layout, binding.dtype, lambda: self.beside(binding.weights(), kinds, names, alone))
+
     def beside(
         self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
     ) -> Weights:
@@ -196,26 +202,6 @@ class LowBitWeights:
     def bytes(self) -> int:
         """GPU memory that is held beside the host's own weights."""
         return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
-
-
-class LowBitBinding:
-    """A binding whose weights come with those in eight bits. names, alone: see LowBitWeights.beside."""
-
-    def __init__(
-        self, binding: Binding, low_bit: LowBitWeights, kinds: Collection[Kind], names: Collection[str] | None = None,
-        alone: bool = False,
-    ) -> None:
-        self.layout: Any = binding.layout
-        self._binding = binding
-        self._low_bit = low_bit
-        self._kinds, self._names, self._alone = kinds, names, alone
-
-    def weights(self) -> Weights:
-        return self._low_bit.beside(self._binding.weights(), self._kinds, self._names, self._alone)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._binding.dtype
 
 
 def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:

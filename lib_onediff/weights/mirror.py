@@ -18,7 +18,7 @@ class MirrorUNet(BoundUNet):
     """The bound UNet on another device: the same layout over parameters of our own, which nobody else moves.
 
     It is refreshed after its source was, copies then what has changed there, and holds no reference to the host's
-    UNet. device: where it lies. copied_bytes: what the copies of all refreshes have moved between the devices.
+    UNet.
     """
 
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
@@ -27,7 +27,6 @@ class MirrorUNet(BoundUNet):
         self._source, self._of = source, source.binding
         # The source's edition that the copies are of.
         self._copied: int | None = None
-        self.copied_bytes = 0
 
     def is_of(self, source: BoundUNet) -> bool:
         """Whether these are the copies of the layers that the source has now."""
@@ -76,7 +75,6 @@ class MirrorUNet(BoundUNet):
         with torch.inference_mode(False), torch.no_grad():
             for index in range(len(ours)) if edited is None else edited:
                 ours[index].copy_(theirs[index], non_blocking=True)
-                self.copied_bytes += ours[index].nbytes
         self._copied = self._source.edition
         self.edition += 1
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .fused_storage import joined
+from .fused_storage import joined, move
 
 log = logging.getLogger("onediff")
 Hooked = list[tuple[weakref.ref[nn.Module], RemovableHandle]]
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 # What is pinned comes in powers of two: so little is lost.
 CHUNK_BYTES = 1 << 28
 ALIGNED_BYTES = 256
@@ -215,18 +214,6 @@ def free_host_memory() -> int | None:
         return int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError, IndexError):
         return None
-
-
-def move(tensors: list[Tensor], empty: Empty) -> None:
-    """Re-point tensors (rows, ...) of one type to slices of one new tensor with the same values; all or none."""
-    first = tensors[0]
-    with torch.no_grad(), torch.inference_mode(first.is_inference()):
-        rows = [len(tensor) for tensor in tensors]
-        pieces = empty((sum(rows), *first.shape[1:]), first.dtype).split(rows)
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            piece.copy_(tensor.detach())
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            tensor.data = piece
 
 
 def move_alone(tensor: Tensor, device: torch.device) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, LowRank, Weights
+from ..core.affine import Affine, LowRank, Source, Weights
 from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader, digest_of_values
-from .weight_functions import Casts, Change, FunctionReader, LowRankUpdate, Parts, WeightFunctions
+from .weight_functions import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
 MEBIBYTE = 2**20
 NOTHING = WeightFunctions()
@@ -49,8 +49,6 @@ class OnTheFly:
         self._references: list[Callable[[], Any]] = []
         self._places: list[Place] = []
         self._contents: Contents | None = None
-        self._dtype = torch.float32
-        self.contents_reader: Reader | None = None
         self.changes = 0
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
@@ -64,7 +62,9 @@ class OnTheFly:
         torch.autocast has them wide."""
         return binding.cast_to is not None and self._casts is not None and not self._casts.norms
 
-    def refresh(self, binding: Binding, stand: bool, room: Callable[[], int] | None) -> News:
+    def refresh(
+        self, binding: Binding, stand: bool, room: Callable[[], int] | None, contents_reader: Reader | None
+    ) -> News:
         """Apply what the host would apply now. stand: whether the parameters are known to be what they were at the last
         refresh. room: how many bytes copies of weights may take; None: any number.
 
@@ -81,17 +81,16 @@ class OnTheFly:
             return News.MOVED if self.drop() else News.NONE
         if stand and contents_stand and self._was_made_of(parts, binding):
             return News.NONE
-        applied, self.applied = self.applied or AppliedFunctions(), None
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in parts.places}
-        moved = applied.fit(
-            functions, binding.weights(wider=False), binding.fusions, binding.dtype, room, binding.device,
-            casts_norms=self._casts is None or self._casts.norms,
-        )
-        self.applied, self._dtype = applied, binding.dtype
+        casts_norms = self._casts is None or self._casts.norms
+        before, self.applied = self.applied, None
+        applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before)
+        moved = applied.fit(functions, binding.weights(wider=False), binding.fusions, room)
+        self.applied = applied
         self._mark, self._facts = parts.mark(), parts.facts
         self._references, self._places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
-        self._contents = Contents(self._places, reader=self.contents_reader) if self._places else None
+        self._contents = Contents(self._places, reader=contents_reader) if self._places else None
         self.changes += 1
         return News.MOVED if moved else News.CHANGED
 
@@ -106,7 +105,7 @@ class OnTheFly:
         return self._was_made_of(parts, binding)
 
     def _was_made_of(self, parts: Parts, binding: Binding) -> bool:
-        if self.applied is None or not self.applied.lasting or self._dtype != binding.dtype:
+        if self.applied is None or not self.applied.lasting or self.applied.dtype != binding.dtype:
             return False
         are_alive = all(reference() is not None for reference in self._references) and all(
             place.is_alive for place in self._places
@@ -145,11 +144,16 @@ class OnTheFly:
     def copies_matrices(self) -> bool:
         return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
-    def source(self, binding: Binding) -> Binding | AppliedBinding:
+    def source(self, binding: Binding) -> Source:
         """The weights that the host computes with. Raises Refusal between drop and refresh."""
-        if self.applied is None and self._is_needed:
+        applied, dtype = self.applied, binding.dtype
+        if applied is not None:
+            return Source(
+                binding.layout, dtype, lambda: AppliedWeights(binding.weights(wider=False), applied, dtype)
+            )
+        if self._is_needed:
             raise Refusal("what is applied to the weights on the fly was given back with the graphs' memory")
-        return binding if self.applied is None else AppliedBinding(binding, self.applied)
+        return Source(binding.layout, dtype, binding.weights)
 
     def kinds(self, binding: Binding) -> tuple[str, ...]:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
@@ -157,7 +161,10 @@ class OnTheFly:
         if self.applied is None:
             return ()
         stored = str(binding.stored_dtype).removeprefix("torch.")
-        return (*self.applied.kinds, *(() if binding.cast_to is None else (f"weights stored as {stored}",)))
+        return tuple(kind for kind, there in (
+            ("LoRA on the fly", bool(self.applied.low_rank)), ("weights changed on the fly", self.copies_matrices),
+            (f"weights stored as {stored}", binding.cast_to is not None),
+        ) if there)
 
     @property
     def bytes(self) -> int:
@@ -169,15 +176,20 @@ class AppliedFunctions:
     """What was made of a host's functions, for one UNet. It stays in the same memory as long as the same kinds of
     functions are on the same layers: a captured graph knows the addresses alone.
 
-    weights, biases: what stands in the place of a layer's own, by path, and of a fused layer's by name.
+    dtype, device: in which and where is computed. casts_norms: see Casts. before: whose memory is written over.
+    low_rank: the LoRAs of a layer, by path, and of a fused layer, by its name. weights, biases: what stands in the
+    place of its own. lasting: see WeightFunctions.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, casts_norms: bool = True, before: AppliedFunctions | None = None
+    ) -> None:
+        self.dtype, self._device, self._casts_norms = dtype, device, casts_norms
         self.low_rank: dict[str, LowRank] = {}
         self.weights: dict[str, Tensor] = {}
         self.biases: dict[str, Tensor] = {}
+        self._before: dict[tuple[str, str], Tensor] = {} if before is None else before._made
         self._made: dict[tuple[str, str], Tensor] = {}
-        self._before: dict[tuple[str, str], Tensor] = {}
         self.lasting = True
 
     @property
@@ -185,114 +197,92 @@ class AppliedFunctions:
         """Memory beside the host's own weights."""
         return sum(tensor.nbytes for tensor in list(self._made.values()))
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What there is, in words that are part of a shape's key."""
-        copies = any(tensor.dim() > 1 for tensor in self.weights.values())
-        return tuple(kind for kind, there in (
-            ("LoRA on the fly", bool(self.low_rank)), ("weights changed on the fly", copies)
-        ) if there)
-
     def fit(
         self, functions: Mapping[str, WeightFunctions], affines: Weights, fusions: Sequence[FusedLinear],
-        dtype: torch.dtype, room: Callable[[], int] | None, device: torch.device, casts_norms: bool = True,
+        room: Callable[[], int] | None,
     ) -> bool:
-        """Make everything anew, in the memory that it has where that fits. functions: by path. affines: the parameters
-        as they are stored, of fused layers too. dtype, device: in which and where is computed: some parameters may lie
-        elsewhere for the time being. room: how many bytes there may be. casts_norms: see Casts.
+        """Make everything. functions: by path. affines: the parameters as they are stored, of fused layers too; some
+        may lie elsewhere for the time being. room: how many bytes copies may take; None: any number.
 
-        Returns whether anything lies elsewhere now. Raises Refusal if there is no room.
+        Returns whether anything lies elsewhere than before. Raises Refusal if there is no room.
         """
-        groups = grouped(affines, fusions)
-        self._refuse_without_room(functions, affines, groups, dtype, room)
-        self._before, self._made = self._made, {}
-        self.low_rank, self.weights, self.biases = {}, {}, {}
         self.lasting = all(one.lasting for one in functions.values())
+        groups = {
+            name: {path: functions.get(path, NOTHING) for path in paths}
+            for name, paths in grouped(affines, fusions).items()
+        }
+        self._refuse_without_room(groups, affines, room)
         # Tensors that count no edits: nobody but us writes to them.
         with torch.inference_mode():
-            for name, paths in groups.items():
-                applied = [functions.get(path, NOTHING) for path in paths]
-                members, together = [affines[path] for path in paths], affines[name]
-                is_norm = together.weight.dim() == 1
-                if any(one.updates for one in applied):
-                    rows = [len(member.weight) for member in members]
-                    self._fit_updates(name, paths, [one.updates for one in applied], rows, dtype, device)
+            for name, group in groups.items():
+                is_norm = affines[name].weight.dim() == 1
+                if any(one.updates for one in group.values()):
+                    self._fit_updates(name, group, affines)
                 # Matrices that are only cast are cast where they are asked for.
-                self._fit_parameter(
-                    "weight", self.weights, name, paths, together.weight, [member.weight for member in members],
-                    [one.weight for one in applied], is_norm and casts_norms, dtype, device,
-                )
-                self._fit_parameter(
-                    "bias", self.biases, name, paths, together.bias, [member.bias for member in members],
-                    [one.bias for one in applied], casts_norms or not is_norm, dtype, device,
-                )
+                self._fit_parameters("weight", self.weights, name, group, affines, is_norm and self._casts_norms)
+                self._fit_parameters("bias", self.biases, name, group, affines, self._casts_norms or not is_norm)
         before, self._before = self._before, {}
         return before.keys() != self._made.keys() or any(self._made[key] is not one for key, one in before.items())
 
     def _refuse_without_room(
-        self, functions: Mapping[str, WeightFunctions], affines: Weights, groups: Mapping[str, Sequence[str]],
-        dtype: torch.dtype, room: Callable[[], int] | None,
+        self, groups: Mapping[str, Mapping[str, WeightFunctions]], affines: Weights, room: Callable[[], int] | None
     ) -> None:
-        copied = [name for name, paths in groups.items() if any(
-            functions[path].weight is not None and affines[path].weight.dim() > 1 for path in paths if path in functions
-        )]
-        needed = sum(affines[name].weight.numel() for name in copied) * dtype.itemsize
+        copied = [
+            affines[name].weight.numel() for name, group in groups.items()
+            if affines[name].weight.dim() > 1 and any(one.weight is not None for one in group.values())
+        ]
+        needed = sum(copied) * self.dtype.itemsize
         left = room() if needed and room is not None else needed
         # What is held now is written over.
-        if needed > left + self.bytes:
+        if needed > left + sum(tensor.nbytes for tensor in self._before.values()):
             raise Refusal(
                 f"what is applied to the weights on the fly needs copies of {needed / MEBIBYTE:.0f} MiB, and the "
                 f"memory budget has {max(0, left) / MEBIBYTE:.0f} MiB"
             )
 
-    def _fit_updates(
-        self, name: str, paths: Sequence[str], updates: Sequence[Sequence[LowRankUpdate]], rows: Sequence[int],
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:
-        """The LoRAs of the layers of a group, which have so many rows each: one product of all downs."""
-        factors = [[balanced(update, device) for update in found] for found in updates]
-        down = self._hold("down", name, torch.cat([down.to(dtype) for pairs in factors for _, down in pairs]))
+    def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], affines: Weights) -> None:
+        """The LoRAs of the layers of a group: one product of all downs."""
+        factors = {path: [balanced(update, self._device) for update in one.updates] for path, one in group.items()}
+        downs = torch.cat([down for pairs in factors.values() for _, down in pairs]).to(self.dtype)
+        down = self._place("down", name, downs).copy_(downs)
         ups: list[tuple[int, Tensor]] = []
         first_row = first_rank = 0
-        for path, pairs, count in zip(paths, factors, rows, strict=True):
+        for path, pairs in factors.items():
             if pairs:
-                up = self._hold("up", path, torch.cat([up.to(dtype) for up, _ in pairs], dim=1))
+                together = torch.cat([up for up, _ in pairs], dim=1).to(self.dtype)
+                up = self._place("up", path, together).copy_(together)
                 ups.append((first_row, up))
                 self.low_rank[path] = LowRank(down[first_rank:first_rank + up.shape[1]], ((0, up),))
                 first_rank += up.shape[1]
-            first_row += count
+            first_row += len(affines[path].weight)
         self.low_rank[name] = LowRank(down, tuple(ups))
 
-    def _fit_parameter(
-        self, kind: str, found: dict[str, Tensor], name: str, paths: Sequence[str], together: Tensor | None,
-        stored: Sequence[Tensor | None], changes: Sequence[Change | None], is_cast: bool, dtype: torch.dtype,
-        device: torch.device,
+    def _fit_parameters(
+        self, kind: str, found: dict[str, Tensor], name: str, group: Mapping[str, WeightFunctions], affines: Weights,
+        is_cast: bool,
     ) -> None:
-        """The parameters of a group in one tensor, each changed by its function, or cast."""
-        if together is None or not any(changes) and (together.dtype == dtype or not is_cast):
+        """The weights or the biases (kind) of a group in one tensor, each changed by its function, or cast."""
+        together: Tensor | None = getattr(affines[name], kind)
+        changes = [getattr(one, kind) for one in group.values()]
+        if together is None or not any(changes) and (together.dtype == self.dtype or not is_cast):
             return
-        parameters = [parameter for parameter in stored if parameter is not None]
-        kept = self._place(kind, name, together, dtype, device)
-        pieces = kept.split([len(parameter) for parameter in parameters])
-        for path, piece, parameter, change in zip(paths, pieces, parameters, changes, strict=True):
+        stored: list[Tensor] = [getattr(affines[path], kind) for path in group]
+        found[name] = self._place(kind, name, together)
+        pieces = found[name].split(list(map(len, stored)))
+        for path, piece, parameter, change in zip(group, pieces, stored, changes, strict=True):
             changed = parameter
             if change is not None:
-                changed = change(parameter.detach().to(device, dtype, copy=True))
+                changed = change(parameter.detach().to(self._device, self.dtype, copy=True))
                 if changed.shape != parameter.shape:
                     raise Refusal(f"what is applied to {path} on the fly changes its size")
-            piece.copy_(changed)
-            found[path] = piece
-        found[name] = kept
+            found[path] = piece.copy_(changed)
 
-    def _hold(self, kind: str, name: str, values: Tensor) -> Tensor:
-        """These values, where such were before if they fit."""
-        return self._place(kind, name, values, values.dtype, values.device).copy_(values)
-
-    def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _place(self, kind: str, name: str, like: Tensor) -> Tensor:
+        """Memory for what is laid out like a tensor, where such was before if it fits."""
         kept = self._before.get((kind, name))
-        layout = like.shape, like.stride(), dtype, device
+        layout = like.shape, like.stride(), self.dtype, self._device
         if kept is None or (kept.shape, kept.stride(), kept.dtype, kept.device) != layout:
-            kept = torch.empty_like(like, dtype=dtype, device=device)
+            kept = torch.empty_like(like, dtype=self.dtype, device=self._device)
         self._made[kind, name] = kept
         return kept
 
@@ -342,19 +332,3 @@ class AppliedWeights(Mapping[str, Affine]):
 
     def __len__(self) -> int:
         return len(self._weights)
-
-
-class AppliedBinding:
-    """A binding whose weights are those that the host computes with."""
-
-    def __init__(self, binding: Binding, applied: AppliedFunctions) -> None:
-        self.layout: Any = binding.layout
-        self._binding, self._applied = binding, applied
-
-    def weights(self) -> Weights:
-        """As Binding.weights."""
-        return AppliedWeights(self._binding.weights(wider=False), self._applied, self.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._binding.dtype

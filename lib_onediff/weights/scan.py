@@ -1,14 +1,15 @@
-"""Notice that somebody else has changed how a UNet computes."""
+"""Notice that somebody else has changed how a network computes."""
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..core.origins import origin, package, underlying
+from ..core.refusal import Refusal
 from .offload import RestoreFirst
 from .weight_functions import Casts, FunctionReader
 
@@ -27,25 +28,6 @@ OURS = __name__.partition(".")[0]
 CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 
 
-class Scan(NamedTuple):
-    """What a look through a module tree has found. patched: the first thing that makes a module compute something other
-    than its class says, in one line; None where there is none."""
-
-    patched: str | None
-
-
-def never(unet: nn.Module, module: nn.Module) -> bool:
-    return False
-
-
-def keeps_none(unet: nn.Module) -> str:
-    return ""
-
-
-def as_it_is(host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return host
-
-
 @dataclass(frozen=True)
 class HostTraits:
     """What a host adapter knows of its host's ways with a UNet.
@@ -62,90 +44,81 @@ class HostTraits:
     """
 
     trusted: Collection[str] = ()
-    inert: Callable[[nn.Module, nn.Module], bool] = never
+    inert: Callable[[nn.Module, nn.Module], bool] = lambda unet, module: False
     sync_lora: Callable[[Iterable[nn.Module]], None] | None = None
     wanted_lora: Callable[[], Hashable] | None = None
-    brought: Callable[[nn.Module, nn.Module], bool] = never
-    yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = as_it_is
+    brought: Callable[[nn.Module, nn.Module], bool] = lambda unet, module: False
+    yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda host: host
     functions: FunctionReader | None = None
     casts: Casts | None = None
-    keeps_weights: Callable[[nn.Module], str] = keeps_none
+    keeps_weights: Callable[[nn.Module], str] = lambda unet: ""
 
 
-def scan(unet: nn.Module, host_traits: HostTraits = HostTraits()) -> Scan:
-    """Look through every module below unet, in some milliseconds: for a method set on an instance, a hook, a LoRA that
-    is not merged, dropout at work, or a class one of whose methods was replaced by code from a Python module that is
-    neither the class's own nor in host_traits.trusted. unet itself is the caller's to judge: its hooks run around any
-    forward.
+def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
+    """Raise Refusal for the first thing that makes a module below a network compute something other than its class
+    says. Takes some milliseconds.
+
+    That is: a method set on an instance, a hook, a LoRA that is not merged, dropout at work, or a class one of whose
+    methods was replaced by code from a Python module that is neither the class's own nor in host_traits.trusted. The
+    network itself is the caller's to judge: its hooks run around any forward.
     """
-    classes: set[type] = set()
-    processors: set[type] = set()
-    methods: dict[type, tuple[str, ...]] = {}
-    for name, module in unet.named_modules():
+    run: dict[type, tuple[str, ...]] = {}
+    processors: dict[type, tuple[str, ...]] = {}
+    for name, module in network.named_modules():
         state, kind = module.__dict__, type(module)
-        if kind not in methods:
-            methods[kind] = methods_of(kind)
         if "processor" in state:
-            processors.add(type(state["processor"]))
-        if module is unet:
+            processors[type(state["processor"])] = ("__call__",)
+        if module is network:
             continue
-        classes.add(kind)
-        replaced = next((
-            (method, own) for method in methods[kind] if method in state
-            and (own := own_method(module, method)) is not None
-        ), None)
-        if replaced is not None and not (
-            replaced[0] in FORWARDS and (host_traits.inert(unet, module) or host_traits.brought(unet, module))
-        ):
-            return Scan(f"{name} has a {replaced[0]} of its own, set by {origin(replaced[1])}")
-        if state["_forward_hooks"] or state["_forward_pre_hooks"] and not is_ours(state["_forward_pre_hooks"]):
-            return Scan(f"{name} has a forward hook")
+        if kind not in run:
+            run[kind] = methods_of(kind)
+        for method in run[kind]:
+            own = own_method(module, method) if method in state else None
+            if own is not None and not (
+                method in FORWARDS and (host_traits.inert(network, module) or host_traits.brought(network, module))
+            ):
+                raise Refusal(f"{name} has a {method} of its own, set by {origin(own)}")
+        before = state["_forward_pre_hooks"].values()
+        if state["_forward_hooks"] or not all(isinstance(hook, RestoreFirst) for hook in before):
+            raise Refusal(f"{name} has a forward hook")
         if host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
-            return Scan("a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)")
+            raise Refusal(
+                "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
+            )
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            return Scan(f"{name} drops values (the UNet is in training mode)")
-    patched = replaced_methods(classes, host_traits.trusted)
-    if patched is None:
-        patched = replaced_method(processors, ("__call__",), host_traits.trusted)
-    return Scan(patched or replaced_function(host_traits.trusted))
+            raise Refusal(f"{name} drops values (the UNet is in training mode)")
+    for kind, methods in (processors | run).items():
+        for method in methods:
+            source = replaced_by(kind, method)
+            if is_foreign(source, host_traits.trusted):
+                raise Refusal(f"{kind.__name__}.{method} was replaced by {source}")
+    everywhere = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        raise Refusal("a forward hook is set on all modules")
+    for name in FUNCTIONS:
+        source = origin(getattr(nn.functional, name))
+        if package(source) not in ("torch", "builtins") and is_foreign(source, host_traits.trusted):
+            raise Refusal(f"torch.nn.functional.{name} was replaced by {source}")
+
+
+def is_foreign(source: str | None, trusted: Collection[str]) -> bool:
+    """Whether a Python module is neither ours nor among those that an adapter sees to."""
+    return source is not None and source not in trusted and package(source) != OURS
 
 
 def methods_of(kind: type) -> tuple[str, ...]:
     """What is run of a class when a module of it is called: the forwards, and the methods that they call by name."""
-    called = {
-        name for forward in FORWARDS for code in (code_of(getattr(kind, forward, None)),) if code is not None
-        for name in code.co_names if callable(getattr(kind, name, None)) and not isinstance(getattr(kind, name), type)
-    }
+    called: set[str] = set()
+    for name in FORWARDS:
+        forward: Any = getattr(kind, name, None)
+        while hasattr(forward, "__wrapped__"):
+            forward = forward.__wrapped__
+        code: types.CodeType | None = getattr(underlying(forward), "__code__", None)
+        for other in () if code is None else code.co_names:
+            member = getattr(kind, other, None)
+            if callable(member) and not isinstance(member, type):
+                called.add(other)
     return (*FORWARDS, *sorted(called - {*FORWARDS, *CALLED_BY_TORCH}), *CALLED_BY_TORCH)
-
-
-def code_of(function: Any) -> types.CodeType | None:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return getattr(underlying(function), "__code__", None)
-
-
-def replaced_methods(classes: Collection[type], trusted: Collection[str]) -> str | None:
-    """As replaced_method, of all that is run of these classes."""
-    found = (replaced_method((kind,), methods_of(kind), trusted) for kind in classes)
-    return next((one for one in found if one is not None), None)
-
-
-def replaced_function(trusted: Collection[str]) -> str | None:
-    """What stands in the place of a function of torch's that layers call, or runs in every module, in one line."""
-    everywhere = nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return "a forward hook is set on all modules"
-    for name in FUNCTIONS:
-        source = origin(getattr(nn.functional, name))
-        if package(source) not in ("torch", "builtins") and source not in trusted and package(source) != OURS:
-            return f"torch.nn.functional.{name} was replaced by {source}"
-    return None
-
-
-def is_ours(hooks: Mapping[int, object]) -> bool:
-    """Whether these hooks only bring back what we have offloaded."""
-    return all(isinstance(hook, RestoreFirst) for hook in hooks.values())
 
 
 def own_method(module: nn.Module, name: str) -> object | None:
@@ -160,15 +133,6 @@ def own_method(module: nn.Module, name: str) -> object | None:
             return None
         below = getattr(below, "__wrapped__", None)
     return own
-
-
-def replaced_method(classes: Collection[type], methods: Collection[str], trusted: Collection[str]) -> str | None:
-    for kind in classes:
-        for method in methods:
-            source = replaced_by(kind, method)
-            if source is not None and source not in trusted and package(source) != OURS:
-                return f"{kind.__name__}.{method} was replaced by {source}"
-    return None
 
 
 def replaced_by(kind: type, method: str = "forward") -> str | None:

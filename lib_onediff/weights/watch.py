@@ -146,70 +146,37 @@ def no_object() -> None:
 
 
 class Names:
-    """Some names of a namespace, of a module's attributes, of a class or of a file, and what they stand for."""
+    """What some names stand for in each of some namespaces: the attributes of modules, of classes, of files."""
 
-    def __init__(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
-        plain: list[str] = []
-        self._others: list[Other] = []
-        for name in names:
-            value = space[name]
-            if is_atom(value):
-                plain.append(name)
-            else:
-                self._others.append(Other(space, name))
-        # itemgetter of one name gives no tuple.
-        self.plain = tuple(plain) if len(plain) > 1 else (*plain, *plain)
-        self._getter = operator.itemgetter(*self.plain) if plain else no_values
-        self._values = self._getter(space)
-
-    def stand(self, space: Mapping[str, Any]) -> bool:
-        """Whether they stand for the same. Raises KeyError if one is gone."""
-        return bool(self._getter(space) == self._values) and all(other.stands(space) for other in self._others)
-
-
-def no_values(space: Mapping[str, Any]) -> tuple[()]:
-    return ()
-
-
-class Attributes:
-    """Every attribute of a set of modules that a forward pass could read."""
-
-    def __init__(self, states: Sequence[dict[str, Any]], ignored: Collection[str]) -> None:
-        self._counts = list(map(len, states))
-        groups: dict[tuple[str, ...], list[int]] = {}
+    def __init__(self, spaces: Sequence[Mapping[str, Any]], names: Iterable[Iterable[str]]) -> None:
         self._others: list[tuple[int, Other]] = []
-        for index, state in enumerate(states):
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for place, (space, wanted) in enumerate(zip(spaces, names, strict=True)):
             plain: list[str] = []
-            for name, value in state.items():
-                if name in BOOKKEEPING or name in ignored:
-                    continue
-                if is_atom(value):
+            for name in wanted:
+                if is_atom(space[name]):
                     plain.append(name)
                 else:
-                    self._others.append((index, Other(state, name)))
-            groups.setdefault(tuple(plain), []).append(index)
-        # Modules with the same attributes are compared in one go.
-        self._groups = []
-        for names, places in groups.items():
-            if names:
-                wanted = operator.itemgetter(*names)
-                # itemgetter of one place gives no tuple.
-                pick = operator.itemgetter(*places, *places[:len(places) == 1])
-                self._groups.append((pick, wanted, list(map(wanted, pick(states)))))
+                    self._others.append((place, Other(space, name)))
+            if plain:
+                alike.setdefault(tuple(plain), []).append(place)
+        # Namespaces with the same plain names are compared in one go. An itemgetter of one place gives no sequence.
+        self._plain = []
+        for known_names, places in alike.items():
+            pick = operator.itemgetter(*places if len(places) > 1 else (slice(places[0], places[0] + 1),))
+            values = operator.itemgetter(*known_names)
+            self._plain.append((pick, values, list(map(values, pick(spaces)))))
 
-    def stand(self, states: Sequence[dict[str, Any]]) -> bool:
-        """Whether all are the same. Raises KeyError if one is gone."""
-        return (
-            list(map(len, states)) == self._counts
-            and all(
-                all(map(operator.eq, map(wanted, pick(states)), known)) for pick, wanted, known in self._groups
-            )
-            and all(other.stands(states[place]) for place, other in self._others)
-        )
+    def stand(self, spaces: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether they stand for the same in these namespaces now. Raises KeyError if one is gone."""
+        for pick, values, known in self._plain:
+            if list(map(values, pick(spaces))) != known:
+                return False
+        return all(other.stands(spaces[place]) for place, other in self._others)
 
     def digest(self) -> str:
-        """Equal for equal plain attributes, in any process."""
-        rows = (row if isinstance(row, tuple) else (row,) for _, _, known in self._groups for row in known)
+        """Equal for equal plain values, in any process."""
+        rows = (row if isinstance(row, tuple) else (row,) for _, _, known in self._plain for row in known)
         plain = repr([[one for one in row if isinstance(one, SAME_IN_ANY_PROCESS)] for row in rows])
         return hashlib.sha256(plain.encode()).hexdigest()[:16]
 
@@ -222,29 +189,32 @@ class Tree:
 
     def __init__(self, root: nn.Module, ignored: Collection[str] = ()) -> None:
         modules = list(root.modules())
-        places = {id(module): place for place, module in enumerate(modules)}
         self._modules = list(map(weakref.ref, modules))
-        self.classes = list(map(type, modules))
+        self._classes = list(map(type, modules))
         states = list(map(state_of, modules))
-        self._attributes = Attributes(states, ignored)
-        families = list(filter(None, map(of_children, states)))
+        unread = BOOKKEEPING.union(ignored)
+        self._attributes = Names(states, [[name for name in state if name not in unread] for state in states])
         # The places of the modules that have children, and of each child; behind the last stands None.
         self._parents = places_with(of_children, states)
-        found = [len(modules) if child is None else places[id(child)] for child in children_of(families)]
-        self._child_count = len(found)
-        self._children = operator.itemgetter(*found, len(modules)) if found else no_children
+        places = {id(one): place for place, one in enumerate((*modules, None))}
+        self._children = [places[id(child)] for child in members_of(of_children, states)]
         self._hooked = [places_with(hooks, states) for hooks in of_hooks]
         self._hooks = [
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
         # An attention's processor is no module, and computes as its class does too.
         processors = (type(state["processor"]) for state in states if "processor" in state)
-        self._sources = list(dict.fromkeys((*self.classes, *processors)))
+        self._sources = list(dict.fromkeys((*self._classes, *processors)))
         kinds = list(dict.fromkeys(base for kind in self._sources for base in kind.__mro__[:-1]))
-        self._kinds = [
-            (vars(kind), len(vars(kind)), Names(vars(kind), vars(kind).keys() - ANNOTATIONS)) for kind in kinds
-        ]
-        self._globals = globals_of(kinds)
+        self._kinds = list(map(vars, kinds))
+        self._sizes = list(map(len, (*states, *self._kinds)))
+        files = dict.fromkeys(kind.__module__ for kind in kinds)
+        spaces = [*(vars(sys.modules[name]) for name in files if name in sys.modules), vars(nn.functional)]
+        everywhere = vars(nn.modules.module)
+        self._spaces = [*self._kinds, *spaces, everywhere]
+        of_kinds = ([name for name in space if name not in ANNOTATIONS] for space in self._kinds)
+        global_hooks = [name for name in GLOBAL_HOOKS if name in everywhere]
+        self._code = Names(self._spaces, [*of_kinds, *map(functions_in, spaces), global_hooks])
 
     def stands(self, root: nn.Module) -> bool:
         """Whether it computes as it did. A millisecond for SDXL's UNet."""
@@ -258,16 +228,17 @@ class Tree:
 
     def _stands(self, modules: list[Any]) -> bool:
         states: list[dict[str, Any]] = list(map(state_of, modules))
-        children = children_of(filter(None, map(of_children, states)))
+        children = members_of(of_children, states)
+        known = map([*modules, None].__getitem__, self._children)
         return (
-            list(map(type, modules)) == self.classes
-            and places_with(of_children, states) == self._parents and len(children) == self._child_count
-            and all(map(operator.is_, children, self._children([*modules, None])))
+            list(map(type, modules)) == self._classes
+            and places_with(of_children, states) == self._parents and len(children) == len(self._children)
+            and all(map(operator.is_, children, known))
+            and list(map(len, (*states, *self._kinds))) == self._sizes
             and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
             and all(token(states[place][name]) == known for place, name, known in self._hooks)
             and self._attributes.stand(states)
-            and all(len(space) == count and names.stand(space) for space, count, names in self._kinds)
-            and all(names.stand(space) for space, names in self._globals)
+            and self._code.stand(self._spaces)
         )
 
     def digest(self) -> str:
@@ -289,86 +260,71 @@ def places_with(of: Callable[[dict[str, Any]], Any], states: Sequence[dict[str, 
     return list(compress(range(len(states)), map(of, states)))
 
 
-def children_of(families: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, families)))
-
-
-def no_children(modules: Sequence[Any]) -> tuple[None]:
-    return (None,)
-
-
-def globals_of(kinds: Iterable[type]) -> list[tuple[dict[str, Any], Names]]:
-    """The functions and classes that the files of these classes name, torch's functional ones, and the hooks that run
-    in every module."""
-    files = dict.fromkeys(kind.__module__ for kind in kinds)
-    spaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
-    found = [(space, Names(space, functions_in(space))) for space in (*spaces, vars(nn.functional))]
-    everywhere = vars(nn.modules.module)
-    return [*found, (everywhere, Names(everywhere, [name for name in GLOBAL_HOOKS if name in everywhere]))]
+def members_of(of: Callable[[dict[str, Any]], dict[str, Any]], states: Iterable[dict[str, Any]]) -> list[Any]:
+    """What is in this part of the modules' states, one after the other."""
+    return list(chain.from_iterable(map(dict.values, filter(None, map(of, states)))))
 
 
 def functions_in(space: Mapping[str, Any]) -> list[str]:
+    """The names of the functions and classes that code of a file calls by its globals."""
     callables = (types.FunctionType, types.BuiltinFunctionType, type)
     return [name for name, value in space.items() if isinstance(value, callables)]
 
 
 class Parameters:
-    """The parameters of some modules: which objects they are, where they lie, and how.
-
-    places, keys: of each parameter, which of the modules has it and by which name.
-    """
+    """The parameters of some modules: which objects they are, where they lie, and how."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = list(map(weakref.ref, modules))
-        found = children_of(map(of_parameters, map(state_of, modules)))
-        self._count = len(found)
-        parameters = [parameter for parameter in found if parameter is not None]
+        parameters = present_in(modules)
         self._references = list(map(weakref.ref, parameters))
-        self.addresses = list(map(Tensor.data_ptr, parameters))
+        self._addresses = list(map(Tensor.data_ptr, parameters))
         self._indices = list(range(len(parameters)))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
         self._guards = guards_of(parameters)
-        self.versions = edit_counts(parameters)
+        self._versions = edit_counts(parameters)
 
-    def now(self) -> list[Any] | None:
-        """The parameters that these modules have now, in the same order; None where others than then are missing."""
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def _now(self) -> list[Any] | None:
+        """The parameters that these modules have now, in the same order; None where there are more or fewer."""
         modules: list[Any] = [reference() for reference in self._modules]
         if None in modules:
             return None
-        found = children_of(map(of_parameters, map(state_of, modules)))
-        parameters = [parameter for parameter in found if parameter is not None]
-        return parameters if len(found) == self._count and len(parameters) == len(self._references) else None
+        parameters = present_in(modules)
+        return parameters if len(parameters) == len(self._references) else None
 
     def lie_still(self) -> list[Any] | None:
         """The parameters, where what lies at the addresses is alive: without that, nothing may read there. A fifth of a
         millisecond for SDXL's UNet. Drop them after the call."""
-        parameters = self.now()
+        parameters = self._now()
         return parameters if parameters is not None and self._lie_at_their_addresses(parameters) else None
 
     def _lie_at_their_addresses(self, parameters: list[Any]) -> bool:
         if lie_at is not None:
             with suppress(RuntimeError, TypeError):
-                return bool(lie_at(parameters, self.addresses, self._indices))
+                return bool(lie_at(parameters, self._addresses, self._indices))
         try:
-            return self.addresses == list(map(Tensor.data_ptr, parameters))
+            return self._addresses == list(map(Tensor.data_ptr, parameters))
         except (TypeError, RuntimeError):
             return False
 
     def stand(self) -> bool:
         """Whether these are the very parameters, and each lies where and as it lay."""
-        return self._standing(self.now()) is not None
+        return self._standing(self._now()) is not None
 
     def edited(self, found: list[Any] | None = None) -> list[int]:
-        """Which were edited in place since their versions were noted, as far as torch counts that. found: what
-        lie_still has told at this call. Raises Refusal where they do not stand."""
-        parameters = self._standing(found or self.now())
+        """Which were edited in place since this was asked last, as far as torch counts that. found: what lie_still has
+        told at this call. Raises Refusal where they do not stand."""
+        parameters = self._standing(found or self._now())
         if parameters is None:
             raise Refusal("the host has moved or exchanged weights")
         versions = edit_counts(parameters)
-        if versions == self.versions:
+        if versions == self._versions:
             return []
-        before, self.versions = self.versions, versions
+        before, self._versions = self._versions, versions
         return [place for place, pair in enumerate(zip(versions, before, strict=True)) if pair[0] != pair[1]]
 
     def _standing(self, parameters: list[Any] | None) -> list[Any] | None:
@@ -379,21 +335,19 @@ class Parameters:
             return None
         if not self._lie_at_their_addresses(parameters):
             return None
-        if self._guards is not None:
-            with suppress(RuntimeError, TypeError):
-                if self._guards.check(*parameters):
-                    return parameters
-        try:
-            is_same = (
-                self._strides == list(map(Tensor.stride, parameters))
-                and self._layouts == list(map(layout_of, parameters))
-            )
-        except (TypeError, RuntimeError):
-            return None
-        return parameters if is_same else None
+        with suppress(RuntimeError, TypeError):
+            if self._guards is not None and self._guards.check(*parameters):
+                return parameters
+        with suppress(RuntimeError, TypeError):
+            strides, layouts = list(map(Tensor.stride, parameters)), list(map(layout_of, parameters))
+            return parameters if (strides, layouts) == (self._strides, self._layouts) else None
+        return None
 
-    def __len__(self) -> int:
-        return len(self.versions)
+
+def present_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """The parameters that are these modules' own, in their order."""
+    found = members_of(of_parameters, map(state_of, modules))
+    return [parameter for parameter in found if parameter is not None]
 
 
 def guards_of(parameters: Sequence[Tensor]) -> Any:
@@ -404,7 +358,7 @@ def guards_of(parameters: Sequence[Tensor]) -> Any:
         kind: Any = torch._C._dynamo.guards.TensorGuards
         shapes, strides = [list(one.shape) for one in parameters], [list(one.stride()) for one in parameters]
         return kind(*parameters, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-    except Exception:
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
 
 

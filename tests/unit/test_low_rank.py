@@ -94,8 +94,8 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     affine, x = Affine(random(48, 64).to(dtype), None), random(2, 33, 64).to(dtype)
     up, down = random(48, 4) / size, random(4, 64) * size
     down[1] = 0
-    applied = AppliedFunctions()
-    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, (), dtype, None, up.device)
+    applied = AppliedFunctions(dtype, up.device)
+    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, (), None)
     output = torch_ops.linear(x, AppliedWeights({"a": affine}, applied, dtype)["a"])
     exact = x.double() @ (affine.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)

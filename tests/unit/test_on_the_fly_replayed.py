@@ -19,7 +19,6 @@ from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
 FUSED = "mid_block.attentions.0.transformer_blocks.0.attn1.to_k"
-PROMPTS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_v"
 
 
 class LowVramPatch:
@@ -54,32 +53,17 @@ def patch(strength: float, seed: int = 0) -> list[Any]:
 
 
 @pytest.fixture
-def unet() -> Any:
+def unet(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = diffusers_unet(**SMALL_XL)
     for module in made.modules():
         if type(module) is nn.Linear:
             module.__class__ = HostLinear
-    made.conv_in.__class__.weight_function = ()
+    monkeypatch.setattr(nn.Conv2d, "weight_function", (), raising=False)
     return made
 
 
-@pytest.fixture(autouse=True)
-def pauses(monkeypatch: pytest.MonkeyPatch) -> Any:
-    yield
-    if hasattr(nn.Conv2d, "weight_function"):
-        del nn.Conv2d.weight_function
-
-
-def put_on(unet: nn.Module, patches: dict[str, list[Any]]) -> None:
-    for path in patches:
-        layer: Any = unet.get_submodule(path)
-        if layer.in_features == 32 or path == PROMPTS:
-            layer.weight_function = [LowVramPatch(path, patches)]
-
-
-def run(unet: Any, backend: str = CUDAGRAPH) -> str:
-    traits = HostTraits(trusted={__name__}, functions=LayerFunctions())
-    runtime.adopt(unet, Settings(backend=backend), traits)
+def run(unet: Any) -> str:
+    """The route of a call, whose output must be the host's."""
     call = a_call(unet)
     with torch.no_grad():
         expected = diffusers_output(unet, call)
@@ -98,6 +82,16 @@ def other_lora(unet: Any, patches: dict[str, list[Any]]) -> None:
         entries[0][1] = patch(1.0, seed=9)[1]
 
 
+def lora_uncounted(unet: Any, patches: dict[str, list[Any]]) -> None:
+    """An edit that torch does not count."""
+    for entries in patches.values():
+        entries[0][1][1][0].data.mul_(-1.5)
+
+
+def weight_uncounted(unet: Any, patches: dict[str, list[Any]]) -> None:
+    unet.get_submodule(FUSED).weight.data.mul_(-1.5)
+
+
 def one_more(unet: Any, patches: dict[str, list[Any]]) -> None:
     for entries in patches.values():
         entries.append(patch(0.4, seed=5))
@@ -112,20 +106,28 @@ def none(unet: Any, patches: dict[str, list[Any]]) -> None:
         unet.get_submodule(path).weight_function = []
 
 
-@pytest.mark.parametrize(("change", "in_place"), [
-    (other_strength, True), (other_lora, True), (one_more, False), (one_layer_fewer, False),
-    (none, False),
+@pytest.mark.parametrize(("change", "copies", "in_sampling", "in_place"), [
+    (other_strength, False, False, True), (other_lora, False, False, True), (lora_uncounted, False, False, True),
+    (one_more, False, False, False), (one_layer_fewer, False, False, False), (none, False, False, False),
+    (other_strength, True, True, True), (one_more, True, False, True), (lora_uncounted, True, True, True),
+    (weight_uncounted, True, False, True), (weight_uncounted, True, True, True),
 ], ids=lambda given: getattr(given, "__name__", None))
 def test_a_change_between_two_replays(
-    unet: Any, pretended: PretendedGraphs, change: Callable[[Any, Any], None], in_place: bool
+    unet: Any, pretended: PretendedGraphs, change: Callable[[Any, Any], None], copies: bool, in_sampling: bool,
+    in_place: bool,
 ) -> None:
+    """copies: what is applied is no plain LoRA, and is applied to copies of the weights."""
     patches = {path: [patch(0.5)] for path in (FUSED, FUSED.replace("to_k", "to_out.0"))}
-    put_on(unet, patches)
-    runtime.begin_sampling(unet)
-    assert [run(unet) for _ in range(4)] == ["plain", "plain", "graph", "graph"], runtime.status()["reason"]
+    for entries in patches.values() if copies else ():
+        entries[0][2] = 0.9  # the strength of the model
+    for path in patches:
+        unet.get_submodule(path).weight_function = [LowVramPatch(path, patches)]
+    runtime.adopt(unet, Settings(backend=CUDAGRAPH), HostTraits(trusted={__name__}, functions=LayerFunctions()))
+    if in_sampling:
+        runtime.begin_sampling(unet)
+    assert [run(unet) for _ in range(4)][-1] == "graph", runtime.status()["reason"]
     captured = len(pretended.captured)
     change(unet, patches)
-    # Checked once; then, in the same memory, the same graph.
-    assert [run(unet) for _ in range(2)] == ["plain", "graph" if in_place else "plain"]
-    assert run(unet) == "graph"
+    # Every output is compared with the host's. In the same memory, the graph stays the same.
+    assert [run(unet) for _ in range(3)][-1] == "graph"
     assert (len(pretended.captured) == captured) == in_place

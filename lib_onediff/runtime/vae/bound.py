@@ -9,7 +9,7 @@ from ...core.refusal import Refusal
 from ...families.registry import read_decoder
 from ...options.settings import Settings
 from ...weights.binding import Binding
-from ...weights.scan import LOOKED_AT_BY_OTHERS, HostTraits, scan
+from ...weights.scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
 from ...weights.watch import Tree
 from .precision import short_name
 
@@ -38,9 +38,7 @@ class BoundDecoder:
         if self._tree is None or not self._tree.stands(decoder):
             tree, self._tree = Tree(decoder, LOOKED_AT_BY_OTHERS), None
             try:
-                patched = scan(decoder, self._host_traits).patched
-                if patched is not None:
-                    raise Refusal(patched)
+                refuse_foreign_code(decoder, self._host_traits)
                 self._binding = Binding(decoder, read_decoder(decoder))
             except Refusal as refusal:
                 # Its text alone: the one that was raised keeps the decoder alive.
