@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as functional
 from exact_operators import relative_error
 
-from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, alone
-from lib_onediff.devices.torch.attention_tuning import random_inputs
+from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, alone, random_inputs
 
 nn_attention = pytest.importorskip("torch.nn.attention", reason="needs torch 2.3 or newer")
 

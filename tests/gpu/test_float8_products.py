@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="needs Triton")
 from lib_onediff.core.affine import Affine
 from lib_onediff.core.operators import QuantizedImage, QuantizedTokens
 from lib_onediff.devices.cuda.kernels.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig
-from lib_onediff.devices.cuda.low_bit import convolution, gated_product, int8_mm, kernels
-from lib_onediff.devices.cuda.low_bit.scaled_mm import one_scale_of
+from lib_onediff.devices.cuda.low_bit import kernels, products
+from lib_onediff.devices.cuda.low_bit.float8 import one_scale_of
 from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ ROUNDED, SUMMED = 3e-2, 5e-3
 
 @pytest.fixture(autouse=True)
 def needs_hopper() -> None:
-    if not int8_mm.copies_tiles(GPU):
+    if not products.copies_tiles(GPU):
         pytest.skip("they are used on a GPU of compute capability 9.0")
 
 
@@ -44,7 +44,7 @@ def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, h
     values, scale = rounded(tokens)
     low_bit = kernels.rounded_weight(weight, FP8)
     output_scale = gated_scale(weight, bias, norm).view(1, 1)
-    found = gated_product.product(QuantizedTokens(values, scale, (rows,)), low_bit, bias, output_scale, config)
+    found = products.gated_product(QuantizedTokens(values, scale, (rows,)), low_bit, bias, output_scale, config)
     sums = (values.double() * scale) @ (low_bit.values.double() * low_bit.scales.t()).t() + bias
     value, gate = sums.chunk(2, dim=1)
     expected = value * functional.gelu(gate)
@@ -60,7 +60,7 @@ def test_a_convolution(config: LaunchConfig, batch: int, channels: int, out: int
     weight = torch.randn(out, channels, 3, 3, device=GPU, dtype=torch.float16) / channels**0.5
     low_bit = kernels.rounded_weight(as_rows(weight), FP8)
     values, scale = rounded(image)
-    found = convolution.convolution(QuantizedImage(values, scale), low_bit, torch.float32, config)
+    found = products.convolution(QuantizedImage(values, scale), low_bit, torch.float32, config)
     back = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
     expected = functional.conv2d((values.float() * scale).permute(0, 3, 1, 2).double(), back.double(), padding=1)
     assert relative_error(found.double(), expected) < SUMMED

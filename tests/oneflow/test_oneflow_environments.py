@@ -37,14 +37,10 @@ def test_a_usable_one() -> None:
     assert OneFlowGate().verdict(CPU, torch.float32) == Verdict(None)
 
 
-def test_numpy_2(install: Callable[[str], Path]) -> None:
-    reason = verdict_with(install("numpy==2.0.2")).reason
-    assert reason == 'OneFlow needs NumPy 1, and 2.0.2 is installed: pip install "numpy<2"'
-
-
-def test_protobuf_4(install: Callable[[str], Path]) -> None:
-    reason = verdict_with(install("protobuf==4.25.3")).reason
-    assert reason == 'OneFlow needs protobuf 3, and 4.25.3 is installed: pip install "protobuf<4"'
+@pytest.mark.parametrize(("requirement", "word"), [("numpy==2.0.2", "umpy"), ("protobuf==4.25.3", "Descriptors")])
+def test_a_package_that_is_too_new(install: Callable[[str], Path], requirement: str, word: str) -> None:
+    reason = verdict_with(install(requirement)).reason
+    assert reason.startswith("OneFlow failed when it was imported") and word in reason
 
 
 def test_missing_cuda_libraries(tmp_path: Path) -> None:
@@ -59,8 +55,7 @@ def test_missing_cuda_libraries(tmp_path: Path) -> None:
         else:
             copy.symlink_to(part)
     reason = verdict_with(tmp_path).reason
-    assert reason.startswith("OneFlow needs libcu") and ".so." in reason
-    assert reason.endswith("pip install --no-deps nvidia-cublas-cu11==11.10.3.66 nvidia-cudnn-cu11==8.5.0.96")
+    assert reason.startswith("OneFlow failed when it was imported") and ".so." in reason
 
 
 def test_a_torch_that_shares_no_memory(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda import compile_kernels as triton_warm
 from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT_HOPPER, Launches
 from lib_onediff.devices.cuda.kernels.operators import TritonOperators
-from lib_onediff.devices.cuda.low_bit import int8_mm, operators
+from lib_onediff.devices.cuda.low_bit import operators, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_layout
@@ -113,7 +113,7 @@ def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = ""
     triton.runtime.driver.set_active(AbsentGPU(int(capability)))
     compile_only()
     if capability == "90":
-        int8_mm.kernel_for = lambda device: INT8_PRODUCT_HOPPER
+        products.kernel_for = lambda device: INT8_PRODUCT_HOPPER
     dtype = getattr(torch, dtype_name)
     with META:
         unet = UNet2DConditionModel(**CONFIGURATIONS[name]).to(dtype)

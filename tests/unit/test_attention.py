@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.backends import cuda as switches
 
 from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.torch import attention as module
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.attention import (
@@ -23,10 +24,9 @@ from lib_onediff.devices.torch.attention import (
     MATH,
     TORCH,
     Attention,
-    choice_name,
     gemm_attention,
+    random_inputs,
 )
-from lib_onediff.devices.torch.attention_tuning import fastest, random_inputs
 from lib_onediff.families.registry import FAMILIES, read_layout
 
 CPU = torch.device("cpu")
@@ -66,77 +66,65 @@ def test_gemm_attention_is_exact_however_it_is_cut(kind: str, scores_bytes: int,
 
 def test_upcast_computes_in_float32() -> None:
     inputs = random_inputs(*SHAPES["self"], torch.float16, CPU)
-    attention = Attention(TuningCache())
+    attention = Attention(Launches(TuningCache()))
     upcast = attention(*inputs, upcast=True)
     assert upcast.dtype == torch.float16 and torch.equal(upcast, torch_ops.attention(*inputs, upcast=True))
     assert relative_error(upcast.double(), exact(*inputs)) < 4e-4
 
 
+class Clock:
+    """Gives each implementation the time that it has here, 1.0 by default. timed: those that were asked."""
+
+    def __init__(self, **ms: float) -> None:
+        self.ms = ms
+        self.timed: list[str] = []
+
+    def __call__(self, work: Any) -> float:
+        [name] = work.args[-1]
+        self.timed.append(name)
+        return self.ms.get(name, 1.0)
+
+
+def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
+    """The pick after everything was timed here."""
+    attention = Attention(Launches(TuningCache()), clock)
+    before = attention.pick(*SHAPES[kind], dtype)
+    assert before == (GEMM if "VAE" in kind else TORCH), "nothing was measured"
+    assert attention.time_all(*SHAPES[kind], dtype, CPU) and not attention.time_all(*SHAPES[kind], dtype, CPU)
+    return attention.pick(*SHAPES[kind], dtype)
+
+
 def test_what_the_host_has_switched_off_is_not_used() -> None:
-    tuning_cache, shapes = TuningCache(), SHAPES["self"]
+    clock = Clock(math=0.1)
     switches.enable_math_sdp(False)
     try:
-        timed({MATH: 0.1}, tuning_cache).time_all(*shapes, torch.float32, CPU)
-        assert MATH not in tuning_cache.get(choice_name(*shapes, torch.float32))["ms"] and not module.may_use(MATH)
+        assert measured(clock, "self", torch.float32) == TORCH
+        assert MATH not in clock.timed and not module.may_use(MATH)
     finally:
         switches.enable_math_sdp(True)
     assert module.may_use(MATH)
 
 
-def timed(times: dict[str, float], tuning_cache: TuningCache | None = None) -> Attention:
-    """An attention whose clock gives each implementation the time that it has here, 1.0 by default."""
-    return Attention(tuning_cache or TuningCache(), lambda work: times.get(name_of(work), 1.0))
-
-
-def name_of(work: Any) -> str:
-    if work.func is gemm_attention:
-        return GEMM
-    return work.args[0] if work.func is module.alone else TORCH
-
-
-@pytest.mark.parametrize("best", [MATH, GEMM, TORCH])
-def test_the_fastest_that_runs_here_is_chosen(best: str) -> None:
-    tuning_cache = TuningCache()
-    # These three are a GPU's: they raise, however fast they claim to be.
-    attention = timed({best: 0.5, CUDNN: 0.1, EFFICIENT: 0.1, FLASH: 0.1}, tuning_cache)
-    assert attention.time_all(*SHAPES["self"], torch.float32, CPU) == best
-    assert attention.pick(*SHAPES["self"], torch.float32) == best
+# The three of them are a GPU's: they raise, however fast they claim to be.
+@pytest.mark.parametrize(("ms", "best"), [
+    ({MATH: 0.5}, MATH), ({GEMM: 0.5}, GEMM), ({TORCH: 0.5}, TORCH), ({TORCH: 1.02}, TORCH), ({TORCH: 1.1}, GEMM),
+])
+def test_the_fastest_that_runs_here_is_chosen(ms: dict[str, float], best: str) -> None:
+    clock = Clock(**{CUDNN: 0.1, EFFICIENT: 0.1, FLASH: 0.1, MATH: 1.05, **ms})
+    assert measured(clock, "self", torch.float32) == best
+    assert not {CUDNN, EFFICIENT, FLASH} & set(clock.timed)
 
 
 def test_wide_heads_are_gemms_and_torchs_whole_scores_are_never_tried() -> None:
-    tuning_cache = TuningCache()
-    attention = timed({}, tuning_cache)
-    assert attention.pick(*SHAPES["VAE"], torch.bfloat16) == GEMM
-    assert attention.time_all(*SHAPES["VAE"], torch.bfloat16, CPU) == GEMM
-    assert set(tuning_cache.get(choice_name(*SHAPES["VAE"], torch.bfloat16))["ms"]) == {GEMM}
+    clock = Clock()
+    assert measured(clock, "VAE", torch.bfloat16) == GEMM and clock.timed == [GEMM]
 
 
-def raising() -> Tensor:
-    raise RuntimeError("no such kernel here")
-
-
-EXPECTED = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-WRONG: dict[str, Callable[[], Tensor]] = {
-    "raises": raising, "is not finite": lambda: torch.where(EXPECTED > 2, math.nan, EXPECTED),
-    "is infinite": lambda: torch.where(EXPECTED > 2, math.inf, EXPECTED), "is off": lambda: EXPECTED * 1.02,
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_candidate_that_cannot_is_out(kind: str) -> None:
-    works = {"flash": WRONG[kind], "math": lambda: EXPECTED}
-    times = {works["flash"]: 0.1, works["math"]: 1.0}
-    for dtype in (torch.float32, torch.float16):
-        found = fastest(works, EXPECTED.to(dtype), times.__getitem__)
-        assert found == {"backend": "math", "ms": {"math": 1.0}}
-    assert fastest({"flash": WRONG[kind]}, EXPECTED, lambda work: 0.1) is None
-
-
-@pytest.mark.parametrize(("torch_ms", "best"), [(1.0, "torch"), (1.02, "torch"), (1.1, "flash")])
-def test_torchs_own_pick_is_left_alone_unless_another_is_clearly_faster(torch_ms: float, best: str) -> None:
-    works = {"flash": lambda: EXPECTED, "torch": lambda: EXPECTED + 0}
-    found = fastest(works, EXPECTED, lambda work: 1.0 if work is works["flash"] else torch_ms)
-    assert found is not None and found["backend"] == best
+@pytest.mark.parametrize("factor", [1.02, math.inf, math.nan])
+def test_what_computes_something_else_is_out(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    real = module.alone
+    monkeypatch.setattr(module, "alone", lambda *given: real(*given) * factor)
+    assert measured(Clock(math=0.1), "self", torch.float32) == TORCH
 
 
 class Watched:

@@ -11,18 +11,18 @@ pytest.importorskip("triton", reason="needs Triton")
 from lib_onediff.core.affine import QuantizedWeight
 from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.devices.cuda.kernels.launch_config import LaunchConfig
-from lib_onediff.devices.cuda.low_bit import int8_mm
-from lib_onediff.devices.cuda.low_bit.scaled_mm import rounded_rows
+from lib_onediff.devices.cuda.low_bit import products
+from lib_onediff.devices.cuda.low_bit.float8 import rounded_rows
 from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tiles that a CPU does in a moment; the two ways differ in how they load, store and go on.
-SMALL = (int8_mm.TILE_BY_TILE, 32, 32, 32, 8, 4, 2, 1)
-PERSISTENT = (int8_mm.PERSISTENT, 32, 32, 32, 8, 4, 2, 1), (int8_mm.PERSISTENT, 32, 32, 64, 2, 4, 2, 0)
-CONFIGS = [SMALL, (int8_mm.TILE_BY_TILE, 16, 64, 32, 2, 4, 2, 1)]
+SMALL = (products.TILE_BY_TILE, 32, 32, 32, 8, 4, 2, 1)
+PERSISTENT = (products.PERSISTENT, 32, 32, 32, 8, 4, 2, 1), (products.PERSISTENT, 32, 32, 64, 2, 4, 2, 0)
+CONFIGS = [SMALL, (products.TILE_BY_TILE, 16, 64, 32, 2, 4, 2, 1)]
 if DEVICE.type == "cuda":
-    CONFIGS = list(int8_mm.kernel_for(DEVICE).candidates)
-elif int8_mm.TensorDescriptor is not None:
+    CONFIGS = list(products.kernel_for(DEVICE).candidates)
+elif products.TensorDescriptor is not None:
     CONFIGS += PERSISTENT
 
 
@@ -49,7 +49,7 @@ def test_a_product_is_the_exact_one_rounded_once(
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE, dtype=dtype) if with_bias else None
-    output = int8_mm.product(tokens, weight, bias, dtype, config)
+    output = products.int8_product(tokens, weight, bias, dtype, config)
     expected = exact(tokens, weight, bias)
     assert output.dtype == dtype and output.shape == (rows, out)
     step = torch.finfo(dtype).eps
@@ -63,7 +63,7 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
     rows[3], rows[5] = 0, rows[5] * 1000
     values, scales = rounded_rows(rows, INT8)
     tokens, (_, weight) = QuantizedTokens(values, scales, (40,)), factors(1, 64, 48)
-    output = int8_mm.product(tokens, weight, None, torch.float16, config)
+    output = products.int8_product(tokens, weight, None, torch.float16, config)
     expected = exact(tokens, weight, None)
     assert bool((output[3] == 0).all())
     for row in (0, 5):
@@ -71,7 +71,7 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
     # The largest sums that can be.
     values = torch.full((16, 5120), 127, dtype=torch.int8, device=DEVICE)
     scales = torch.full((16, 1), 1e-4, device=DEVICE)
-    output = int8_mm.product(
+    output = products.int8_product(
         QuantizedTokens(values, scales, (16,)), QuantizedWeight(-values, scales.t().contiguous()), None, torch.float16,
         config,
     )

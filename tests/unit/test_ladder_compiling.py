@@ -45,8 +45,7 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     compiler, native = Compiler(), runtime.devices.named(NATIVE)
     pretend_a_gpu(monkeypatch, Weather(), is_compiled=False)
-    for name, nothing in (("_compiled", set()), ("_pending", set()), ("_failed", {})):
-        monkeypatch.setattr(native, name, nothing)
+    monkeypatch.setattr(native, "_compiling", {})
     monkeypatch.setitem(
         sys.modules, "lib_onediff.devices.cuda.compile_kernels",
         SimpleNamespace(compile_kernels=compiler.compile_kernels),

@@ -17,7 +17,7 @@ from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_u
 import lib_onediff
 from lib_onediff.core.table import State
 from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.low_bit import int8_mm, scaled_mm, support
+from lib_onediff.devices.cuda.low_bit import float8, products
 from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice, choice_name
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.runtime import runtime
@@ -106,12 +106,14 @@ def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, mon
     assert now()[0] == EIGHT, reason()
 
 
-@pytest.mark.parametrize(("module", "option"), [(scaled_mm, "fp8"), (int8_mm, "int8")], ids=["fp8", "int8"])
+@pytest.mark.parametrize(("module", "name", "option"), [
+    (float8, "product", "fp8"), (products, "int8_product", "int8"),
+], ids=["fp8", "int8"])
 def test_what_is_too_far_from_the_host_is_not_used(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, module: Any, option: str
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, option: str
 ) -> None:
-    real = module.product
-    monkeypatch.setattr(module, "product", lambda *given: 3 * real(*given))
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: 3 * real(*given))
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     output = served(unet, call)
@@ -125,16 +127,16 @@ def test_what_is_too_far_from_the_host_is_not_used(
 
 
 def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert support.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
-    monkeypatch.setattr(scaled_mm, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
-    found = support.float8_support(CPU, torch.float16)
+    assert float8.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
+    monkeypatch.setattr(float8, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
+    found = float8.float8_support(CPU, torch.float16)
     assert found.result is None and "wrong by" in found.reason
 
     def missing(*given: Any) -> Tensor:
         raise RuntimeError("not compiled in\nat line 3")
 
-    monkeypatch.setattr(scaled_mm, "product", missing)
-    found = support.float8_support(CPU, torch.float16)
+    monkeypatch.setattr(float8, "product", missing)
+    found = float8.float8_support(CPU, torch.float16)
     assert found.result is None and "not compiled in" in found.reason and "\n" not in found.reason
 
 

@@ -17,12 +17,12 @@ from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import VirtualConcatenation
-from lib_onediff.devices.cuda.low_bit import convolution, gated_product, scaled_mm
+from lib_onediff.devices.cuda.low_bit import float8, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale, normed_scale
 
-if gated_product.TensorDescriptor is None:
+if products.TensorDescriptor is None:
     pytest.skip("this Triton has no tensor descriptors", allow_module_level=True)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,8 +38,8 @@ def factors(
     weight = torch.randn(2 * half, width, device=DEVICE) / width**0.5
     if row_scales:
         weight *= torch.logspace(-4, 0, 2 * half, device=DEVICE)[:, None]
-    one = scaled_mm.one_scale_of(tokens, FP8)
-    values, scales = scaled_mm.rounded_rows(weight, FP8, None if row_scales else scaled_mm.one_scale_of(weight, FP8))
+    one = float8.one_scale_of(tokens, FP8)
+    values, scales = float8.rounded_rows(weight, FP8, None if row_scales else float8.one_scale_of(weight, FP8))
     rounded = QuantizedTokens((tokens / one).to(FP8.dtype), one, (rows,))
     return tokens, rounded, weight, QuantizedWeight(values, scales.t().contiguous())
 
@@ -62,10 +62,10 @@ def test_it_is_the_geglu_of_the_product(rows: int, width: int, half: int, row_sc
     norm = Affine(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
     _, rounded, weight, low_bit = factors(rows, width, half, norm, row_scales)
     bias = torch.randn(2 * half, device=DEVICE).to(dtype)
-    found = gated_product.product(rounded, low_bit, bias, gated_scale(weight, bias, norm).view(1, 1), CONFIG)
+    found = products.gated_product(rounded, low_bit, bias, gated_scale(weight, bias, norm).view(1, 1), CONFIG)
     assert found.values.shape == (rows, half) and found.unit is None
     assert error_of(found, rounded, low_bit, bias) < 3.5e-2
-    found = gated_product.product(rounded, low_bit, None, gated_scale(weight, None, norm).view(1, 1), CONFIG)
+    found = products.gated_product(rounded, low_bit, None, gated_scale(weight, None, norm).view(1, 1), CONFIG)
     assert error_of(found, rounded, low_bit, None) < 3.5e-2
 
 
@@ -93,7 +93,7 @@ def image(batch: int, channels: int, height: int, width: int) -> Tensor:
 
 
 def rounded_weight(weight: Tensor) -> QuantizedWeight:
-    values, scales = scaled_mm.rounded_rows(as_rows(weight), FP8)
+    values, scales = float8.rounded_rows(as_rows(weight), FP8)
     return QuantizedWeight(values, scales.t().contiguous())
 
 
@@ -107,9 +107,9 @@ def test_it_is_the_convolution_of_the_rounded_factors(
     given, weight = image(batch, channels, height, width), torch.randn(out, channels, 3, 3, device=DEVICE)
     weight *= torch.logspace(-3, 3, out, device=DEVICE)[:, None, None, None]
     scale = given.abs().max().view(1, 1) / FP8.largest
-    rounded = convolution.QuantizedImage((given.permute(0, 2, 3, 1) / scale).to(FP8.dtype).contiguous(), scale)
+    rounded = products.QuantizedImage((given.permute(0, 2, 3, 1) / scale).to(FP8.dtype).contiguous(), scale)
     low_bit = rounded_weight(weight)
-    found = convolution.convolution(rounded, low_bit, torch.float32, CONVOLUTION_CONFIG)
+    found = products.convolution(rounded, low_bit, torch.float32, CONVOLUTION_CONFIG)
     back = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
     expected = functional.conv2d(rounded.values.float().permute(0, 3, 1, 2) * scale, back, padding=1)
     assert found.is_contiguous(memory_format=torch.channels_last)
@@ -134,7 +134,7 @@ def test_the_norm_is_written_in_float8(beside: bool) -> None:
         Launches(TuningCache()), torch_ops.attention, lambda *given: torch.float32, lambda *given: FP8
     )
     rounded = operators.group_norm(given, affine, norm, True, shift, reader)
-    assert isinstance(rounded, convolution.QuantizedImage)
+    assert isinstance(rounded, products.QuantizedImage)
     together = torch.cat(given, 1) if isinstance(given, VirtualConcatenation) else given
     expected = torch_ops.group_norm(together, affine, norm, True, shift)
     ratio = expected.permute(0, 2, 3, 1) / rounded.scale

@@ -104,17 +104,6 @@ def test_generations_of_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[
     assert can or (a_sentence(why) and "NVIDIA H200 has {}.{}".format(*capability) in why)
 
 
-IMPORTS_THAT_FAIL = [
-    ("raise RuntimeError('\\x1b[1mtoo\\x1b[0m hot\\nand more')", ["cannot be imported: RuntimeError: too hot"]),
-    ("raise ImportError('libcublas.so.11: cannot open shared object file: No such file or directory')",
-     ["libcublas.so.11", "pip install --no-deps nvidia-cublas-cu11"]),
-    ("raise ImportError('Unable to import Numpy array, try to upgrade Numpy version!')", ["NumPy 1"]),
-    ("raise TypeError('Descriptors cannot be created directly.')", ["protobuf 3"]),
-    ("import google_weather", ["cannot be imported: ModuleNotFoundError"]),
-    ("raise ImportError(\"No module named 'google.protobuf'\")", ["protobuf 3"]),
-]
-
-
 @pytest.mark.parametrize(("device", "dtype", "part"), [
     (CPU, torch.float16, "float16"), (CPU, torch.bfloat16, "bfloat16"), (GPU, torch.bfloat16, "bfloat16"),
     (torch.device("mps"), torch.float16, "mps"), (CPU, torch.float32, None),
@@ -122,17 +111,6 @@ IMPORTS_THAT_FAIL = [
 def test_devices_and_types_that_it_does_not_compute(device: torch.device, dtype: torch.dtype, part: str | None) -> None:
     why = why_not_for(device, dtype)
     assert why is None if part is None else a_sentence(why) and part in why
-
-
-@pytest.mark.parametrize(("source", "words"), IMPORTS_THAT_FAIL)
-def test_errors_of_an_import_are_explained(monkeypatch: pytest.MonkeyPatch, source: str, words: list[str]) -> None:
-    monkeypatch.setattr(oneflow_gate, "installed", lambda name: "9.1.0.70" if "cudnn" in name else "0.9.0")
-    try:
-        exec(source)
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    why = verdict_of(said(error=error, numpy="2.0", protobuf="4.25"), 0).reason
-    assert a_sentence(why) and all(word in why for word in words), why
 
 
 def test_one_that_ends_its_process_and_one_that_never_ends(machine: Path) -> None:
@@ -151,7 +129,7 @@ def test_it_is_tried_once_and_not_waited_for(machine: Path) -> None:
     gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(machine)})
     assert gate.verdict(CPU, torch.float32, waits=False) == Verdict(TRYING)
     found = gate.verdict(CPU, torch.float32)
-    assert found == Verdict("OneFlow cannot be imported: ImportError: bad weather")
+    assert a_sentence(found.reason) and "was imported" in found.reason and "ImportError: bad weather" in found.reason
     assert gate.verdict(CPU, torch.float32, waits=False) == found
     assert (machine / "oneflow" / "__init__.py.tried").read_text() == "x"
 

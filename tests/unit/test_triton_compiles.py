@@ -16,7 +16,7 @@ pytest.importorskip("diffusers")
 
 
 from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, INT8_PRODUCT_HOPPER
-from lib_onediff.devices.cuda.low_bit.support import too_old
+from lib_onediff.devices.cuda.low_bit.float8 import too_old
 from lib_onediff.devices.cuda.requirements import triton_here
 from lib_onediff.weights.low_bit import INT8
 

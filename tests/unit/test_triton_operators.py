@@ -21,7 +21,7 @@ from lib_onediff.devices.cuda.kernels.attention import attention, heads_lie_besi
 from lib_onediff.devices.cuda.kernels.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
 from lib_onediff.devices.cuda.kernels.operators import TritonOperators, VirtualConcatenation
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.devices.torch.attention_tuning import random_inputs
+from lib_onediff.devices.torch.attention import random_inputs
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

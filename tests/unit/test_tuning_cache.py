@@ -12,15 +12,13 @@ import torch
 from store_builders import opened
 
 from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches
+from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches, choice_name
 from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice
-from lib_onediff.devices.torch.attention import FLASH, GEMM, TORCH, Attention, choice_name
-from lib_onediff.devices.torch.attention import choice_name as attention_name
+from lib_onediff.devices.torch.attention import FLASH, GEMM, TORCH, Attention, class_of, kernel_of
 from lib_onediff.store.history import History
 from lib_onediff.weights.low_bit import FP8, INT8, NORMED
 
-STRANGE = [None, True, 7, "flash", ["flash"], {}, {"backend": None}, {"backend": ["flash"]}, {"backend": "warp drive"},
-           {"backend": {"flash": 1}}, {"backend": "flash, as it was"}]
+STRANGE = [None, True, 7, "flash", {}, [], [None], [["flash"]], ["warp drive"], [{"flash": 1}], ["flash, as it was"]]
 
 
 def cache_in(folder: Path) -> tuple[History, TuningCache]:
@@ -46,8 +44,8 @@ def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
     narrow, wide = (2, 8, 64, 40), (1, 1, 64, 512)
     history = opened(tmp_path)
     for shape in (narrow, wide):
-        history.tune(choice_name(shape, shape, torch.float16), value)
-    attention = Attention(cache_in(tmp_path)[1])
+        history.tune(choice_name(kernel_of(shape), class_of(shape, shape), torch.float16), value)
+    attention = Attention(Launches(cache_in(tmp_path)[1]))
     assert attention.pick(narrow, narrow, torch.float16) == TORCH
     assert attention.pick(wide, wide, torch.float16) == GEMM
 
@@ -97,7 +95,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
 
 def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:
     cache = TuningCache()
-    launches, attention, products = Launches(cache), Attention(cache), ProductChoice(cache)
+    launches, products = Launches(cache), ProductChoice(cache)
+    attention = Attention(launches)
 
     def choices() -> tuple[object, ...]:
         return (
@@ -108,7 +107,7 @@ def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> 
     unmeasured = choices()
     times = iter((2.0, 1.0))
     launches.choose(LAYER_NORM, "64", HALF, LAYER_NORM.candidates[1])
-    cache.set(attention_name(SHAPE, SHAPE, HALF), {"backend": FLASH})
+    launches.choose(kernel_of(SHAPE), class_of(SHAPE, SHAPE), HALF, (FLASH,))
     products.measure(PRODUCT, HALF, FP8, lambda: None, lambda: None, lambda work: next(times))
     measured = LAYER_NORM.candidates[1], FLASH, FP8
     for _ in range(2):

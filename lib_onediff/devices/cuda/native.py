@@ -4,8 +4,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -22,10 +22,9 @@ from ...options.settings import Settings
 from ...weights.contents import Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention
-from ..torch.attention_tuning import time_on_gpu
 from ..torch.device import refuse_without_gpu
 from ..torch.sage import SageAttention
-from .kernels.launch_config import Launches
+from .kernels.launch_config import Launches, time_on_gpu
 from .low_bit.choice import LowBit
 from .requirements import why_no_triton
 
@@ -55,17 +54,16 @@ class Native(Device):
     traits = Traits(has_graphs=True, launches_patched=False, channels_last=True, takes_lossy=True)
 
     def __init__(self, tuning_cache: TuningCache) -> None:
-        self.attention = Attention(tuning_cache)
         self._launches = Launches(tuning_cache)
+        self.attention = Attention(self._launches)
         self.low_bit = LowBit(tuning_cache, self._launches)
         # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
         self._why_not: dict[torch.device, str | None] = {}
-        self._compiled: set[Hashable] = set()
-        self._pending: set[Hashable] = set()
+        # By the kind of network, what the compiler says; "" where all went well. Not its exception: the traceback would
+        # keep the UNet that was being called.
+        self._compiling: dict[Hashable, Future[str]] = {}
         self._tuned: set[Hashable] = set()
-        # What the compiler said. Not its exception: the traceback would keep the UNet that was being called.
-        self._failed: dict[Hashable, str] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
 
@@ -95,18 +93,18 @@ class Native(Device):
 
     def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
         kind = self._kind(network)
-        if kind in self._failed:
-            raise RuntimeError(self._failed[kind])
-        if kind not in self._compiled:
-            if waits or kind not in self._pending:
-                self._pending.add(kind)
-                compiling = self._worker.submit(self._compile, network)
-            if not waits:
-                raise NotYet(COMPILING)
-            compiling.result()
-            self.prepare(network, waits=False)
-        if measures:
+        with self._lock:
+            if kind not in self._compiling:
+                self._compiling[kind] = self._worker.submit(self._compile, network, kind[1])
+        compiling = self._compiling[kind]
+        if not (waits or compiling.done()):
+            raise NotYet(COMPILING)
+        failure = compiling.result()
+        if failure:
+            raise RuntimeError(failure)
+        if measures and kind not in self._tuned:
             # Before the first use is checked, so that what is checked is what will run.
+            self._tuned.add(kind)
             self._tune_kernels(network)
 
     def _kind(self, network: Network) -> tuple[Hashable, tuple[Kind, ...]]:
@@ -118,10 +116,8 @@ class Native(Device):
         """Wait for what was begun."""
         self._worker.submit(lambda: None).result()
 
-    def _compile(self, network: Network) -> None:
-        kind = self._kind(network)
-        if kind in self._compiled or kind in self._failed:
-            return
+    def _compile(self, network: Network, low_bit: Collection[Kind]) -> str:
+        """In the worker's thread. Returns why it is not possible."""
         began = time.perf_counter()
         try:
             # Here, and not where the first call would wait: to import Triton takes half a second.
@@ -129,29 +125,24 @@ class Native(Device):
             from .compile_kernels import compile_kernels
 
             with on_card(network.device):
-                compile_kernels(network.users, network.dtype, network.device, self._launches, kind[1])
+                compile_kernels(network.users, network.dtype, network.device, self._launches, low_bit)
         except ImportError as error:
             # A half-removed Triton.
-            self._failed[kind] = f"Triton cannot be imported ({error})"
-            log.debug("%s", self._failed[kind], exc_info=True)
+            log.debug("Triton cannot be imported", exc_info=True)
+            return f"Triton cannot be imported ({error})"
         except Exception as error:
-            self._failed[kind] = first_line(error)
             log.exception("the kernels for %s do not compile", network.dtype)
-        else:
-            self._compiled.add(kind)
-            log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
+            return first_line(error)
+        log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
+        return ""
 
     def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
         dtype = torch.float32 if call.upcast_attention else call.latent.dtype
-        unknown = [pair for pair in attentions if self.attention.chosen(*pair, dtype) is None]
-        for query, key in unknown:
-            self.attention.measure(query, key, dtype, call.latent.device)
-        return bool(unknown)
+        return any([self.attention.measure(*pair, dtype, call.latent.device) for pair in attentions])
 
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""
         self._tuned.clear()
-        self.attention.forget()
         self.low_bit.forget()
         self._launches.forget()
 
@@ -160,10 +151,6 @@ class Native(Device):
 
         Where that fails, they stay as they are cut.
         """
-        kind = self._kind(network)
-        if kind in self._tuned:
-            return
-        self._tuned.add(kind)
         began = time.perf_counter()
         try:
             from .kernels.tuning import tune_kernels

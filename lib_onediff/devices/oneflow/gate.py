@@ -29,7 +29,6 @@ ONEFLOW = (0, 9)
 # OneFlow 0.9.0 has machine code for these, and none that a newer GPU could translate.
 OLDEST_CAPABILITY, NEWEST_CAPABILITY = (6, 0), (8, 9)
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
-LIBRARIES = "pip install --no-deps nvidia-cublas-cu11==11.10.3.66 nvidia-cudnn-cu11==8.5.0.96"
 TRYING = "OneFlow is being tried, in the background"
 SECONDS = 120.0
 REPOSITORY = Path(__file__).parents[3]
@@ -109,7 +108,7 @@ def why_no_package() -> str | None:
         return f"OneFlow needs Python {written(PYTHON)}, and the WebUI runs on {written(sys.version_info[:2])}"
     if find_spec("oneflow") is None:
         return "OneFlow is not installed, and never is by itself: OneDiff's README says how"
-    version = installed("oneflow")
+    version = metadata.version("oneflow")
     if release(version)[:2] != ONEFLOW:
         return f"OneDiff can use OneFlow {written(ONEFLOW)}, and the one here is {version}: pip install oneflow==0.9.0"
     return None
@@ -122,28 +121,12 @@ def verdict_of(output: str, code: int) -> Verdict:
         with contextlib.suppress(ValueError, TypeError):
             words |= json.loads(line)
     stage, error = words["at"], words.get("error")
-    if error is None:
-        if stage == DONE:
-            return Verdict(None, bool(words.get("fused_attention")))
-        return Verdict(f"OneFlow ended its process when it {stage} (code {code})")
-    if stage == IMPORTING:
-        return Verdict(why_no_import(error, words))
-    return Verdict(f"OneFlow failed when it {stage}, beside torch {torch.__version__}: {brief(error)}")
-
-
-def why_no_import(error: str, versions: Mapping[str, str]) -> str:
-    """Why OneFlow cannot be imported beside these versions."""
-    library = re.search(r"(lib[\w.+-]+\.so[\w.]*): cannot open", error)
-    if library is not None:
-        if installed("nvidia-cudnn-cu12").startswith("8."):
-            # Both would be libcudnn.so.8, in the same folder.
-            return f"OneFlow needs {library[1]}, which cannot lie beside this torch's cuDNN 8: use torch 2.4 or newer"
-        return f"OneFlow needs {library[1]}, which is not there: {LIBRARIES}"
-    if "numpy" in error.lower():
-        return f'OneFlow needs NumPy 1, and {versions["numpy"]} is installed: pip install "numpy<2"'
-    if "Descriptors cannot" in error or re.search(r"No module named 'google['.]", error):
-        return f'OneFlow needs protobuf 3, and {versions["protobuf"]} is installed: pip install "protobuf<4"'
-    return f"OneFlow cannot be imported: {brief(error)}"
+    if error is not None:
+        hint = f"{brief(error)}: .readme/oneflow.md says what it needs" if stage == IMPORTING else brief(error)
+        return Verdict(f"OneFlow failed when it {stage}, beside torch {torch.__version__}: {hint}")
+    if stage == DONE:
+        return Verdict(None, bool(words.get("fused_attention")))
+    return Verdict(f"OneFlow ended its process when it {stage} (code {code})")
 
 
 def brief(message: str) -> str:
@@ -152,17 +135,8 @@ def brief(message: str) -> str:
     return lines[0][:160].rstrip(".: ") if lines else "no reason given"
 
 
-def installed(name: str) -> str:
-    """A distribution's version, or "none"."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
 def main(device: str, dtype: torch.dtype) -> None:
     """Try OneFlow in this process."""
-    say(at=IMPORTING, numpy=installed("numpy"), protobuf=installed("protobuf"))
     import resource
 
     # What ends by itself shall leave no memory image behind.

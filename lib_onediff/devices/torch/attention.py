@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+import warnings
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.backends import cuda as switches
 
-from ...core.card import current_card, named
+from ...core.device import TimeMs
 from ...core.precision import our_modes, switch_of
-from ...core.tuning_cache import TuningCache
-from .attention_tuning import Shape, TimeMs, fastest, random_inputs, time_on_gpu
+from ..cuda.kernels.launch_config import Kernel, Launches, Trial, random_on, time_on_gpu, tuned
 
 log = logging.getLogger("onediff")
 
@@ -40,8 +38,13 @@ FEW_KEYS = 256
 # torch itself pads other heads.
 FLASH_WIDTHS = 8
 SCORES_BYTES = 64 << 20
-# A class of shapes spans a factor of four in scores, and any batch.
 MATH_SCORES_BYTES = 4 << 20
+# What can be chosen among, the first where nothing was measured.
+NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))
+WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
+# Between two exact implementations at random inputs, relative to the output's norm; a wrong one is off by about 1.
+WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
+Shape = tuple[int, ...]
 
 
 class Attention:
@@ -51,10 +54,9 @@ class Attention:
     measured. On a CPU it is always torch's.
     """
 
-    def __init__(self, tuning_cache: TuningCache, time_ms: TimeMs = time_on_gpu) -> None:
-        self._tuning_cache = tuning_cache
+    def __init__(self, launches: Launches, time_ms: TimeMs = time_on_gpu) -> None:
+        self._launches = launches
         self._time_ms = time_ms
-        self._picks: dict[tuple[int, int, int, torch.dtype, int], str] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False) -> Tensor:
         """The mix of values, in query's dtype and shape. upcast: computed in float32."""
@@ -62,98 +64,74 @@ class Attention:
             return self(query.float(), key.float(), value.float()).to(query.dtype)
         if query.device.type != "cuda":
             return functional.scaled_dot_product_attention(query, key, value)
-        return self.run(self.pick(query.shape, key.shape, query.dtype), query, key, value)
+        try:
+            return attend(self.pick(query.shape, key.shape, query.dtype), query, key, value)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            # Shapes of one class may differ in what an implementation wants of them.
+            log.debug("attention cannot do %s as it was chosen", tuple(query.shape), exc_info=True)
+            return functional.scaled_dot_product_attention(query, key, value)
 
     def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
         """Which implementation serves these shapes on the GPU that computes."""
-        seen = (query_shape[2], key_shape[2], query_shape[3], dtype, current_card())
-        picked = self._picks.get(seen)
-        if picked is None:
-            chosen = self.chosen(query_shape, key_shape, dtype)
-            if chosen is None:
-                return GEMM if query_shape[3] > WIDEST_HEAD else TORCH
-            picked = self._picks[seen] = chosen
-        return picked
+        [picked] = self._launches.of(kernel_of(query_shape), class_of(query_shape, key_shape), dtype)
+        return str(picked)
 
-    def chosen(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str | None:
-        """What was measured to be the fastest for shapes of this class; None if nothing was."""
-        value = self._tuning_cache.get(choice_name(query_shape, key_shape, dtype))
-        # It may come from a store that anybody has written.
-        name = value.get("backend") if isinstance(value, dict) else None
-        return name if name in candidates(query_shape) else None
-
-    def forget(self) -> None:
-        """Ask for every choice again."""
-        self._picks = {}
-
-    def run(self, backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention by one of the implementations above, or by torch's next one where that cannot do it."""
-        if backend == GEMM:
-            return gemm_attention(query, key, value)
-        if backend != TORCH and may_use(backend):
-            try:
-                return alone(backend, query, key, value)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                # Shapes of one class may differ in what an implementation wants of them.
-                log.debug("attention by %s cannot do %s", backend, tuple(query.shape), exc_info=True)
-        return functional.scaled_dot_product_attention(query, key, value)
-
-    def measure(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Time every implementation for shapes of this class, unless that was done, and choose; the choice.
+    def measure(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
+        """Time every implementation for shapes of this class and choose, unless that was done; whether it was done now.
 
         Takes some ten milliseconds and three times the memory of the attention itself, and draws no number from the
-        user's generators. Any thread may call it; None on a CPU, while a graph is captured, and where nothing runs.
-        Raises torch.cuda.OutOfMemoryError.
+        user's generators. Nothing on a CPU, and while a graph is captured. Raises torch.cuda.OutOfMemoryError.
         """
         if device.type != "cuda":
-            return None
+            return False
         with torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            return self.chosen(query_shape, key_shape, dtype) or self.time_all(query_shape, key_shape, dtype, device)
+            return not torch.cuda.is_current_stream_capturing() and self.time_all(query_shape, key_shape, dtype, device)
 
-    def time_all(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> str | None:
+    def time_all(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
         """measure() without its conditions."""
-        with our_modes(device):
-            inputs = random_inputs(query_shape, key_shape, dtype, device)
+        kernel, shape_class = kernel_of(query_shape), class_of(query_shape, key_shape)
+        if self._launches.chosen(kernel, shape_class, dtype) is not None:
+            return False
+        # torch warns of the reasons for which an implementation cannot be used: nobody asked for them.
+        with our_modes(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            query, key, value = random_inputs(query_shape, key_shape, dtype, device)
             # In float32 from the start, so that ours is judged as well.
-            query, key, value = inputs
-            expected = gemm_attention(query.float(), key.float(), value.float()).to(dtype)
-            found = fastest(self._works(inputs), expected, self._time_ms)
-        if found is None:
-            return None
-        self._tuning_cache.set(choice_name(query_shape, key_shape, dtype), found)
-        best: str = found["backend"]
-        return best
+            expected = gemm_attention(query.float(), key.float(), value.float())
 
-    def _works(self, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Callable[[], Tensor]]:
-        query, key, _ = inputs
-        scores_bytes = query.shape[:3].numel() * key.shape[2] * 4
-        names = [name for name in candidates(query.shape) if name != MATH or scores_bytes <= MATH_SCORES_BYTES]
-        works: dict[str, Callable[[], Tensor]] = {
-            name: partial(alone, name, *inputs) for name in names if name in FUSED and may_use(name)
-        }
-        works[GEMM] = partial(gemm_attention, *inputs)
-        if TORCH in names:
-            works[TORCH] = partial(functional.scaled_dot_product_attention, *inputs)
-        return works
+            def agrees(output: Tensor) -> bool:
+                # A NaN is not within the limit either.
+                return float((output.float() - expected).norm() / expected.norm()) <= WORST_ERROR[dtype]
+
+            trial = Trial(kernel, shape_class, lambda config: attend(config[0], query, key, value), agrees)
+            return tuned(self._launches, trial, dtype, self._time_ms)
 
 
-def candidates(query_shape: Shape) -> tuple[str, ...]:
+def kernel_of(query_shape: Shape) -> Kernel:
     """What may serve a shape; the switches of torch may still forbid one."""
-    if query_shape[3] > WIDEST_HEAD:
-        return (GEMM, EFFICIENT)
-    return (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)
+    return WIDE if query_shape[3] > WIDEST_HEAD else NARROW
 
 
-def choice_name(query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
-    """The name of a class of shapes on the card that computes: head width, dtype, and the next powers of two of the
-    token counts."""
+def class_of(query_shape: Shape, key_shape: Shape) -> str:
+    """The class of shapes: head width, and the next powers of two of the token counts."""
     queries, keys = (1 << (shape[2] - 1).bit_length() for shape in (query_shape, key_shape))
-    dtype_name = str(dtype).removeprefix("torch.")
-    return named(f"attention, {dtype_name}, width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys")
+    return f"width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
+
+
+def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention by one of the implementations. Raises RuntimeError where it cannot do that, and where the host has
+    switched it off."""
+    if name == TORCH:
+        return functional.scaled_dot_product_attention(query, key, value)
+    if name == GEMM:
+        return gemm_attention(query, key, value)
+    if not may_use(name):
+        raise RuntimeError(f"{name} is not there, or switched off")
+    if name == MATH and query.shape[:3].numel() * key.shape[2] * 4 > MATH_SCORES_BYTES:
+        raise RuntimeError("all scores at once are too many")
+    return alone(name, query, key, value)
 
 
 def may_use(backend: str) -> bool:
@@ -203,3 +181,20 @@ def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
             scores, query, key.transpose(1, 2), out_dtype=torch.float32, beta=0, alpha=scale, out=scores
         )
     return torch.baddbmm(scores, query.float(), key.float().transpose(1, 2), beta=0, alpha=scale, out=scores)
+
+
+def random_inputs(
+    query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of these shapes (batch, heads, tokens, width), lying in memory as our forward has them:
+    parts of what one GEMM gave, (batch, tokens, heads * width) each."""
+    make = random_on(device, dtype)
+    batch, heads, queries, width = query_shape
+    keys, parts = key_shape[2], 3 if key_shape == query_shape else 2
+
+    def split(tokens: int, count: int) -> list[Tensor]:
+        fused = make(batch, tokens, count * heads * width)
+        return [part.unflatten(-1, (heads, width)).transpose(1, 2) for part in fused.chunk(count, dim=-1)]
+
+    tensors = split(keys, parts) if parts == 3 else [*split(queries, 1), *split(keys, 2)]
+    return tensors[0], tensors[1], tensors[2]

@@ -4,14 +4,29 @@ This knows no Triton: what was measured lies in the store, by names.
 """
 from __future__ import annotations
 
+import logging
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....core.card import current_card, named
+from ....core.device import TimeMs
 from ....core.tuning_cache import TuningCache
 
-LaunchConfig = tuple[int, ...]
+log = logging.getLogger("onediff")
+LaunchConfig = tuple[Any, ...]
+# Two measurements of one thing differ by less.
+WORTH_CHANGING = 0.97
+WARM_RUNS, TIMED_RUNS = 3, 5
+# A run that takes longer than this is not launched slower than it runs.
+LAUNCH_BOUND_MS = 0.2
+HEAD_START_BYTES, HEAD_START_LAUNCHES = 64 << 20, 32
 SMALL, LARGE = "small", "large"
 LARGE_IMAGE_PIXELS = 48 * 48
 # How many times wider than its tokens a feed-forward is.
@@ -41,7 +56,7 @@ WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64
 # (columns, warps)
 GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
 # (way, rows, columns, depth of a tile, tiles of a group, warps, stages, programs a processor or 0 for one a tile): see
-# quantized/int8_mm. The first fits into the memory of any processor that multiplies int8.
+# low_bit.products. The first fits into the memory of any processor that multiplies int8.
 INT8_PRODUCT = Kernel("int8 product", (
     (0, 128, 128, 64, 8, 8, 3, 0), (0, 64, 128, 64, 8, 4, 4, 0), (0, 128, 64, 64, 8, 4, 4, 0),
     (0, 128, 128, 128, 8, 8, 3, 0), (0, 64, 256, 64, 8, 8, 3, 0), (0, 64, 64, 128, 8, 4, 3, 0),
@@ -59,7 +74,7 @@ GATED_PRODUCT = Kernel("gated fp8 product", (
     (64, 64, 128, 8, 4, 4),
 ))
 # (pixels down and across, channels of the output, depth of a tile, tiles of a group, warps, stages): see
-# quantized/convolution.
+# low_bit.products.
 CONVOLUTION = Kernel("fp8 convolution", (
     (8, 16, 128, 128, 8, 4, 3), (16, 16, 128, 128, 8, 8, 3), (16, 16, 64, 128, 8, 8, 3), (8, 16, 64, 128, 8, 4, 4),
     (8, 16, 128, 64, 8, 4, 4), (8, 8, 128, 128, 8, 4, 3),
@@ -114,3 +129,71 @@ def row_class(width: int) -> str:
 
 def choice_name(kernel: Kernel, shape_class: str, dtype: torch.dtype) -> str:
     return named(f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}")
+
+
+class Trial(NamedTuple):
+    """One kernel at one class of shapes; run(config) launches it. agrees: whether what it returned is right, for a
+    configuration that may compute something else."""
+
+    kernel: Kernel
+    shape_class: str
+    run: Callable[[LaunchConfig], Any]
+    agrees: Callable[[Any], bool] | None = None
+
+
+def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs) -> bool:
+    """Measure and choose, where that was not done on this GPU; whether it was done now. Raises what the first
+    configuration raises, and torch.cuda.OutOfMemoryError."""
+    if launches.chosen(trial.kernel, trial.shape_class, dtype) is not None:
+        return False
+    launches.choose(trial.kernel, trial.shape_class, dtype, best_cut(trial, time_ms))
+    return True
+
+
+def best_cut(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
+    """The fastest of the kernel's configurations that this GPU can run; the first, unless another is clearly faster."""
+    first, *others = trial.kernel.candidates
+    best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING
+    for config in others:
+        work = partial(trial.run, config)
+        try:
+            if trial.agrees is not None and not trial.agrees(work()):
+                continue
+            ms = time_ms(work)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.debug("%s cannot be launched as %s: %s", trial.kernel.name, config, error, exc_info=True)
+            continue
+        if ms < best_ms:
+            best, best_ms = config, ms
+    return best
+
+
+def random_on(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Makes tensors of random numbers, and takes none of the user's generators."""
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+
+def time_on_gpu(work: Callable[[], object]) -> float:
+    """The median time of a run on the current GPU in milliseconds, without the time that Python takes to launch it."""
+    for _ in range(WARM_RUNS):
+        torch.cuda.current_stream().synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.current_stream().synchronize()
+        took_ms = (time.perf_counter() - began) * 1e3
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_RUNS + 1)]
+    if took_ms < LAUNCH_BOUND_MS:
+        # While the GPU does this, the launches below queue up; in a graph they will follow each other like that.
+        busy = torch.empty(HEAD_START_BYTES, dtype=torch.uint8, device="cuda")
+        for _ in range(HEAD_START_LAUNCHES):
+            busy.zero_()
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    events[-1].synchronize()
+    times: list[float] = [before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False)]
+    return statistics.median(times)

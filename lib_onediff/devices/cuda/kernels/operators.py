@@ -2,7 +2,7 @@
 twice."""
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,35 +11,22 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....core.affine import Affine, LowRank
-from ....core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
+from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import Rows, Stream
 from ....core.tuning_cache import TuningCache
 from ...torch import operators as torch_ops
+from ...torch.attention import FEW_KEYS
 from ...torch.operators import bias_or_zeros, channels_last
 from . import attention as triton_attention
 from . import group_norm as triton_group_norm
 from . import images as triton_images
+from . import launch_config as cuts
 from . import partial_statistics as triton_strips
 from . import tokens as triton_tokens
-from .launch_config import (
-    ADDITION,
-    APPLICATION,
-    GEGLU,
-    LAYER_NORM,
-    LIBRARY,
-    MEASURED_ADDITION,
-    STATISTICS,
-    Kernel,
-    LaunchConfig,
-    Launches,
-    attention_kernel,
-    image_class,
-    row_class,
-)
+from .launch_config import Kernel, LaunchConfig, Launches, attention_kernel, image_class, row_class
 
 # Triton compiles another kernel for a number of channels that is no multiple of this.
 ALIGNED_CHANNELS = 16
-FEW_KEYS = 256
 
 
 class VirtualConcatenation(NamedTuple):
@@ -70,11 +57,12 @@ class TritonOperators:
         # Of images that were made by an addition, as long as they live.
         self._strips: MutableMapping[Tensor, triton_strips.PartialStatistics] = WeakIdKeyDictionary()
 
-    def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
-        return torch_ops.sinusoids(timestep, time)
-
-    def join(self, vectors: Sequence[Tensor]) -> Tensor:
-        return torch_ops.join(vectors)
+    # What torch does in one launch.
+    sinusoids = staticmethod(torch_ops.sinusoids)
+    join = staticmethod(torch_ops.join)
+    silu = staticmethod(torch_ops.silu)
+    image_to_tokens = staticmethod(torch_ops.image_to_tokens)
+    tokens_to_image = staticmethod(torch_ops.tokens_to_image)
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         return torch_ops.linear(x, affine)
@@ -111,11 +99,11 @@ class TritonOperators:
         return triton_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
             self._measured(image),
-            statistics_cut=self._cut(STATISTICS, first), application_cut=self._cut(APPLICATION, first),
+            statistics_cut=self._cut(cuts.STATISTICS, first), application_cut=self._cut(cuts.APPLICATION, first),
         )
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
-        config = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
+        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
         return triton_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
 
@@ -130,7 +118,7 @@ class TritonOperators:
         return Stream(tokens, stream.deferred_bias, affine.bias)
 
     def materialize(self, stream: Stream) -> Tensor:
-        config = self._launches.of(LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
+        config = self._launches.of(cuts.LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
         return triton_tokens.materialize(stream, config)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
@@ -138,19 +126,16 @@ class TritonOperators:
         few = key.shape[2] <= FEW_KEYS and query.dtype in triton_attention.DTYPES and not upcast
         if few and all(map(triton_attention.heads_lie_beside, given)):
             config = self._launches.of(attention_kernel(query.shape[3]), str(query.shape[3]), query.dtype)
-            if config != LIBRARY:
+            if config != cuts.LIBRARY:
                 return triton_attention.attention(*given, config)
         return self._attention(query, key, value, upcast)
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
-        config = self._launches.of(GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
+        config = self._launches.of(cuts.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return triton_tokens.geglu(tokens.contiguous(), config)
 
     def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
         return self.geglu(self.linear(x, affine), reader)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return torch_ops.silu(x)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         update = channels_last(update)
@@ -164,18 +149,12 @@ class TritonOperators:
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
         return triton_images.resize(channels_last(image), height, width)
 
-    def image_to_tokens(self, image: Tensor) -> Tensor:
-        return torch_ops.image_to_tokens(image)
-
-    def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
-        return torch_ops.tokens_to_image(tokens, height, width)
-
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """output = image + update + bias; measured on the way, where a norm that follows will want to know."""
         if output.shape[2] * output.shape[3] <= triton_group_norm.SMALL_IMAGE_PIXELS:
-            triton_images.add(image, update, bias, output, self._cut(ADDITION, output))
+            triton_images.add(image, update, bias, output, self._cut(cuts.ADDITION, output))
         else:
-            config = self._cut(MEASURED_ADDITION, output)
+            config = self._cut(cuts.MEASURED_ADDITION, output)
             self._strips[output] = triton_strips.add_and_measure(image, update, bias, output, config)
 
     def _measured(

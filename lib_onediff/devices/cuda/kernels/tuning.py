@@ -2,7 +2,6 @@
 compiled by a launch on a few numbers."""
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,30 +16,12 @@ from ....core.operators import Stream
 from . import attention as triton_attention
 from . import group_norm as triton_group_norm
 from . import images as triton_images
+from . import launch_config as cuts
 from . import partial_statistics as triton_strips
 from . import tokens as triton_tokens
-from .launch_config import (
-    ADDITION,
-    APPLICATION,
-    FEED_FORWARD,
-    GEGLU,
-    LARGE,
-    LAYER_NORM,
-    LIBRARY,
-    MEASURED_ADDITION,
-    SMALL,
-    STATISTICS,
-    Kernel,
-    LaunchConfig,
-    Launches,
-    attention_kernel,
-    row_class,
-)
+from .launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
 
-# Two measurements of one thing differ by less.
-WORTH_CHANGING = 0.97
 GROUPS = 32
-log = logging.getLogger("onediff")
 
 
 class Sizes(NamedTuple):
@@ -55,15 +36,8 @@ class Sizes(NamedTuple):
 
 
 # What takes the most time in its class, and what takes none.
-MEASURED, COMPILED = Sizes(2, {SMALL: 32, LARGE: 64}, 4096, 1024, 77), Sizes(1, {SMALL: 4, LARGE: 4}, 4, 16, 16)
-
-
-class Trial(NamedTuple):
-    """One kernel at one class of shapes; run(config) launches it."""
-
-    kernel: Kernel
-    shape_class: str
-    run: Callable[[LaunchConfig], object]
+MEASURED = Sizes(2, {cuts.SMALL: 32, cuts.LARGE: 64}, 4096, 1024, 77)
+COMPILED = Sizes(1, {cuts.SMALL: 4, cuts.LARGE: 4}, 4, 16, 16)
 
 
 def tune_kernels(
@@ -78,37 +52,6 @@ def tune_kernels(
     )
 
 
-def random_on(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Makes tensors of random numbers, and takes none of the user's generators."""
-    generator = torch.Generator(device).manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator, device=device, dtype=dtype)
-
-
-def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs) -> bool:
-    """Measure and choose, where that was not done on this GPU; whether it was done now. Raises what Triton raises."""
-    if launches.chosen(trial.kernel, trial.shape_class, dtype) is not None:
-        return False
-    launches.choose(trial.kernel, trial.shape_class, dtype, best_cut(trial, time_ms))
-    return True
-
-
-def best_cut(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
-    """The fastest of the kernel's configurations that this GPU can run; the first, unless another is clearly faster."""
-    first, *others = trial.kernel.candidates
-    best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING
-    for config in others:
-        try:
-            ms = time_ms(partial(trial.run, config))
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            log.debug("%s cannot be launched as %s: %s", trial.kernel.name, config, error, exc_info=True)
-            continue
-        if ms < best_ms:
-            best, best_ms = config, ms
-    return best
-
-
 def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Iterator[Trial]:
     """What can be measured for a network with these layers. make: a tensor of a shape, in the network's type."""
     widest = max(leaf.channels for leaf in users if isinstance(leaf, GroupNorm))
@@ -116,16 +59,16 @@ def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Itera
     for shape_class, side in sizes.sides.items():
         image = make(sizes.batch, widest, side, side).to(memory_format=torch.channels_last)
         norm = partial(triton_group_norm.large_group_norm, image, None, vector, vector, GROUPS, 1e-5, True, None)
-        yield Trial(STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
-        yield Trial(APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
+        yield Trial(cuts.STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
+        yield Trial(cuts.APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
         added = image, image, vector, torch.empty_like(image)
-        yield Trial(ADDITION, shape_class, partial(triton_images.add, *added))
-        yield Trial(MEASURED_ADDITION, shape_class, partial(triton_strips.add_and_measure, *added))
+        yield Trial(cuts.ADDITION, shape_class, partial(triton_images.add, *added))
+        yield Trial(cuts.MEASURED_ADDITION, shape_class, partial(triton_strips.add_and_measure, *added))
     for width in widths(users):
-        tokens, hidden, vector = make(sizes.rows, width), make(sizes.rows, 2 * FEED_FORWARD * width), make(width)
+        tokens, hidden, vector = make(sizes.rows, width), make(sizes.rows, 2 * cuts.FEED_FORWARD * width), make(width)
         normed = partial(triton_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, 1e-5)
-        yield Trial(LAYER_NORM, row_class(width), normed)
-        yield Trial(GEGLU, row_class(FEED_FORWARD * width), partial(triton_tokens.geglu, hidden))
+        yield Trial(cuts.LAYER_NORM, row_class(width), normed)
+        yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(triton_tokens.geglu, hidden))
     if vector.dtype in triton_attention.DTYPES:
         heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
         for width, count in heads.items():
@@ -145,7 +88,8 @@ def compilations(
         return make(1, channels, 4, 4).to(memory_format=torch.channels_last)
 
     def large(norm: GroupNorm, shape_class: str) -> object:
-        statistics, application = (launches.of(kernel, shape_class, dtype) for kernel in (STATISTICS, APPLICATION))
+        statistics = launches.of(cuts.STATISTICS, shape_class, dtype)
+        application = launches.of(cuts.APPLICATION, shape_class, dtype)
         return triton_group_norm.large_group_norm(*of_norm(norm), (None, None), statistics, application)
 
     def of_norm(norm: GroupNorm) -> tuple[Tensor, None, Tensor, Tensor, int, float, bool, None]:
@@ -155,7 +99,7 @@ def compilations(
     def materialize(width: int) -> object:
         deferred = torch.zeros(width, dtype=torch.float32, device=device)
         return triton_tokens.materialize(
-            Stream(make(4, width), deferred), launches.of(LAYER_NORM, row_class(width), dtype)
+            Stream(make(4, width), deferred), launches.of(cuts.LAYER_NORM, row_class(width), dtype)
         )
 
     norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
@@ -164,11 +108,11 @@ def compilations(
     return [
         *(
             partial(trial.run, launches.of(trial.kernel, trial.shape_class, dtype))
-            for trial in trials(users, make, COMPILED) if trial.kernel not in (STATISTICS, APPLICATION)
+            for trial in trials(users, make, COMPILED) if trial.kernel not in (cuts.STATISTICS, cuts.APPLICATION)
         ),
         lambda: triton_images.resize(image(norms[0].channels), 8, 8),
-        partial(large, norms[0], LARGE),
-        *(partial(large, norm, SMALL) for norm in by_block.values()),
+        partial(large, norms[0], cuts.LARGE),
+        *(partial(large, norm, cuts.SMALL) for norm in by_block.values()),
         *(
             partial(triton_group_norm.small_image_group_norm, *of_norm(norm)) for width, norm in by_width.items()
             if width >= triton_group_norm.SMALL_IMAGE_GROUP_WIDTH
@@ -184,7 +128,7 @@ def widths(users: Iterable[Any]) -> Iterable[int]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
     """By our kernel, or by torch's, as the configuration says."""
-    if config == LIBRARY:
+    if config == cuts.LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
     return triton_attention.attention(query, key, value, config)
 

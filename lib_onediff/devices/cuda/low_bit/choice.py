@@ -1,10 +1,10 @@
 """Products in eight bits on this machine: which kinds there are, which pay, and how they are launched."""
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....core.call import UNetCall
 from ....core.card import current_card
+from ....core.device import TimeMs
 from ....core.key import Lossy
 from ....core.operators import Operators
 from ....core.tuning_cache import TuningCache
@@ -19,8 +20,8 @@ from ....families.unet.layout import UNetLayout
 from ....weights.low_bit import FP8, GATED, INT8, KINDS_OF, NORMED, Kind, Round, WantedKinds, every_low_bit_layer
 from ...torch import operators as torch_ops
 from ..kernels.launch_config import Launches
-from .gains import Product, ProductChoice, TimeMs, products, suited
-from .support import Float8Support, float8_support, why_not
+from .float8 import float8_support, why_not
+from .gains import Product, ProductChoice, products, suited
 
 log = logging.getLogger("onediff")
 
@@ -46,7 +47,7 @@ class LowBit:
         self.choice = ProductChoice(tuning_cache)
         self._launches = launches
         self._products, self._wanted, self._classes = LastAnswer(), LastAnswer(), LastAnswer()
-        self._float8: dict[tuple[torch.device, torch.dtype], Float8Support] = {}
+        self._float8_support = functools.cache(float8_support)
         # What could not be timed: tried once in a process, and decided as on an H200.
         self._not_timed: set[tuple[Product, torch.dtype, Kind, int]] = set()
 
@@ -64,12 +65,6 @@ class LowBit:
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
         return why_not(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
 
-    def _float8_support(self, device: torch.device, dtype: torch.dtype) -> Float8Support:
-        found = self._float8.get((device, dtype))
-        if found is None:
-            found = self._float8[device, dtype] = float8_support(device, dtype)
-        return found
-
     # None where there are no products in float8: then nobody asks.
     def _float8_result(self, device: torch.device, dtype: torch.dtype) -> Any:
         return self._float8_support(device, dtype).result
@@ -82,9 +77,12 @@ class LowBit:
 
     def operators(self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> Operators:
         """Our own. The weights that are there in eight bits tell what is done in them."""
+        return self._operators(attention, self.choice.best)
+
+    def _operators(self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any) -> Operators:
         from .operators import LowBitOperators
 
-        return LowBitOperators(self._launches, attention, self._float8_result, self.choice.best)
+        return LowBitOperators(self._launches, attention, self._float8_result, choose)
 
     def classes(self, layout: UNetLayout) -> Mapping[str, str]:
         """The class of every layer that can be in eight bits, by its name."""
@@ -131,7 +129,7 @@ class LowBit:
         if device.type != "cuda" or lossy.only or FP8 not in self._kinds_for(lossy, call):
             return False
         # Without Triton, this cannot be imported.
-        from .int8_mm import copies_tiles
+        from .products import copies_tiles
 
         return copies_tiles(device)
 
@@ -171,19 +169,20 @@ class LowBit:
         self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, time_ms: TimeMs
     ) -> None:
         """Measure what a product gains by a kind."""
-        from .operators import LowBitOperators
         from .tuning import tune_product, way_of
 
         tune_product(self._launches, product, dtype, device, kind, self._float8_result(device, dtype), time_ms)
-        # What makes the tokens of a GEGLU's reader is in eight bits both ways.
-        plain, rounded = (
-            LowBitOperators(self._launches, torch_ops.attention, self._float8_result, choose) for choose in (
-                lambda one, *given: kind if product.source == GATED and one.source == NORMED else None,
-                lambda *given: kind,
-            )
-        )
         way = way_of(product, dtype, device, kind)
-        self.choice.measure(product, dtype, kind, partial(way, plain), partial(way, rounded), time_ms)
+
+        def chosen(one: Product, *given: Any) -> Kind | None:
+            # What makes the tokens of a GEGLU's reader is in eight bits both ways.
+            return kind if product.source == GATED and one.source == NORMED else None
+
+        plain, rounded = (
+            functools.partial(way, self._operators(torch_ops.attention, choose))
+            for choose in (chosen, lambda *given: kind)
+        )
+        self.choice.measure(product, dtype, kind, plain, rounded, time_ms)
 
     def forget(self) -> None:
         """Trust no choice that was made before."""

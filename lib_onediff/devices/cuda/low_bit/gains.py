@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 
 from ....core.card import current_card, named
+from ....core.device import TimeMs
 from ....core.leaves import TransformerBlock, descriptions
 from ....core.tuning_cache import TuningCache
 from ....families.unet.forward import sized_layers
 from ....families.unet.layout import ResidualBlock, UNetLayout
-from ....weights.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, low_bit_convolutions, low_bit_layers
+from ....weights.low_bit import FP8, INT8, KINDS, NORMED, Kind, low_bit_convolutions, low_bit_layers
 
 # Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
 WORTHWHILE = 8_000_000_000
@@ -22,12 +23,11 @@ WORTH_ROUNDING = 0.9
 WORTH_LOOKING_MS = 0.15
 # Of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel, and gains less.
 FEWEST_PIXELS = 32 * 32
-TimeMs = Callable[[Callable[[], object]], float]
 
 
 class Product(NamedTuple):
-    """rows x width tokens times a weight of width x out. source: what makes the tokens (model.low_bit); what comes from
-    a norm is written as it is, and the other products are added to tokens afterwards. size: (height, width) of the
+    """rows x width tokens times a weight of width x out. source: what makes the tokens (weights.low_bit); what comes
+    from a norm is written as it is, and the other products are added to tokens afterwards. size: (height, width) of the
     images whose pixels the rows are, of a convolution."""
 
     rows: int
@@ -38,8 +38,7 @@ class Product(NamedTuple):
 
 
 def products(
-    layout: UNetLayout, height: int, width: int, batch: int, fewest_weights: int | None = None,
-    convolutions: bool = False,
+    layout: UNetLayout, height: int, width: int, batch: int, fewest_weights: int | None, convolutions: bool
 ) -> Iterator[tuple[str, Product]]:
     """The name of every layer that may be done in eight bits, and its product in a call. height, width: of the latent.
     fewest_weights: see low_bit_layers. convolutions: whether they may.
@@ -120,6 +119,14 @@ class ProductChoice:
             return None
         return value[0], value[1]
 
+    def measure(
+        self, product: Product, dtype: torch.dtype, kind: Kind, plain: Callable[[], object],
+        rounded: Callable[[], object], time_ms: TimeMs,
+    ) -> None:
+        """Measure both ways; the plain one is chosen unless the other is clearly faster."""
+        self._tuning_cache.set(choice_name(product, dtype, kind), [time_ms(plain), time_ms(rounded)])
+        self.forget()
+
     def why_none(self, wanted: Mapping[Product, int], dtype: torch.dtype, kinds: Sequence[Kind]) -> str | None:
         """Why a call with so many of each product gains nothing, in one sentence; None where it does, or may."""
         if self.everywhere:
@@ -137,14 +144,6 @@ class ProductChoice:
         if total > WORTH_LOOKING_MS:
             return None
         return f"at this size the matrix products gain nothing by {names} on this machine (measured)"
-
-    def measure(
-        self, product: Product, dtype: torch.dtype, kind: Kind, plain: Callable[[], object],
-        rounded: Callable[[], object], time_ms: TimeMs,
-    ) -> None:
-        """Measure both ways; the plain one is chosen unless the other is clearly faster."""
-        self._tuning_cache.set(choice_name(product, dtype, kind), [time_ms(plain), time_ms(rounded)])
-        self.forget()
 
     @contextlib.contextmanager
     def used_everywhere(self) -> Iterator[None]:
@@ -172,7 +171,4 @@ def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
 
 def choice_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
     shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
-    # Not "fp8 product": that was measured with a scale for every row. Nor "gated" alone: that began at the GEGLU.
-    scales = " by one scale" if kind is FP8 else ""
-    source = f"{product.source} from the norm" if product.source == GATED else product.source
-    return named(f"{kind.name} product{scales}, {source}, {shape}, {str(dtype).removeprefix('torch.')}")
+    return named(f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}")

@@ -16,7 +16,7 @@ from ....core.operators import QuantizedTokens, Stream
 from ....weights.low_bit import KINDS, Kind, empty_like, largest_of
 from ..kernels.launch_config import LAYER_NORM, LaunchConfig
 from ..kernels.tokens import deferred_vector
-from .scaled_mm import SMALLEST_MAXIMUM
+from .float8 import SMALLEST_MAXIMUM
 
 # Columns that four warps hold in their registers.
 FEW_COLUMNS = 2048
@@ -210,7 +210,7 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
 
 
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """As scaled_mm.rounded_rows, into tensors that are there: values (rows, width), whose type is the kind, and scales
+    """As float8.rounded_rows, into tensors that are there: values (rows, width), whose type is the kind, and scales
     of as many numbers as rows, or of one."""
     if scales.numel() < len(rows):
         launch_rows(row_by_one_scale, rows, values, scales, largest_of(rows))

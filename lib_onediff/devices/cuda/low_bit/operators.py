@@ -13,19 +13,11 @@ from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import QuantizedImage, QuantizedTokens, Stream
 from ....weights.low_bit import FP8, GATED, GROUP_NORMED, INT8, KERNEL, KINDS, NORMED, PLAIN, Kind
 from ...torch.operators import bias_or_zeros
+from ..kernels import launch_config as cuts
 from ..kernels.group_norm import channel_scales
-from ..kernels.launch_config import (
-    APPLICATION,
-    CONVOLUTION,
-    GATED_PRODUCT,
-    LAYER_NORM,
-    LIBRARY,
-    STATISTICS,
-    Launches,
-    row_class,
-)
+from ..kernels.launch_config import Launches, row_class
 from ..kernels.operators import Image, TritonOperators, halves
-from . import convolution, gated_product, int8_mm, kernels, scaled_mm
+from . import float8, kernels, products
 from .gains import FEWEST_PIXELS, Product
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
@@ -59,7 +51,7 @@ class LowBitOperators(TritonOperators):
         kind = self._kind(stream.tokens, reader, NORMED)
         if kind is None:
             return super().layer_norm(updated(stream), affine, norm, reader)
-        config = self._launches.of(LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
+        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
         return kernels.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
 
@@ -90,18 +82,18 @@ class LowBitOperators(TritonOperators):
         first, second = halves(image)
         scales = channel_scales(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, shift, self._measured(image),
-            self._cut(STATISTICS, first),
+            self._cut(cuts.STATISTICS, first),
         )
-        return convolution.normed(first, second, scales, scale, norm.groups, silu, self._cut(APPLICATION, first))
+        return products.normed(first, second, scales, scale, norm.groups, silu, self._cut(cuts.APPLICATION, first))
 
     def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
         if not isinstance(image, QuantizedImage):
             return super().convolution(image, affine, shape)
-        shape_class = convolution.shape_class(image, shape.out_channels)
-        config = self._launches.of(CONVOLUTION, shape_class, affine.weight.dtype)
+        shape_class = products.convolution_class(image, shape.out_channels)
+        config = self._launches.of(cuts.CONVOLUTION, shape_class, affine.weight.dtype)
         # It is added with the shift, or with the residual.
         assert affine.bias is None
-        return convolution.convolution(image, affine.low_bit[0], affine.weight.dtype, config)
+        return products.convolution(image, affine.low_bit[0], affine.weight.dtype, config)
 
     def _is_convolved(self, batch: int, channels: int, size: Sequence[int], reader: Affine) -> bool:
         """Whether a convolution of such images is done in eight bits."""
@@ -122,9 +114,9 @@ class LowBitOperators(TritonOperators):
         scale = affine.gated_scale
         if isinstance(x, QuantizedTokens) and x.values.dtype == FP8.dtype and scale is not None:
             rows, dtype = len(x.values), affine.weight.dtype
-            config = self._launches.of(GATED_PRODUCT, int8_mm.shape_class(rows, *affine.weight.shape), dtype)
-            if config != LIBRARY and self._kind_of(rows, reader, GATED) is FP8:
-                return gated_product.product(x, weight_like(x, affine), affine.bias, scale, config)
+            config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(rows, *affine.weight.shape), dtype)
+            if config != cuts.LIBRARY and self._kind_of(rows, reader, GATED) is FP8:
+                return products.gated_product(x, weight_like(x, affine), affine.bias, scale, config)
         return self.geglu(self.linear(x, affine), reader)
 
     def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
@@ -141,18 +133,18 @@ class LowBitOperators(TritonOperators):
         return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
 
     def _update(self, x: QuantizedTokens, affine: Affine) -> tuple[Tensor, Tensor | None]:
-        """As scaled_mm.update."""
+        """As float8.update."""
         if x.values.dtype == INT8.dtype:
             return self._product(x, affine, None), None
-        return scaled_mm.update(x, weight_like(x, affine))
+        return float8.update(x, weight_like(x, affine))
 
     def _product(self, x: QuantizedTokens, affine: Affine, bias: Tensor | None) -> Tensor:
         weight, dtype = weight_like(x, affine), affine.weight.dtype
         if x.values.dtype != INT8.dtype:
-            return scaled_mm.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
-        kernel = int8_mm.kernel_for(x.values.device)
-        config = self._launches.of(kernel, int8_mm.shape_class(len(x.values), *affine.weight.shape), dtype)
-        return int8_mm.product(x, weight, bias, dtype, config)
+            return float8.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
+        kernel = products.kernel_for(x.values.device)
+        config = self._launches.of(kernel, products.product_class(len(x.values), *affine.weight.shape), dtype)
+        return products.int8_product(x, weight, bias, dtype, config)
 
 
 def dequantized(affine: Affine) -> Tensor:

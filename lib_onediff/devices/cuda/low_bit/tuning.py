@@ -29,18 +29,10 @@ from ....weights.low_bit import (
     gated_scale,
     normed_scale,
 )
-from ..kernels.launch_config import (
-    CONVOLUTION,
-    FEED_FORWARD,
-    GATED_PRODUCT,
-    LAYER_NORM,
-    LIBRARY,
-    LaunchConfig,
-    Launches,
-    row_class,
-)
-from ..kernels.tuning import Trial, random_on, tuned, widths
-from . import convolution, gated_product, int8_mm, kernels, scaled_mm
+from ..kernels import launch_config as cuts
+from ..kernels.launch_config import LaunchConfig, Launches, Trial, random_on, row_class, tuned
+from ..kernels.tuning import widths
+from . import float8, kernels, products
 from .gains import Product
 
 Way = Callable[[Operators], object]
@@ -56,7 +48,7 @@ def tune_product(
     time_ms: TimeMs,
 ) -> None:
     """Choose how a product is cut, where it is one of our own and that was not measured on this GPU. result: see
-    scaled_mm.product. Raises what Triton raises."""
+    float8.product. Raises what Triton raises."""
     trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
     if trial is not None:
         tuned(launches, trial, dtype, time_ms)
@@ -77,25 +69,26 @@ def trial_of(
     if kind is INT8:
         tokens = QuantizedTokens(values(rows, width), torch.ones((rows, 1), device=device), (rows,))
         weight = QuantizedWeight(values(out, width), torch.ones((1, out), device=device))
-        shape_class = int8_mm.shape_class(rows, out, width)
-        return Trial(int8_mm.kernel_for(device), shape_class, partial(int8_mm.product, tokens, weight, None, dtype))
+        shape_class = products.product_class(rows, out, width)
+        run = partial(products.int8_product, tokens, weight, None, dtype)
+        return Trial(products.kernel_for(device), shape_class, run)
     if product.size is not None:
         height, across = product.size
         image = QuantizedImage(values(rows // (height * across), height, across, width // KERNEL**2), one)
-        run = partial(convolution.convolution, image, QuantizedWeight(values(out, width), one), dtype)
-        return Trial(CONVOLUTION, convolution.shape_class(image, out), run)
-    if product.source != GATED or not int8_mm.copies_tiles(device):
+        run = partial(products.convolution, image, QuantizedWeight(values(out, width), one), dtype)
+        return Trial(cuts.CONVOLUTION, products.convolution_class(image, out), run)
+    if product.source != GATED or not products.copies_tiles(device):
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
     tokens, weight = QuantizedTokens(values(rows, out), one, (rows,)), QuantizedWeight(values(2 * width, out), one)
     bias = make(2 * width)
 
     def gate(config: LaunchConfig) -> object:
-        if config == LIBRARY:
-            return kernels.geglu(scaled_mm.product(tokens, weight, bias, result), FP8)
-        return gated_product.product(tokens, weight, bias, one, config)
+        if config == cuts.LIBRARY:
+            return kernels.geglu(float8.product(tokens, weight, bias, result), FP8)
+        return products.gated_product(tokens, weight, bias, one, config)
 
-    return Trial(GATED_PRODUCT, int8_mm.shape_class(rows, 2 * width, out), gate)
+    return Trial(cuts.GATED_PRODUCT, products.product_class(rows, 2 * width, out), gate)
 
 
 def way_of(product: Product, dtype: torch.dtype, device: torch.device, kind: Kind) -> Way:
@@ -152,12 +145,12 @@ def low_bit_compilations(
 
     def tokens_of(width: int) -> None:
         tokens, weight = make(FEW, width), make(width)
-        config = launches.of(LAYER_NORM, row_class(width), dtype)
+        config = launches.of(cuts.LAYER_NORM, row_class(width), dtype)
         for update in (make(FEW, width), tokens.to(torch.bfloat16)):
             kernels.layer_norm(Stream(tokens, None, weight, update), weight, weight, EPS, kind, config)
-        hidden = make(FEW, 2 * FEED_FORWARD * width)
+        hidden = make(FEW, 2 * cuts.FEED_FORWARD * width)
         kernels.geglu(hidden, kind)
-        for features in (FEED_FORWARD * width, width):
+        for features in (cuts.FEED_FORWARD * width, width):
             kernels.rounded(hidden[:, :features], kind)
             if kind is FP8:
                 rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
@@ -166,22 +159,22 @@ def low_bit_compilations(
     def norm(channels: int) -> object:
         image, one = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last), torch.ones(1, 1, device=device)
         scales = torch.zeros((1, 2, channels), device=device)
-        return convolution.normed(image, None, scales, one, channels, True)
+        return products.normed(image, None, scales, one, channels, True)
 
     for width in widths(users):
         found.append(partial(tokens_of, width))
     # Sizes are multiples of this in every network: Triton compiles another kernel for others.
-    width, products = ALIGNED, list[Product]()
+    width, wanted = ALIGNED, list[Product]()
     if kind is INT8:
-        products.append(Product(FEW, width, width, PLAIN))
-    elif int8_mm.copies_tiles(device):
+        wanted.append(Product(FEW, width, width, PLAIN))
+    elif products.copies_tiles(device):
         found.append(partial(norm, width))
-        products.append(Product(FEW, width, width, GATED))
-        products.append(Product(FEW * FEW, KERNEL**2 * width, width, GROUP_NORMED, (FEW, FEW)))
-    for product in products:
+        wanted.append(Product(FEW, width, width, GATED))
+        wanted.append(Product(FEW * FEW, KERNEL**2 * width, width, GROUP_NORMED, (FEW, FEW)))
+    for product in wanted:
         trial = trial_of(product, make, device, dtype, kind, torch.bfloat16)
         if trial is not None:
-            found += [partial(attempted, trial, config) for config in trial.kernel.candidates if config != LIBRARY]
+            found += [partial(attempted, trial, config) for config in trial.kernel.candidates if config != cuts.LIBRARY]
     return found
 
 

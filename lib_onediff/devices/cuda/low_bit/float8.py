@@ -1,22 +1,77 @@
-"""Which GPUs and models have products in eight bits."""
+"""Matrix products in float8 (e4m3) with one scale for each factor, and which GPUs and models have products in eight
+bits.
+
+Lossy: three bits of every factor are kept after the point. The type is that of Micikevicius et al. 2022 (FP8 Formats
+for Deep Learning). It keeps as many bits of what is a thousand times smaller, so one scale serves most factors; with a
+scale for every row and column, libraries are slower, or have no product at all (compute capability 8.9).
+"""
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedTokens
-from ....weights.low_bit import FP8, INT8, Kind
+from ....weights.low_bit import FP8, INT8, Kind, largest_of
 from ..requirements import LAST_TRITON_FOR_TURING, TURING, oldest_int8_capability, release, triton_here, written
-from . import scaled_mm
 
+# A row of zeros has this for its largest value.
+SMALLEST_MAXIMUM = 1e-12
 FP8_CAPABILITY = (8, 9)
 # Older ones answer with a pair.
 OLDEST_TORCH = (2, 5)
 PROBE_ROWS = 64
 # Between two sums of the same rounded factors, relative to their norm.
 WORST_PROBE_ERROR = 1e-2
+
+
+def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype) -> Tensor:
+    """(rows, in), which have one scale, times (out, in), plus bias (out,): (rows, out) in the result's dtype, summed in
+    float32.
+
+    Raises RuntimeError where this torch or this device cannot.
+    """
+    if weight.scales.numel() > 1:
+        # What was not scaled yet does not overflow in bfloat16.
+        sums = scaled_sums(tokens, weight.values, torch.ones_like(tokens.scales), None, torch.bfloat16)
+        sums = sums.mul_(weight.scales)
+        return (sums if bias is None else sums.add_(bias)).to(result)
+    return scaled_sums(tokens, weight.values, weight.scales, bias, result)
+
+
+def scaled_sums(
+    tokens: QuantizedTokens, weight: Tensor, scale: Tensor, bias: Tensor | None, result: torch.dtype
+) -> Tensor:
+    return torch._scaled_mm(
+        tokens.values, weight.t(), scale_a=tokens.scales, scale_b=scale,
+        bias=None if bias is None else bias.to(result), out_dtype=result, use_fast_accum=True,
+    )
+
+
+def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
+    """The product of tokens whose rows may have scales, which are left to who reads it: (rows, out), and those scales,
+    (rows, 1). In bfloat16, in which what was not scaled does not overflow."""
+    if tokens.unit is None:
+        return product(tokens, weight, None, torch.bfloat16), None
+    return product(tokens._replace(scales=tokens.unit), weight, None, torch.bfloat16), tokens.scales
+
+
+def rounded_rows(rows: Tensor, kind: Kind, one_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(rows, width) as values of the same shape in eight bits, and the scales in float32 that give it back: (rows, 1),
+    each taken from its row's largest value, or the one that is given."""
+    wide = rows.float()
+    scales = one_scale
+    if scales is None:
+        scales = wide.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / kind.largest
+    ratio = wide / scales
+    return (ratio if kind.dtype.is_floating_point else (ratio + 0.5).floor()).to(kind.dtype), scales
+
+
+def one_scale_of(rows: Tensor, kind: Kind) -> Tensor:
+    """(1, 1), in float32: the scale for all rows that their largest value asks for."""
+    return (largest_of(rows).clamp_min(SMALLEST_MAXIMUM) / kind.largest).view(1, 1)
 
 
 class Float8Support(NamedTuple):
@@ -80,11 +135,11 @@ def probe_error(device: torch.device, result: torch.dtype) -> float:
         torch.randn((count, PROBE_ROWS), generator=generator, device=device) for count in (PROBE_ROWS, 2 * PROBE_ROWS)
     )
     bias = torch.ones(2 * PROBE_ROWS, device=device)
-    values, scales = scaled_mm.rounded_rows(rows, FP8)
-    one_scale = scaled_mm.one_scale_of(columns, FP8)
-    weight = QuantizedWeight(*scaled_mm.rounded_rows(columns, FP8, one_scale))
+    values, scales = rounded_rows(rows, FP8)
+    one_scale = one_scale_of(columns, FP8)
+    weight = QuantizedWeight(*rounded_rows(columns, FP8, one_scale))
     sums = values.float() @ weight.values.float().t() * one_scale
-    done = scaled_mm.product(QuantizedTokens(values, one_scale, (PROBE_ROWS,)), weight, bias, result)
-    left, _ = scaled_mm.update(QuantizedTokens(values, scales, (PROBE_ROWS,), torch.ones_like(one_scale)), weight)
+    done = product(QuantizedTokens(values, one_scale, (PROBE_ROWS,)), weight, bias, result)
+    left, _ = update(QuantizedTokens(values, scales, (PROBE_ROWS,), torch.ones_like(one_scale)), weight)
     pairs = (done, sums * one_scale + bias), (left, sums)
     return max(float((output.float() - expected).norm() / expected.norm()) for output, expected in pairs)
