@@ -4,6 +4,8 @@ torch's own group norm is no yardstick: on a CPU it loses all digits of a channe
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,17 @@ def relative_error(output: Tensor, exact: Tensor) -> float:
     """||output - exact|| / ||exact||."""
     assert output.shape == exact.shape
     return float((output.double() - exact.double()).norm() / exact.double().norm())
+
+
+def rounded_rows(rows: Tensor, kind: Any, one_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(rows, width) as values of the same shape in eight bits, and the scales in float32 that give it back: (rows, 1),
+    each taken from its row's largest value, or the one that is given. kind: see weights.low_bit.Kind."""
+    wide = rows.float()
+    scales = wide.abs().amax(1, keepdim=True).clamp_min(1e-12) / kind.largest if one_scale is None else one_scale
+    ratio = wide / scales
+    return (ratio if kind.dtype.is_floating_point else (ratio + 0.5).floor()).to(kind.dtype), scales
+
+
+def one_scale_of(rows: Tensor, kind: Any) -> Tensor:
+    """(1, 1), in float32: the scale for all rows that their largest value asks for."""
+    return (rows.float().abs().amax().clamp_min(1e-12) / kind.largest).view(1, 1)

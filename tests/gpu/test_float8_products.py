@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as functional
-from exact_operators import relative_error
+from exact_operators import one_scale_of, relative_error
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -13,7 +13,6 @@ from lib_onediff.core.affine import Affine
 from lib_onediff.core.operators import QuantizedImage, QuantizedTokens
 from lib_onediff.devices.cuda.kernels.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig
 from lib_onediff.devices.cuda.low_bit import kernels, products
-from lib_onediff.devices.cuda.low_bit.float8 import one_scale_of
 from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as functional
 from exact_operators import geglu as exact_geglu
 from exact_operators import layer_norm as exact_layer_norm
-from exact_operators import relative_error
+from exact_operators import relative_error, rounded_rows
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -16,7 +16,7 @@ from lib_onediff.core.leaves import LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
-from lib_onediff.devices.cuda.low_bit import float8, kernels
+from lib_onediff.devices.cuda.low_bit import kernels
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support
 from lib_onediff.devices.cuda.low_bit.gains import Product
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
@@ -56,7 +56,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
     """The product of both in float8, each row by its own scale."""
-    (values, scales), (others, columns) = (float8.rounded_rows(rows, FP8) for rows in (tokens, weight))
+    (values, scales), (others, columns) = (rounded_rows(rows, FP8) for rows in (tokens, weight))
     return (values.double() * scales) @ (others.double() * columns).t()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import exact_operators
 import pytest
 import torch
 from backend_names import NATIVE
@@ -22,7 +23,7 @@ from lib_onediff.core.table import Entry
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import TritonOperators
-from lib_onediff.devices.cuda.low_bit import float8, gains, kernels, products
+from lib_onediff.devices.cuda.low_bit import gains, kernels, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.options.settings import MOST_LOW_BIT_ERROR
@@ -75,7 +76,7 @@ def measured(product: gains.Product, kind: Kind, plain: float, rounded: float) -
 
 
 def rounded(tokens: Tensor, kind: Kind, one_scale: Tensor | None = None) -> QuantizedTokens:
-    values, scales = float8.rounded_rows(tokens.flatten(0, -2), kind, one_scale)
+    values, scales = exact_operators.rounded_rows(tokens.flatten(0, -2), kind, one_scale)
     unit = torch.ones(1, 1, device=tokens.device) if kind is FP8 and one_scale is None else None
     return QuantizedTokens(values, scales, tuple(tokens.shape[:-1]), unit)
 
@@ -99,8 +100,8 @@ def layer_norm(
 
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
     kind = next(kind for kind in KINDS if kind.dtype == values.dtype)
-    one_scale = float8.one_scale_of(rows, kind) if scales.numel() < len(rows) else None
-    found, largest = float8.rounded_rows(rows, kind, one_scale)
+    one_scale = exact_operators.one_scale_of(rows, kind) if scales.numel() < len(rows) else None
+    found, largest = exact_operators.rounded_rows(rows, kind, one_scale)
     values.copy_(found)
     scales.copy_(largest.view(scales.shape))
 

@@ -137,11 +137,11 @@ UNTIL = "Until then PyTorch's own operators are used, in CUDA graphs."
 
 
 def linux(torch_version: str | None, triton: str | None, **others: object) -> Setup:
-    return Setup(torch_version, triton, **{"platform": "linux", "python": LINUX, "webui": None, **others})
+    return Setup(torch_version, triton, **{"platform": "linux", "python": LINUX, **others})
 
 
 def windows(torch_version: str | None, triton: str | None, **others: object) -> Setup:
-    usual = {"platform": "win32", "python": WINDOWS, "python_version": (3, 10), "webui": None}
+    usual = {"platform": "win32", "python": WINDOWS, "python_version": (3, 10)}
     return Setup(torch_version, triton, **{**usual, **others})
 
 
@@ -158,6 +158,12 @@ COPIED = r'copy the folders "include" and "libs" of an ordinary Python 3.10 into
      f'run "/home/my ui/bin/python" -m pip install "triton==3.2.*". {UNTIL}'),
     (linux("2.0.1+cu118", "2.0.0"),
      f"{NEW}run {LINUX} -m pip install --upgrade torch==2.7.1 torchvision==0.22.1. Until then it does nothing."),
+    # The Triton that comes with it is too old.
+    (linux("2.3.1+cu121", "2.3.1", xformers=True), f"{NEW}run {LINUX} -m pip install --upgrade torch==2.7.1 "
+     f"torchvision==0.22.1, then start the WebUI without --xformers, which belongs to the old torch. {UNTIL}"),
+    (windows("2.1.2+cu121", None), f'{NEW}run "{WINDOWS}" -m pip install --upgrade torch==2.7.1 torchvision==0.22.1 '
+     "--index-url URL (URL: PyTorch's index for CUDA 12.6, which its page Start Locally names), then run "
+     f'"{WINDOWS}" -m pip install "triton-windows==3.3.*" in a command prompt. {UNTIL}'),
     (windows("2.4.1+cu124", None),
      f'run "{WINDOWS}" -m pip install "triton-windows==3.1.*" in a command prompt. {UNTIL}'),
     (windows("2.7.1+cu128", None, python=EMBEDDED, headers=False),
@@ -167,30 +173,6 @@ COPIED = r'copy the folders "include" and "libs" of an ordinary Python 3.10 into
 def test_the_command_for_a_python(setup: Setup, said: str | None) -> None:
     hint = how_to_be_fast(setup)
     assert hint is None if said is None else hint is not None and hint.endswith(said), hint
-
-
-LINUX_STOCK = 'put export TORCH_COMMAND="pip install torch==2.7.1 torchvision==0.22.1" into webui-user.sh, start'
-WINDOWS_STOCK = (
-    "put set TORCH_COMMAND=pip install torch==2.7.1 torchvision==0.22.1 --index-url URL (URL: PyTorch's index for CUDA "
-    "12.6, which its page Start Locally names) into webui-user.bat, start the WebUI once with --reinstall-torch"
-)
-
-
-@pytest.mark.parametrize(("setup", "settings", "said"), [
-    (linux("2.1.2+cu121", None), "webui-user.sh", f"{LINUX_STOCK} the WebUI once with --reinstall-torch. {UNTIL}"),
-    # The Triton that comes with it is too old.
-    (linux("2.3.1+cu121", "2.3.1"), "webui-user.sh", f"{LINUX_STOCK} the WebUI once with --reinstall-torch. {UNTIL}"),
-    (linux("2.0.1+cu118", None), "webui-user.sh",
-     f"{LINUX_STOCK} the WebUI once with --reinstall-torch. Until then it does nothing."),
-    (windows("2.1.2+cu121", None), "webui-user.bat",
-     f'{WINDOWS_STOCK}, then run "{WINDOWS}" -m pip install "triton-windows==3.3.*" in a command prompt. {UNTIL}'),
-    (windows("2.1.2+cu121", None, xformers=True), "webui-user.bat",
-     f"{WINDOWS_STOCK} and without --xformers, which belongs to the old torch, then run"),
-], ids=str)
-def test_the_torch_of_a_stock_webui(tmp_path: Path, setup: Setup, settings: str, said: str) -> None:
-    (tmp_path / settings).touch()
-    hint = how_to_be_fast(setup._replace(webui=tmp_path))
-    assert hint is not None and hint.startswith(NEW + said), hint
 
 
 def test_what_is_recommended_fits_together() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exact_operators import rounded_rows
 from grid import grid
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from lib_onediff.core.affine import QuantizedWeight
 from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.devices.cuda.kernels.launch_config import LaunchConfig
 from lib_onediff.devices.cuda.low_bit import products
-from lib_onediff.devices.cuda.low_bit.float8 import rounded_rows
 from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

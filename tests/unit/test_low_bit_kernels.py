@@ -14,14 +14,15 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from backend_names import NATIVE
-from exact_operators import relative_error
+from exact_operators import one_scale_of, relative_error
+from exact_operators import rounded_rows as exact_rows
 from low_bit_builders import norm_scale, rounded_rows, use_low_bit
 
 from lib_onediff.core.affine import Affine
 from lib_onediff.core.leaves import LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
-from lib_onediff.devices.cuda.low_bit import float8, kernels
+from lib_onediff.devices.cuda.low_bit import kernels
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators, updated
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED, PLAIN, Kind, empty_like
@@ -105,7 +106,7 @@ def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind)
     rows = random(6, 64, dtype=dtype)
     rounded = kernels.rounded(rows, kind)
     assert_rounded(rounded, rows.double())
-    values, scales = float8.rounded_rows(rows, kind)
+    values, scales = exact_rows(rows, kind)
     assert torch.allclose(rounded.scales, scales, rtol=1e-6)
     units = [given.unit if given.unit is None else given.unit.item() for given in (rounded, gated)]
     assert units == ([1.0, 1.0] if kind is FP8 else [None, None])
@@ -122,7 +123,7 @@ def test_a_weight_has_the_scales_that_it_needs(dtype: torch.dtype, factor: float
     far = factor > 1000
     values, scales = kernels.rounded_weight(weight, FP8)
     assert scales.shape == ((1, 48) if far else (1, 1))
-    expected = float8.rounded_rows(weight, FP8)[1].t() if far else float8.one_scale_of(weight, FP8)
+    expected = exact_rows(weight, FP8)[1].t() if far else one_scale_of(weight, FP8)
     assert torch.allclose(scales, expected, rtol=1e-6)
     assert relative_error(values.double() * scales.double().t(), weight.double()) < INTERPRETED
     assert kernels.rounded_weight(weight, INT8).scales.shape == (1, 48)
@@ -160,7 +161,7 @@ def affine_of(weight: Tensor, bias: Tensor | None = None) -> Affine:
 def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
     """The product of both in float8, each row by its own scale, summed in float64."""
     left, right = (
-        values.double() * scales for values, scales in (float8.rounded_rows(rows, FP8) for rows in (tokens, weight))
+        values.double() * scales for values, scales in (exact_rows(rows, FP8) for rows in (tokens, weight))
     )
     return left @ right.t()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import relative_error
+from exact_operators import one_scale_of, rounded_rows
 from grid import first
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import VirtualConcatenation
-from lib_onediff.devices.cuda.low_bit import float8, products
+from lib_onediff.devices.cuda.low_bit import products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale, normed_scale
@@ -38,8 +39,8 @@ def factors(
     weight = torch.randn(2 * half, width, device=DEVICE) / width**0.5
     if row_scales:
         weight *= torch.logspace(-4, 0, 2 * half, device=DEVICE)[:, None]
-    one = float8.one_scale_of(tokens, FP8)
-    values, scales = float8.rounded_rows(weight, FP8, None if row_scales else float8.one_scale_of(weight, FP8))
+    one = one_scale_of(tokens, FP8)
+    values, scales = rounded_rows(weight, FP8, None if row_scales else one_scale_of(weight, FP8))
     rounded = QuantizedTokens((tokens / one).to(FP8.dtype), one, (rows,))
     return tokens, rounded, weight, QuantizedWeight(values, scales.t().contiguous())
 
@@ -93,7 +94,7 @@ def image(batch: int, channels: int, height: int, width: int) -> Tensor:
 
 
 def rounded_weight(weight: Tensor) -> QuantizedWeight:
-    values, scales = float8.rounded_rows(as_rows(weight), FP8)
+    values, scales = rounded_rows(as_rows(weight), FP8)
     return QuantizedWeight(values, scales.t().contiguous())
 
 

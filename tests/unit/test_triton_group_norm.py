@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.devices.cuda.kernels import partial_statistics as triton_strips
+from lib_onediff.devices.cuda.kernels import images
 from lib_onediff.devices.cuda.kernels.group_norm import (
     JOINED_STRIPS,
     group_norm,
@@ -112,7 +112,7 @@ def test_more_strips_than_are_joined_at_once(
     size: tuple[int, int], mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, (height, width) = 32, size
-    monkeypatch.setattr(triton_strips, "wanted_strips", lambda *ignored: 10**6)
+    monkeypatch.setattr(images, "wanted_strips", lambda *ignored: 10**6)
     assert height * width > JOINED_STRIPS * rows
     image = random_image(1, 32, height, width, mean=mean, deviation=0.1 if mean else 1.0)
     image[:, :, height // 2:] += 0.05 * mean + 2.0  # strips that differ

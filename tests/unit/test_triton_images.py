@@ -1,23 +1,20 @@
 """The kernels for images and for rows of tokens against torch: on a GPU compiled, without one interpreted."""
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as functional
 from exact_operators import geglu as exact_geglu
 from exact_operators import layer_norm as exact_layer_norm
 from exact_operators import worst_error
-from grid import ends, grid, name_of
+from grid import ends, grid
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.core.operators import Stream
-from lib_onediff.devices.cuda.kernels.images import add, resize
-from lib_onediff.devices.cuda.kernels.launch_config import ADDITION, GEGLU, LAYER_NORM, MEASURED_ADDITION, LaunchConfig
-from lib_onediff.devices.cuda.kernels.partial_statistics import add_and_measure
+from lib_onediff.devices.cuda.kernels.images import add_and_measure, resize
+from lib_onediff.devices.cuda.kernels.launch_config import ADDITION, GEGLU, LAYER_NORM, LaunchConfig
 from lib_onediff.devices.cuda.kernels.tokens import geglu, layer_norm, materialize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,41 +27,33 @@ def random_image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype).to(memory_format=torch.channels_last)
 
 
-KERNELS = {add: ADDITION, add_and_measure: MEASURED_ADDITION}
-
-
-def sum_of(
-    added: Callable[..., object], image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchConfig
-) -> Tensor:
+def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchConfig) -> Tensor:
     output = torch.full_like(update, torch.nan)
-    added(image, update, bias, output, *config)
+    add_and_measure(image, update, bias, output, *config)
     return output
 
 
-@grid(shape=SHAPES, biased=[True, False], added=list(KERNELS))
-def test_additions(shape: tuple[int, ...], biased: bool, added: Callable[..., object]) -> None:
+@grid(shape=SHAPES, biased=[True, False])
+def test_additions(shape: tuple[int, ...], biased: bool) -> None:
     image, update = random_image(*shape), random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
     before = image.clone(), update.clone()
-    output = sum_of(added, image, update, bias)
+    output = sum_of(image, update, bias)
     assert torch.equal(image, before[0]) and torch.equal(update, before[1]), "an input is not written to"
     exact = image.double() + update.double() + (0 if bias is None else bias.double()[:, None, None])
     assert worst_error(output, exact) < 2
     if biased:
         expected = image + bias[:, None, None]
-        added(None, image, bias, image)
+        add_and_measure(None, image, bias, image)
         assert torch.equal(image, expected), "in place"
 
 
-@pytest.mark.parametrize(
-    ("added", "config"),
-    [(added, config) for added, kernel in KERNELS.items() for config in ends(kernel.candidates)], ids=name_of,
-)
-def test_every_cut_of_an_addition_gives_the_same(added: Callable[..., object], config: LaunchConfig) -> None:
+@pytest.mark.parametrize("config", ends(ADDITION.candidates), ids=str)
+def test_every_cut_of_an_addition_gives_the_same(config: LaunchConfig) -> None:
     image, update, bias = random_image(1, 72, 5, 27), random_image(1, 72, 5, 27), torch.randn(72, device=DEVICE)
-    assert torch.equal(sum_of(added, image, update, bias, config), sum_of(add, image, update, bias))
+    assert torch.equal(sum_of(image, update, bias, config), sum_of(image, update, bias))
     expected = image + bias[:, None, None]
-    added(None, image, bias, image, config)
+    add_and_measure(None, image, bias, image, config)
     assert torch.equal(image, expected)
 
 
@@ -148,8 +137,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     image, update = random_image(2, 48, 5, 7, dtype=dtype), random_image(2, 48, 5, 7, dtype=dtype)
     bias = random(48, dtype=dtype)
     exact = image.double() + update.double() + bias.double()[:, None, None]
-    for added in KERNELS:
-        assert worst_error(sum_of(added, image, update, bias), exact) <= NEAREST[dtype]
+    assert worst_error(sum_of(image, update, bias), exact) <= NEAREST[dtype]
     expected = functional.interpolate(image.float(), size=(9, 13), mode="nearest").to(dtype)
     assert torch.equal(resize(image, 9, 13), expected)
     stream, total = owing(random(9, 96, dtype=dtype), True, True)

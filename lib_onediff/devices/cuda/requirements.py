@@ -38,8 +38,6 @@ TRITON_FOR_TORCH_ON_WINDOWS = {**TRITON_FOR_TORCH, (2, 4): "3.1"}
 # that our kernels do but the RTX 50.
 NEW_TORCH, NEW_TORCHVISION, NEW_CUDA = "2.7.1", "0.22.1", "12.6"
 TRITON_PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
-# If we are in its folder of extensions.
-WEBUI_FOLDER = Path(__file__).resolve().parents[3].parent.parent
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -98,8 +96,8 @@ def why_no_compiler() -> str | None:
 class Setup(NamedTuple):
     """What is installed for this Python; None: it is not there.
 
-    triton: "" where nobody knows the version, and then it is believed to be new enough. python: its path. webui: the
-    folder of the WebUI whose extension we are, if any. headers: whether Python.h is where Triton's compiler looks.
+    triton: "" where nobody knows the version, and then it is believed to be new enough. python: its path. headers:
+    whether Python.h is where Triton's compiler looks.
     """
 
     torch: str | None
@@ -107,16 +105,13 @@ class Setup(NamedTuple):
     platform: str = sys.platform
     python: str = sys.executable
     python_version: tuple[int, ...] = sys.version_info[:2]
-    webui: Path | None = WEBUI_FOLDER
     headers: bool = True
     xformers: bool = False
 
 
 def setup_here(torch: str | None) -> Setup:
     """This machine's. torch: its version, which only an import of torch tells with its build tag."""
-    return Setup(
-        torch, triton_here(), headers=python_header().exists(), xformers=find_spec("xformers") is not None,
-    )
+    return Setup(torch, triton_here(), headers=python_header().exists(), xformers=find_spec("xformers") is not None)
 
 
 def triton_here() -> str | None:
@@ -149,26 +144,32 @@ def how_to_be_fast_here() -> str | None:
 def how_to_be_fast(setup: Setup) -> str | None:
     """What makes OneDiff fast on an NVIDIA GPU where its kernels cannot be used, and what is used until then, in one or
     two sentences; None where nothing is missing. Only for GPUs of OLDEST_CAPABILITY and newer."""
-    windows, new_enough, steps = setup.platform == "win32", torch_has_triton(setup), []
+    windows, steps, pip = setup.platform == "win32", [], f"{quoted(setup.python)} -m pip install"
+    new_enough = release(setup.torch) >= min(TRITON_FOR_TORCH)
+    torch = setup.torch if new_enough else NEW_TORCH
+    triton = triton_for(torch, setup.platform)
     if not new_enough:
-        steps.append(torch_step(setup))
+        # Windows' package for pip's usual index is made for CPUs.
+        index = f" --index-url URL (URL: PyTorch's index for CUDA {NEW_CUDA}, which its page Start Locally names)"
+        steps.append(f"run {pip} --upgrade torch=={NEW_TORCH} torchvision=={NEW_TORCHVISION}{index if windows else ''}")
+        if setup.xformers:
+            steps.append("start the WebUI without --xformers, which belongs to the old torch")
     # A new torch for Linux brings its Triton.
     if not triton_is_usable(setup.triton) if new_enough else windows:
-        steps.append(f"run {install_triton(setup)}{' in a command prompt' if windows else ''}")
+        package = "triton-windows" if windows else "triton"
+        steps.append(f'run {pip} "{package}=={triton}.*"{" in a command prompt" if windows else ""}')
     if windows and not setup.headers:
-        steps.append(headers_step(setup))
+        # What the Python that comes with a WebUI lacks: Triton compiles a small module for it. Not pathlib's parent:
+        # this may be asked for another system.
+        folder = quoted(re.split(r"[\\/][^\\/]*$", setup.python)[0])
+        version = written(setup.python_version)
+        steps.append(f'copy the folders "include" and "libs" of an ordinary Python {version} into {folder}')
     if not steps:
         return None
-    torch = setup.torch if new_enough else NEW_TORCH
     works = release(setup.torch) >= OLDEST_TORCH
     until = "PyTorch's own operators are used, in CUDA graphs" if works else "it does nothing"
-    needs = f"OneDiff is fast on this GPU with torch {torch} and Triton {triton_for(torch, setup.platform)}"
+    needs = f"OneDiff is fast on this GPU with torch {torch} and Triton {triton}"
     return f"{needs}: {', then '.join(steps)}. Until then {until}."
-
-
-def torch_has_triton(setup: Setup) -> bool:
-    """Whether there is a Triton for this torch that our kernels can use."""
-    return release(setup.torch) >= min(TRITON_FOR_TORCH)
 
 
 def triton_is_usable(version: str | None) -> bool:
@@ -185,37 +186,6 @@ def triton_for(torch: str | None, platform: str = sys.platform) -> str:
     """The Triton that goes with a torch: "3.3"."""
     fitting = TRITON_FOR_TORCH_ON_WINDOWS if platform == "win32" else TRITON_FOR_TORCH
     return fitting.get(release(torch)[:2], fitting[max(fitting)])
-
-
-def install_triton(setup: Setup) -> str:
-    """The command that installs the Triton that goes with this torch."""
-    torch = setup.torch if torch_has_triton(setup) else NEW_TORCH
-    package = "triton-windows" if setup.platform == "win32" else "triton"
-    return f'{quoted(setup.python)} -m pip install "{package}=={triton_for(torch, setup.platform)}.*"'
-
-
-def torch_step(setup: Setup) -> str:
-    """How this torch is exchanged for one that there is a Triton for."""
-    windows = setup.platform == "win32"
-    packages = f"torch=={NEW_TORCH} torchvision=={NEW_TORCHVISION}"
-    # Windows' package for pip's usual index is made for CPUs.
-    index = " --index-url URL" if windows else ""
-    where = f" (URL: PyTorch's index for CUDA {NEW_CUDA}, which its page Start Locally names)" if windows else ""
-    without = " and without --xformers, which belongs to the old torch" if setup.xformers else ""
-    settings = "webui-user.bat" if windows else "webui-user.sh"
-    if setup.webui is not None and (setup.webui / settings).exists():
-        command = f"pip install {packages}{index}"
-        setting = f"set TORCH_COMMAND={command}" if windows else f'export TORCH_COMMAND="{command}"'
-        return f"put {setting}{where} into {settings}, start the WebUI once with --reinstall-torch{without}"
-    return f"run {quoted(setup.python)} -m pip install --upgrade {packages}{index}{where}"
-
-
-def headers_step(setup: Setup) -> str:
-    """What the Python that comes with a WebUI for Windows lacks: Triton compiles a small module for it."""
-    version = written(setup.python_version)
-    # Not pathlib's: this may be asked for another system.
-    folder = re.split(r"[\\/][^\\/]*$", setup.python)[0]
-    return f'copy the folders "include" and "libs" of an ordinary Python {version} into {quoted(folder)}'
 
 
 def python_header() -> Path:

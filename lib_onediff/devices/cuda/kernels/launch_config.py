@@ -45,8 +45,7 @@ class Kernel:
 # (rows of pixels, warps)
 STATISTICS = Kernel("group norm statistics", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
 APPLICATION = Kernel("group norm application", ((32, 4), (16, 1), (32, 2), (64, 4), (64, 8)))
-MEASURED_ADDITION = Kernel("measured addition", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
-ADDITION = Kernel("addition", ((64, 4), (32, 4), (32, 2), (128, 8)))
+ADDITION = Kernel("addition", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
 # (tokens, warps)
 LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
 # (queries, keys, warps, stages), or what ops.attention has chosen. Wide heads may not fit into a processor's memory.

@@ -21,7 +21,6 @@ from . import attention as triton_attention
 from . import group_norm as triton_group_norm
 from . import images as triton_images
 from . import launch_config as cuts
-from . import partial_statistics as triton_strips
 from . import tokens as triton_tokens
 from .launch_config import Kernel, LaunchConfig, Launches, attention_kernel, image_class, row_class
 
@@ -55,7 +54,7 @@ class TritonOperators:
         self._launches = launches or Launches(TuningCache())
         self._attention = attention
         # Of images that were made by an addition, as long as they live.
-        self._strips: MutableMapping[Tensor, triton_strips.PartialStatistics] = WeakIdKeyDictionary()
+        self._strips: MutableMapping[Tensor, triton_images.PartialStatistics] = WeakIdKeyDictionary()
 
     # What torch does in one launch.
     sinusoids = staticmethod(torch_ops.sinusoids)
@@ -150,16 +149,13 @@ class TritonOperators:
         return triton_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
-        """output = image + update + bias; measured on the way, where a norm that follows will want to know."""
-        if output.shape[2] * output.shape[3] <= triton_group_norm.SMALL_IMAGE_PIXELS:
-            triton_images.add(image, update, bias, output, self._cut(cuts.ADDITION, output))
-        else:
-            config = self._cut(cuts.MEASURED_ADDITION, output)
-            self._strips[output] = triton_strips.add_and_measure(image, update, bias, output, config)
+        """output = image + update + bias, measured on the way: a norm that follows may want to know."""
+        config = self._cut(cuts.ADDITION, output)
+        self._strips[output] = triton_images.add_and_measure(image, update, bias, output, config)
 
     def _measured(
         self, image: Image
-    ) -> tuple[triton_strips.PartialStatistics | None, triton_strips.PartialStatistics | None]:
+    ) -> tuple[triton_images.PartialStatistics | None, triton_images.PartialStatistics | None]:
         """The statistics of its two halves, where they were measured on the way."""
         first, second = halves(image)
         return self._strips.get(first), None if second is None else self._strips.get(second)

@@ -17,6 +17,17 @@ def deferred_vector(deferred_bias, addend, column, inside, has_deferred, has_add
     return vector + tl.load(addend + column, inside & (has_addend != 0), 0.0).to(tl.float32)
 
 
+@triton.jit
+def norm_of(values, weight, bias, column, inside, width, has_bias, eps):
+    """The layer norm of rows, (rows, columns), and the vectors by which it is made of a deviation from the mean."""
+    mean = tl.sum(values, 1) / width
+    distance = tl.where(inside, values - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
+    factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
+    return distance * scale[:, None] * factor + offset, factor, offset
+
+
 @triton.jit(do_not_specialize=["rows", "has_deferred", "has_addend", "has_bias"])
 def layer_norm_rows(
     tokens, deferred_bias, addend, weight, bias, deferred_now, output, rows, width, has_deferred, has_addend, has_bias,
@@ -31,12 +42,7 @@ def layer_norm_rows(
     vector = deferred_vector(deferred_bias, addend, column, inside, has_deferred, has_addend)
     tl.store(deferred_now + column, vector, inside & (tl.program_id(0) == 0))
     values = tl.load(tokens + place, valid, 0.0).to(tl.float32) + vector
-    mean = tl.sum(values, 1) / width
-    distance = tl.where(inside, values - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
-    factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
-    normed = distance * scale[:, None] * factor + offset
+    normed, _, _ = norm_of(values, weight, bias, column, inside, width, has_bias, eps)
     tl.store(output + place, normed.to(output.dtype.element_ty), valid)
 
 
@@ -55,17 +61,22 @@ def materialize_rows(
 
 
 @triton.jit
+def gated(source, width, column, inside):
+    """The first half of a row times the GELU (erf form) of the second, at these columns."""
+    value = tl.load(source + column, inside, 0.0).to(tl.float32)
+    gate = tl.load(source + width + column, inside, 0.0).to(tl.float32)
+    return value * (0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)))
+
+
+@triton.jit
 def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
     # Rows and their blocks on one axis: the other two end at 65535, and a batch of large images has more rows.
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    source = tokens + row * 2 * width + column
-    value = tl.load(source, inside, 0.0).to(tl.float32)
-    gate = tl.load(source + width, inside, 0.0).to(tl.float32)
-    gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(output + row * width + column, (value * gate).to(output.dtype.element_ty), inside)
+    values = gated(tokens + row * 2 * width, width, column, inside)
+    tl.store(output + row * width + column, values.to(output.dtype.element_ty), inside)
 
 
 def layer_norm(

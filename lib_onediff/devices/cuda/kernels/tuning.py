@@ -17,7 +17,6 @@ from . import attention as triton_attention
 from . import group_norm as triton_group_norm
 from . import images as triton_images
 from . import launch_config as cuts
-from . import partial_statistics as triton_strips
 from . import tokens as triton_tokens
 from .launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
 
@@ -62,8 +61,7 @@ def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Itera
         yield Trial(cuts.STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
         yield Trial(cuts.APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
         added = image, image, vector, torch.empty_like(image)
-        yield Trial(cuts.ADDITION, shape_class, partial(triton_images.add, *added))
-        yield Trial(cuts.MEASURED_ADDITION, shape_class, partial(triton_strips.add_and_measure, *added))
+        yield Trial(cuts.ADDITION, shape_class, partial(triton_images.add_and_measure, *added))
     for width in widths(users):
         tokens, hidden, vector = make(sizes.rows, width), make(sizes.rows, 2 * cuts.FEED_FORWARD * width), make(width)
         normed = partial(triton_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, 1e-5)

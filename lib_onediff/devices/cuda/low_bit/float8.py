@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedTokens
-from ....weights.low_bit import FP8, INT8, Kind, largest_of
+from ....weights.low_bit import FP8, INT8, Kind
 from ..requirements import LAST_TRITON_FOR_TURING, TURING, oldest_int8_capability, release, triton_here, written
 
 # A row of zeros has this for its largest value.
@@ -56,22 +56,6 @@ def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Te
     if tokens.unit is None:
         return product(tokens, weight, None, torch.bfloat16), None
     return product(tokens._replace(scales=tokens.unit), weight, None, torch.bfloat16), tokens.scales
-
-
-def rounded_rows(rows: Tensor, kind: Kind, one_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(rows, width) as values of the same shape in eight bits, and the scales in float32 that give it back: (rows, 1),
-    each taken from its row's largest value, or the one that is given."""
-    wide = rows.float()
-    scales = one_scale
-    if scales is None:
-        scales = wide.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAXIMUM) / kind.largest
-    ratio = wide / scales
-    return (ratio if kind.dtype.is_floating_point else (ratio + 0.5).floor()).to(kind.dtype), scales
-
-
-def one_scale_of(rows: Tensor, kind: Kind) -> Tensor:
-    """(1, 1), in float32: the scale for all rows that their largest value asks for."""
-    return (largest_of(rows).clamp_min(SMALLEST_MAXIMUM) / kind.largest).view(1, 1)
 
 
 class Float8Support(NamedTuple):
@@ -135,9 +119,8 @@ def probe_error(device: torch.device, result: torch.dtype) -> float:
         torch.randn((count, PROBE_ROWS), generator=generator, device=device) for count in (PROBE_ROWS, 2 * PROBE_ROWS)
     )
     bias = torch.ones(2 * PROBE_ROWS, device=device)
-    values, scales = rounded_rows(rows, FP8)
-    one_scale = one_scale_of(columns, FP8)
-    weight = QuantizedWeight(*rounded_rows(columns, FP8, one_scale))
+    scales, one_scale = rows.abs().amax(1, keepdim=True) / FP8.largest, columns.abs().amax().view(1, 1) / FP8.largest
+    values, weight = (rows / scales).to(FP8.dtype), QuantizedWeight((columns / one_scale).to(FP8.dtype), one_scale)
     sums = values.float() @ weight.values.float().t() * one_scale
     done = product(QuantizedTokens(values, one_scale, (PROBE_ROWS,)), weight, bias, result)
     left, _ = update(QuantizedTokens(values, scales, (PROBE_ROWS,), torch.ones_like(one_scale)), weight)

@@ -15,7 +15,7 @@ from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedTokens, Stream
 from ....weights.low_bit import KINDS, Kind, empty_like, largest_of
 from ..kernels.launch_config import LAYER_NORM, LaunchConfig
-from ..kernels.tokens import deferred_vector
+from ..kernels.tokens import deferred_vector, gated, norm_of
 from .float8 import SMALLEST_MAXIMUM
 
 # Columns that four warps hold in their registers.
@@ -88,12 +88,7 @@ def layer_norm_rows(
     numbers += further * tl.load(update_scales + row, (row < rows) & (has_scales != 0), 1.0)
     tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), valid & (has_update != 0))
     numbers += vector
-    mean = tl.sum(numbers, 1) / width
-    distance = tl.where(inside, numbers - mean[:, None], 0.0)
-    deviation = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
-    factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
-    normed = distance * deviation[:, None] * factor + offset
+    normed, factor, offset = norm_of(numbers, weight, bias, column, inside, width, has_bias, eps)
     if values.dtype.element_ty == tl.int8:
         scale = scale_of(normed, valid, SMALLEST, LARGEST)
         tl.store(scales + row, scale, row < rows)
@@ -101,13 +96,6 @@ def layer_norm_rows(
         scale = bounded_scale(factor, offset, farthest, SMALLEST, LARGEST)
         store_once(scales, scale)
     store_rounded(values, place, normed, scale, valid)
-
-
-@triton.jit
-def gated(source, width, column, inside):
-    value = tl.load(source + column, inside, 0.0).to(tl.float32)
-    gate = tl.load(source + width + column, inside, 0.0).to(tl.float32)
-    return value * 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
 
 
 @triton.jit
@@ -210,8 +198,8 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
 
 
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """As float8.rounded_rows, into tensors that are there: values (rows, width), whose type is the kind, and scales
-    of as many numbers as rows, or of one."""
+    """Round rows, (rows, width), into tensors that are there: values of the same shape, whose type is the kind, and
+    scales in float32 that give them back, of as many numbers as rows, or of one."""
     if scales.numel() < len(rows):
         launch_rows(row_by_one_scale, rows, values, scales, largest_of(rows))
     else:

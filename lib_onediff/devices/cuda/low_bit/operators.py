@@ -11,10 +11,10 @@ from torch import Tensor
 from ....core.affine import Affine, QuantizedWeight
 from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import QuantizedImage, QuantizedTokens, Stream
-from ....weights.low_bit import FP8, GATED, GROUP_NORMED, INT8, KERNEL, KINDS, NORMED, PLAIN, Kind
+from ....weights.low_bit import FP8, GATED, GROUP_NORMED, INT8, KERNEL, KINDS, NORMED, PLAIN, Kind, deviations
 from ...torch.operators import bias_or_zeros
 from ..kernels import launch_config as cuts
-from ..kernels.group_norm import channel_scales
+from ..kernels.group_norm import Rounding, large_group_norm
 from ..kernels.launch_config import Launches, row_class
 from ..kernels.operators import Image, TritonOperators, halves
 from . import float8, kernels, products
@@ -80,11 +80,12 @@ class LowBitOperators(TritonOperators):
         if reader is None or scale is None or not self._is_convolved(batch, channels, size, reader):
             return super().group_norm(image, affine, norm, silu, shift)
         first, second = halves(image)
-        scales = channel_scales(
-            first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, shift, self._measured(image),
-            self._cut(cuts.STATISTICS, first),
+        farthest = deviations(size[0] * size[1] * channels // norm.groups)
+        return large_group_norm(
+            first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
+            self._measured(image), self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first),
+            Rounding(scale, farthest, FP8.dtype),
         )
-        return products.normed(first, second, scales, scale, norm.groups, silu, self._cut(cuts.APPLICATION, first))
 
     def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
         if not isinstance(image, QuantizedImage):

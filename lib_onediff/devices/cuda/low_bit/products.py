@@ -1,5 +1,5 @@
 """Matrix products in eight bits by kernels of our own: in int8; in float8 a feed-forward's first with its GEGLU, and
-convolutions of 3x3 with the group norm that writes what they read.
+convolutions of 3x3.
 
 int8 has a scale for every row and every column, and is summed exactly in int32. Tensor cores multiply it at two to four
 times the rate of float16 from compute capability 7.5 on; PyTorch's own product (torch._int_mm) knows no scales, and was
@@ -15,11 +15,9 @@ from torch import Tensor
 
 from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedImage, QuantizedTokens
-from ....weights.low_bit import FP8, deviations
 from ..kernels import launch_config as cuts
-from ..kernels.group_norm import scaled_and_shifted
+from ..kernels.images import processors
 from ..kernels.launch_config import Kernel, LaunchConfig
-from ..kernels.partial_statistics import CHANNEL_BLOCK, processors
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
@@ -134,29 +132,6 @@ def gated_tile(
     output.store([down * M, across * N], mixed.to(output.dtype))
 
 
-@triton.jit(do_not_specialize=["pixels", "silu", "farthest"])
-def scale_and_shift_rounded(
-    first, second, scales, output, normed_scale, output_scale, pixels, first_channels, second_channels, silu, farthest,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):
-    """As group_norm.scale_and_shift, in float8. output_scale: is written, normed_scale * farthest."""
-    sample = tl.program_id(2).to(tl.int64)
-    channels = first_channels + second_channels
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = channel < channels
-    valid = (row < pixels) & inside
-    pixel = sample * pixels + row
-    values = scaled_and_shifted(
-        first, second, scales, sample, pixel, channel, inside, valid, first_channels, second_channels, silu
-    )
-    nothing = tl.zeros((1, 1), tl.int32)
-    unit = tl.load(normed_scale + nothing) * farthest
-    is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
-    tl.store(output_scale + nothing, unit, nothing == tl.where(is_first, 0, 1))
-    tl.store(output + pixel * channels + channel, (values / unit).to(output.dtype.element_ty), valid)
-
-
 @triton.jit(do_not_specialize=["batch", "height", "width", "has_scales"])
 def convolution_tile(
     image, scale, weight, weight_scales, output, batch, height, width, channels, out_channels, has_scales,
@@ -233,24 +208,6 @@ def gated_product(
         int(weight.scales.numel() > 1), m, n, k, group, num_warps=warps, num_stages=stages,
     )
     return QuantizedTokens(output, output_scale, tokens.shape)
-
-
-def normed(
-    first: Tensor, second: Tensor | None, scales: Tensor, normed_scale: Tensor, groups: int, silu: bool,
-    config: LaunchConfig = cuts.APPLICATION.candidates[0],
-) -> QuantizedImage:
-    """What group_norm.scale_and_shift gives, in float8. first, second: channels-last images, side by side. scales: see
-    group_norm.channel_scales. normed_scale: of the convolution that reads it."""
-    batch, first_channels, height, width = first.shape
-    second_channels = 0 if second is None else second.shape[1]
-    channels, pixels, (rows, warps) = first_channels + second_channels, height * width, config
-    output = torch.empty((batch, height, width, channels), device=first.device, dtype=FP8.dtype)
-    output_scale = torch.empty((1, 1), device=first.device, dtype=torch.float32)
-    scale_and_shift_rounded[(triton.cdiv(pixels, rows), triton.cdiv(channels, CHANNEL_BLOCK), batch)](
-        first, first if second is None else second, scales, output, normed_scale, output_scale, pixels, first_channels,
-        second_channels, int(silu), deviations(pixels * channels // groups), CHANNEL_BLOCK, rows, num_warps=warps,
-    )
-    return QuantizedImage(output, output_scale)
 
 
 def convolution(

@@ -87,17 +87,13 @@ class Findings:
         """Those of the classes that are within a budget together, by what was measured, or else by the root of the sum
         of squares: independent errors add up so (0.9 of what emoji-sd's classes do). The one that errs most goes first.
         """
-        left = sorted(classes)
-        while left and self._expected(left) > budget:
-            left.remove(max(left, key=self._alone))
-        return tuple(left)
-
-    def _expected(self, classes: Sequence[str]) -> float:
-        together = self.error(classes)
-        return math.hypot(*map(self._alone, classes)) if together is None else together
-
-    def _alone(self, name: str) -> float:
-        return self.error((name,)) or 0.0
+        alone = {name: self.error((name,)) or 0.0 for name in sorted(classes)}
+        while alone:
+            together = self.error(tuple(alone))
+            if (math.hypot(*alone.values()) if together is None else together) <= budget:
+                break
+            del alone[max(alone, key=alone.__getitem__)]
+        return tuple(alone)
 
     def _known(self) -> dict[str, tuple[float, dict[str, int]]]:
         """By the classes, the error and in which halves each set of layers was measured. Anybody may have written the
@@ -112,8 +108,9 @@ def is_sound(entry: Any) -> bool:
     """Whether this is [error, {digest: halves}]."""
     if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], dict)):
         return False
-    is_error = isinstance(entry[0], (int, float)) and 0 <= entry[0] <= WORTHLESS
-    return is_error and all(type(halves) is int for halves in entry[1].values())
+    error, halves = entry
+    is_error = isinstance(error, (int, float)) and 0 <= error <= WORTHLESS
+    return is_error and all(type(one) is int for one in halves.values())
 
 
 @dataclass(frozen=True)
@@ -158,8 +155,9 @@ class Choice:
 
     @property
     def errors(self) -> tuple[ClassError, ...]:
+        kinds = {name: {kind.name for kind in self.layers((name,)).values()} for name in self.every_class}
         return tuple(
-            ClassError(name, self._kinds(name), self.findings.error((name,)), name in self.chosen)
+            ClassError(name, ", ".join(sorted(kinds[name])), self.findings.error((name,)), name in self.chosen)
             for name in self.every_class
         )
 
@@ -183,20 +181,15 @@ class Choice:
         """The wanted layers of these classes."""
         return {layer: kind for layer, kind in self.wanted.items() if self.classes[layer] in names}
 
-    def _kinds(self, name: str) -> str:
-        """In which layers of a class are wanted, in words."""
-        return ", ".join(sorted({kind.name for kind in self.layers((name,)).values()}))
-
     def now(self) -> Choice:
         """By what is known by now."""
         return replace(self, state=self.findings.state)
 
     def __str__(self) -> str:
         """For the log: "feed-forward in 1.1e-02 (exact), ...; together 1.6e-02 of at most 0.02"."""
-        exact = {False: " (exact)", True: ""}
-        classes = ", ".join(f"{one.name} {one.error or 0:.1e}{exact[one.is_used]}" for one in self.errors)
+        classes = (f"{one.name} {one.error or 0:.1e}{'' if one.is_used else ' (exact)'}" for one in self.errors)
         together = "nothing is used" if self.error is None else f"together {self.error:.1e}"
-        return f"{classes}; {together} of at most {self.budget:g}"
+        return f"{', '.join(classes)}; {together} of at most {self.budget:g}"
 
 
 def half_of(timestep: float | None) -> int:

@@ -30,6 +30,7 @@ from ....weights.low_bit import (
     normed_scale,
 )
 from ..kernels import launch_config as cuts
+from ..kernels.group_norm import Rounding, large_group_norm
 from ..kernels.launch_config import LaunchConfig, Launches, Trial, random_on, row_class, tuned
 from ..kernels.tuning import widths
 from . import float8, kernels, products
@@ -157,9 +158,10 @@ def low_bit_compilations(
                 kernels.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
 
     def norm(channels: int) -> object:
-        image, one = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last), torch.ones(1, 1, device=device)
-        scales = torch.zeros((1, 2, channels), device=device)
-        return products.normed(image, None, scales, one, channels, True)
+        image, vector, one = make(1, channels, FEW, FEW), make(channels), torch.ones(1, 1, device=device)
+        image = image.to(memory_format=torch.channels_last)
+        rounding = Rounding(one, 1.0, kind.dtype)
+        return large_group_norm(image, None, vector, vector, channels, EPS, True, None, rounding=rounding)
 
     for width in widths(users):
         found.append(partial(tokens_of, width))
