@@ -5,7 +5,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .float8 import float8_support, why_not
 from .gains import Product, ProductChoice, products, suited
 
 log = logging.getLogger("onediff")
+Answer = TypeVar("Answer")
 
 
 class LastAnswer:
@@ -33,10 +34,11 @@ class LastAnswer:
         self._question: object = None
         self._answer: Any = None
 
-    def to(self, question: object, find: Callable[[], Any]) -> Any:
+    def to(self, question: object, find: Callable[[], Answer]) -> Answer:
         if question != self._question:
             self._question, self._answer = question, find()
-        return self._answer
+        answer: Answer = self._answer
+        return answer
 
 
 class LowBit:
@@ -86,9 +88,7 @@ class LowBit:
 
     def classes(self, layout: UNetLayout) -> Mapping[str, str]:
         """The class of every layer that can be in eight bits, by its name."""
-        find = lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)}  # noqa: E731
-        found: Mapping[str, str] = self._classes.to(layout, find)
-        return found
+        return self._classes.to(layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
     def wanted(self, lossy: Lossy, layout: UNetLayout, call: UNetCall) -> WantedKinds:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. With
@@ -109,8 +109,7 @@ class LowBit:
             return found
 
         question = every, layout, dtype, kinds, lossy.only, self.choice.changes, current_card()
-        wanted: WantedKinds = self._wanted.to(question, find)
-        return wanted
+        return self._wanted.to(question, find)
 
     def _kinds_for(self, lossy: Lossy, call: UNetCall) -> tuple[Kind, ...]:
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
@@ -120,8 +119,7 @@ class LowBit:
         batch, _, height, width = call.latent.shape
         fewest = 0 if self.choice.everywhere else None
         question = layout, height, width, batch, fewest, self._convolves(lossy, call)
-        found: Mapping[str, Product] = self._products.to(question, lambda: dict(products(*question)))
-        return found
+        return self._products.to(question, lambda: dict(products(*question)))
 
     def _convolves(self, lossy: Lossy, call: UNetCall) -> bool:
         """Whether convolutions may be in eight bits. What takes the place of the host's weights is linear layers'."""

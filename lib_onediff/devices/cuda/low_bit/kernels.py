@@ -4,8 +4,6 @@ A layer norm's rows in float8 share one scale, all others have one each.
 """
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -121,27 +119,20 @@ def geglu_row(
 
 @triton.jit
 def plain_row(
-    tokens, values, scales, unit, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
+    tokens, values, scales, one, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
 ):
+    """ONE_SCALE: for all rows, by the largest number of all, one; otherwise that is the unit, which is written."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
-    scale = scale_of(numbers, column < width, SMALLEST, LARGEST)
+    if ONE_SCALE:
+        scale = tl.maximum(tl.load(one + tl.zeros((1, 1), tl.int32)), SMALLEST) / LARGEST
+        store_once(scales, scale)
+    else:
+        scale = scale_of(numbers, column < width, SMALLEST, LARGEST)
+        store_row_scale(values, scales, one, row, scale)
     store_rounded(values, row * width + column, numbers, scale, column < width)
-    store_row_scale(values, scales, unit, row, scale)
-
-
-@triton.jit
-def row_by_one_scale(
-    tokens, values, scales, largest, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
-):
-    """By the largest number of all rows."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
-    scale = tl.maximum(tl.load(largest + tl.zeros((1, 1), tl.int32)), SMALLEST) / LARGEST
-    store_rounded(values, row * width + column, numbers, scale, column < width)
-    store_once(scales, scale)
 
 
 def layer_norm(
@@ -186,7 +177,7 @@ def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:
 def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:
     """Tokens (..., n) in a kind of eight bits."""
     output = empty_rows(tokens, tokens.shape[-1], kind)
-    launch_rows(plain_row, tokens.contiguous().flatten(0, -2), output.values, output.scales, output.unit)
+    launch_rows(tokens.contiguous().flatten(0, -2), output.values, output.scales, output.unit)
     return output
 
 
@@ -200,18 +191,16 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
     """Round rows, (rows, width), into tensors that are there: values of the same shape, whose type is the kind, and
     scales in float32 that give them back, of as many numbers as rows, or of one."""
-    if scales.numel() < len(rows):
-        launch_rows(row_by_one_scale, rows, values, scales, largest_of(rows))
-    else:
-        launch_rows(plain_row, rows, values, scales, torch.empty_like(scales[:1, :1]))
+    one_scale = scales.numel() < len(rows)
+    launch_rows(rows, values, scales, largest_of(rows) if one_scale else torch.empty_like(scales[:1, :1]), one_scale)
 
 
-def launch_rows(kernel: Any, rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None) -> None:
-    """one: the tensor of one number that the kernel takes, None where it leaves it alone."""
+def launch_rows(rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False) -> None:
+    """one: see plain_row; None for int8, which has no unit."""
     kind, width = next(kind for kind in KINDS if kind.dtype == values.dtype), rows.shape[1]
-    kernel[(len(rows),)](
+    plain_row[(len(rows),)](
         rows, values, scales, scales if one is None else one, width, triton.next_power_of_2(width), kind.largest,
-        SMALLEST_MAXIMUM, num_warps=warps_for(width),
+        SMALLEST_MAXIMUM, one_scale, num_warps=warps_for(width),
     )
 
 
