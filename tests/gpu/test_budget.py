@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.bench.models import inputs
 from lib_onediff.devices.cuda.graphs.allocations import peak
 from lib_onediff.devices.cuda.graphs.device_memory import empty_cache
-from lib_onediff.hosts.diffusers.unet import attach
 from lib_onediff.options.settings import Settings
 from lib_onediff.public import status
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
@@ -140,34 +139,6 @@ def test_graphs_wait_while_the_card_is_full(unet: nn.Module) -> None:
         assert status()["route"] == "plain" and status()["reason"] == CARD_IS_FULL
     use(unet, SMALL)
     assert status()["route"] == "graph"
-
-
-def test_a_host_that_runs_out_beside_our_graphs_is_served(unet: nn.Module) -> None:
-    use(unet, LARGE)
-    held = runtime.totals().vram
-    attempts = []
-
-    def host_work() -> int:
-        attempts.append(True)
-        # More than is left beside the graphs, and not more than is left without them.
-        return torch.empty(held // 2 + 20 * MIB, dtype=torch.uint8, device="cuda").numel()
-
-    with full_but_for(40 * MIB):
-        assert runtime.pressure.run_host(host_work) > 0
-    assert len(attempts) == 2 and states() == {"960x720": "proved"}
-
-
-def test_a_graph_goes_with_its_unet(unet: nn.Module) -> None:
-    other = random_unet("sd15", torch.device("cuda")).half()
-    attach(other)
-    use(other, (512, 768))
-    assert states() == {"512x768": "ready"}
-    allocated = torch.cuda.memory_allocated()
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in other.parameters())
-    del other
-    gc.collect()
-    assert allocated - torch.cuda.memory_allocated() >= weights
-    assert {row.resolution: (row.state, row.bytes) for row in runtime.rows()} == {"512x768": ("proved", 0)}
 
 
 def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Module) -> None:

@@ -20,7 +20,6 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.options.settings import Settings
 from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights import low_bit
 
 pytestmark = pytest.mark.gpu
 NEAR = {"fp8": 0.12, "int8": 5e-2, "auto": 0.12}
@@ -33,15 +32,6 @@ def nothing_known() -> Iterator[None]:
     yield
     runtime.release_all()
     runtime.purge()
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
-    """A network whose layers are all taken, however small."""
-    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
-    runtime.devices.lossy.low_bit.forget()
-    yield random_unet("tiny-sdxl", torch.device("cuda")).half()
-    runtime.devices.lossy.low_bit.forget()
 
 
 def allocated() -> int:
@@ -109,35 +99,3 @@ def test_sdxl_takes_less_than_60_percent_and_comes_back_bit_for_bit(option: str)
     assert torch.equal(host(unet, given), expected)
     assert all(torch.equal(parameter.cpu(), before[name]) for name, parameter in unet.named_parameters())
     assert all(parameter.is_cuda for parameter in unet.parameters())
-
-
-class LowRankLayer(nn.Module):
-    """As peft wraps a layer: its own weights go to where the layer's weight is when it is made."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        torch.manual_seed(0)
-        like = {"dtype": base.weight.dtype, "device": base.weight.device}
-        self.down = nn.Parameter(torch.ones(4, base.in_features, **like) / base.in_features)
-        self.up = nn.Parameter(torch.ones(base.out_features, 4, **like))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.down.t() @ self.up.t() + self.base(x)
-
-
-def test_what_was_put_beside_offloaded_weights_comes_with_them(tiny: nn.Module, option: str) -> None:
-    given = arguments(tiny)
-    attention = tiny.mid_block.attentions[0].transformer_blocks[0].attn1
-    plain = attention.to_out[0]
-    attention.to_out[0] = LowRankLayer(plain)
-    expected = host(tiny, given)
-    attention.to_out[0] = plain
-    compile_unet(tiny, low_bit=option, low_bit_only=True)
-    replayed(tiny, given, option)
-    attention.to_out[0] = LowRankLayer(plain)
-    assert attention.to_out[0].up.device.type == "cpu"
-    assert torch.equal(called(tiny, again(given)), expected) and status()["route"] == "host"
-    assert not is_offloaded(tiny) and all(parameter.is_cuda for parameter in tiny.parameters())
-    attention.to_out[0] = plain
-    replayed(tiny, again(given), option)

@@ -1,6 +1,7 @@
 """LoRAs on the fly and weights in float8 on a real GPU: in graphs, as exact as the host, and without a second UNet."""
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.bench.models import TIME_IDS, random_unet
 from lib_onediff.core.call import UNetCall
+from lib_onediff.hosts.a1111.layers import CASTS
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions, cast_to_input
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
@@ -140,9 +142,11 @@ def host_traits() -> HostTraits:
     return HostTraits(trusted={__name__}, functions=LayerFunctions(), casts=Casts(cast_to_input))
 
 
-def served(unet: nn.Module, call: UNetCall, backend: str, calls: int = 3) -> Tensor:
+def served(
+    unet: nn.Module, call: UNetCall, backend: str, calls: int = 3, traits: HostTraits | None = None
+) -> Tensor:
     """The output of the last of several calls: plain, plain and captured afterwards, replayed."""
-    runtime.adopt(unet, Settings(backend=backend), host_traits())
+    runtime.adopt(unet, Settings(backend=backend), traits or host_traits())
     with torch.no_grad():
         for _ in range(calls):
             output = runtime.run(unet, call, forward(unet, call))
@@ -213,3 +217,31 @@ def test_no_second_unet(backend: str) -> None:
     )
     if backend == "eager":
         assert mine - applied <= host + MOST_MORE
+
+
+def autocast_unet(name: str) -> nn.Module:
+    """As A1111's option "FP8 weight": linear layers and convolutions in float8, norms in float16."""
+    unet = random_unet(name, torch.device("cuda")).half()
+    for module in unet.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            module.to(FLOAT8[0])
+    return unet
+
+
+@pytest.mark.parametrize("backend", ["native", "cudagraph", "eager"])
+@pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sdxl", 1024)])
+def test_weights_that_torch_autocast_casts(name: str, side: int, backend: str) -> None:
+    unet = autocast_unet(name)
+    call, traits = call_for(unet, side), HostTraits(casts=CASTS)
+    for factor in (1.0, 1.25):
+        # A LoRA that is merged in place, biases too: the graph reads the weights where they lie.
+        with torch.no_grad():
+            for parameter in unet.parameters():
+                if parameter.dtype == FLOAT8[0]:
+                    parameter.copy_((factor * parameter.half()).to(FLOAT8[0]))
+        runtime.begin_sampling(unet)
+        with torch.autocast("cuda"):
+            mine, host = served(unet, call, backend, traits=traits), forward(unet, call)()
+        wide: Any = copy.deepcopy(unet).float()
+        exact = exact_output(wide, call)
+        assert relative_error(mine, exact) <= WORST_RATIO * relative_error(host, exact)

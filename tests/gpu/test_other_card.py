@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
 ]
 CLOSE = 1e-2
+
+
 @pytest.fixture(autouse=True)
 def wait_for_compile() -> Iterator[None]:
     """Not for whole tests: calls that wait for kernels are found out anew each time."""

@@ -12,9 +12,16 @@ from tiny_model import tiny_vae
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.public import compile_pipe, status, uncompile_pipe
+from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 CONTEXT_WIDTH, POOLED_WIDTH = 64, 64
+NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
+
+
+@pytest.fixture(autouse=True)
+def wait_for_compile() -> None:
+    """Not for whole tests: a call that waits for kernels makes every step whole."""
 
 
 def pipeline(name: str, dtype: torch.dtype) -> Any:
@@ -46,13 +53,15 @@ def latents(pipe: Any, **arguments: Any) -> torch.Tensor:
     return pipe(**given, generator=generator, output_type="latent", **arguments).images.float().cpu()
 
 
-@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "StableDiffusionXLPipeline"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_the_pipelines_own_to_within_half_precision(name: str) -> None:
     size = {"width": 256, "height": 256, "num_inference_steps": 8}
     reference = latents(pipeline(name, torch.float32), **size)
     pipe = pipeline(name, torch.float16)
     own = latents(pipe, **size)
     compile_pipe(pipe)
+    with runtime.wait_for_compile():
+        latents(pipe, **size)
     ours = latents(pipe, **size)
     assert status()["route"] == "graph", status()["reason"]
     distance = lambda output: float((output - reference).norm() / reference.norm())  # noqa: E731
@@ -60,3 +69,45 @@ def test_a_picture_is_the_pipelines_own_to_within_half_precision(name: str) -> N
     assert torch.equal(latents(pipe, **size), latents(pipe, **size)), "the same seed gives the same picture"
     uncompile_pipe(pipe)
     assert torch.equal(own, latents(pipe, **size)), "uncompiled, it is as it was"
+
+
+# --- DeepCache: graphs of both halves around one deep feature ---------------------------------------------------------
+
+
+PICTURE = {"width": 256, "height": 256, "num_inference_steps": 10}
+DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2}
+
+
+def with_kernels(pipe: Any) -> Any:
+    """The pipe, once its kernels are compiled."""
+    with runtime.wait_for_compile():
+        latents(pipe, **PICTURE)
+    return pipe
+
+
+def counted() -> tuple[int, int, int]:
+    now = status()
+    return now["calls"]["graph"], now["deepcache"]["full"], now["deepcache"]["cached"]
+
+
+@pytest.mark.parametrize("backend", ["native", "cudagraph"])
+def test_every_call_of_the_second_picture_is_replayed(backend: str) -> None:
+    pipe = pipeline(NAMES[1], torch.float16)
+    with_kernels(compile_pipe(pipe, ignores=("vae",), backend=backend, **DEEPCACHE))
+    first = latents(pipe, **PICTURE)
+    before = counted()
+    second = latents(pipe, **PICTURE)
+    assert tuple(after - then for after, then in zip(counted(), before, strict=True)) == (10, 5, 5)
+    assert float((second - first).norm() / first.norm()) < 2e-2
+    assert torch.equal(latents(pipe, **PICTURE), second)
+
+
+def test_new_weights_and_freed_memory_between_pictures() -> None:
+    """The graphs and the feature that they share come and go together."""
+    pipe = pipeline(NAMES[0], torch.float16)
+    with_kernels(compile_pipe(pipe, ignores=("vae",), **DEEPCACHE))
+    first = [latents(pipe, **PICTURE) for _ in range(2)][-1]
+    for disturb in (runtime.release_memory, lambda: pipe.to("cpu") and pipe.to("cuda")):
+        disturb()
+        for _ in range(2):
+            assert float((latents(pipe, **PICTURE) - first).norm() / first.norm()) < 2e-2

@@ -12,15 +12,9 @@ from torch import Tensor, nn
 pytest.importorskip("diffusers")
 
 from gpu_calls import arguments, host, residual_shapes
-from test_cudagraph import (
-    change_by_data,
-    change_by_loading,
-    change_by_moving,
-    change_every_parameter,
-    change_in_place,
-)
+from test_cudagraph import change_by_moving
 
-from lib_onediff.bench.models import inputs, random_unet
+from lib_onediff.bench.models import random_unet
 from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -31,6 +25,8 @@ pytestmark = [
 ]
 SPLIT = "cuda:0 + cuda:1, 1+1 rows"
 MIB = 2**20
+
+
 @pytest.fixture(autouse=True)
 def wait_for_compile() -> Iterator[None]:
     """Not for whole tests: calls that wait for kernels are found out anew each time."""
@@ -58,35 +54,6 @@ def ready(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int
     assert second()["split"] == split, second()["reason"]
     assert status()["route"] == "graph", status()["reason"]
     return output
-
-
-def widened(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.float() if isinstance(value, Tensor) else {key: one.float() for key, one in value.items()}
-            for name, value in given.items()}
-
-
-def in_float32(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    """The model's own output in float32 without TF32, from the values as they are rounded."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    dtype = next(unet.parameters()).dtype
-    output = host(unet.float(), widened(given))
-    unet.to(dtype)
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-    return output
-
-
-@pytest.mark.parametrize(("name", "side", "backend"), [("sd15", 512, "native"), ("sdxl", 768, "cudagraph")])
-def test_in_half_precision_no_farther_from_float32_than_the_host(name: str, side: int, backend: str) -> None:
-    unet = random_unet(name, torch.device("cuda")).half()
-    given = inputs(unet, side, side, 2, 77, torch.float16)
-    own = host(unet, given)
-    compile_unet(unet, second_gpu="auto", backend=backend)
-    output = ready(unet, given)
-    uncompile_unet(unet)
-    exact = in_float32(unet, given)
-    for row in range(2):
-        assert relative_error(output[row], exact[row]) <= 1.1 * relative_error(own[row], exact[row])
 
 
 def test_all_rows_of_a_batch_come_back_in_their_places(tiny: nn.Module) -> None:
@@ -128,10 +95,16 @@ def change_one_row(unet: nn.Module) -> None:
     unet.mid_block.resnets[0].conv1.weight.data[3] *= 2
 
 
-CHANGES = (
-    change_one_row, change_in_place, change_by_data, change_every_parameter, change_by_loading, change_by_moving,
-    change_in_place,
-)
+def change_in_place(unet: nn.Module) -> None:
+    for parameter in unet.parameters():
+        parameter.mul_(1.05)
+
+
+def change_by_loading(unet: nn.Module) -> None:
+    unet.load_state_dict({name: value * 0.95 for name, value in unet.state_dict().items()})
+
+
+CHANGES = change_one_row, change_in_place, change_by_loading, change_by_moving, change_in_place
 
 
 def test_changed_weights_are_never_replayed_stale(tiny: nn.Module) -> None:
