@@ -29,7 +29,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecording:
-    """segments.Recording. parts: how many were recorded."""
+    """As recording.GraphRecording. parts: how many were recorded."""
 
     def __init__(self) -> None:
         self.parts = 0

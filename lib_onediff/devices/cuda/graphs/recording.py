@@ -16,7 +16,7 @@ WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5
 
 
 class Address:
-    """The memory of a tensor on a GPU, by its address alone."""
+    """The memory of a tensor on a GPU, by its address alone: this does not keep it alive."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
@@ -43,6 +43,8 @@ class GraphRecording:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, given: Iterable[Tensor] = ()) -> list[Tensor]:
+        """Record from now on. Returns tensors of the graphs' memory, which hold what is given when this part is
+        replayed."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.set_stream(self._stream)
         # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the image's step is still running.
@@ -56,6 +58,7 @@ class GraphRecording:
         return [inside for inside, _ in self._copies]
 
     def end(self) -> Callable[[], None]:
+        """What replays the part; it has replayed once already."""
         graph = self.stop()
         for inside, given in self._copies:
             inside.copy_(given)
@@ -76,6 +79,7 @@ class GraphRecording:
         return graph
 
     def view(self, tensor: Tensor) -> Address:
+        """The memory of a tensor that this knows."""
         return Address(tensor)
 
     @contextlib.contextmanager

@@ -7,45 +7,25 @@ of one graph, so only addresses are kept of what passes between them, and functi
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partialmethod
 from inspect import isfunction
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ....core.call import UNetCall
 from ....core.patch_points import PatchPoints
 from .inputs import copy_inputs
+from .recording import Address, GraphRecording
 
 # Where the host's options are told of the place, whether anything stands there or not.
-NOTED = {"before_stage", "join", "begin_block", "end_transformer"}
+NOTED = ("before_stage", "join", "begin_block", "end_transformer")
 
 
 class DoesNotFit(Exception):
     """Functions stand elsewhere than when the graphs were recorded, or return something of another shape."""
-
-
-class View(Protocol):
-    """A tensor's memory, which this does not keep alive."""
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-
-class Recording(Protocol):
-    """Records what is launched, in parts."""
-
-    def begin(self, given: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Record from now on. Returns tensors of the graphs' memory, which hold what is given when this part is
-        replayed."""
-
-    def end(self) -> Callable[[], None]:
-        """What replays the part; it has replayed once already."""
-
-    def view(self, tensor: Tensor) -> View:
-        """The memory of a tensor that the recording knows."""
 
 
 # Does a part again, with the functions of a call.
@@ -59,7 +39,7 @@ class Function:
 
     name: str
     arguments: tuple[Any, ...]
-    results: tuple[View, ...]
+    results: tuple[Address, ...]
 
     def __call__(self, patches: PatchPoints) -> None:
         returned = tensors_of(getattr(patches, self.name)(*map(fresh, self.arguments)))
@@ -84,7 +64,7 @@ def noting(name: str, arguments: tuple[Any, ...]) -> Step:
 class RecordedPoints(PatchPoints):
     """The points of a call whose forward is being recorded. steps: what was done so far."""
 
-    def __init__(self, patches: PatchPoints, recording: Recording) -> None:
+    def __init__(self, patches: PatchPoints, recording: GraphRecording) -> None:
         self._patches, self._recording = patches, recording
         self.structure, self.places = patches.structure, patches.places
         self.sees_stages = patches.sees_stages
@@ -137,7 +117,7 @@ class Segments:
 
 
 def record(
-    recording: Recording, patches: PatchPoints, compute: Callable[[PatchPoints], Tensor]
+    recording: GraphRecording, patches: PatchPoints, compute: Callable[[PatchPoints], Tensor]
 ) -> Segments:
     """Compute a forward and record it. compute: the forward with the points that it is given."""
     points = RecordedPoints(patches, recording)
