@@ -30,3 +30,8 @@ def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
 @torch.no_grad()
 def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
     return type(unet).forward(unet, **given, return_dict=False)[0]
+
+
+@torch.no_grad()
+def called(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    return unet(**given, return_dict=False)[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_calls import arguments, host
+from gpu_calls import arguments, called, host
 from random_edits import EDITS, edited
 
 import lib_onediff
@@ -38,13 +38,8 @@ def compiled(network: str = "tiny-sdxl", side: int = 128, **options: Any) -> tup
     given = arguments(unet, side, side)
     lib_onediff.compile_unet(unet, **options)
     for _ in range(2):
-        served(unet, given)
+        called(unet, given)
     return unet, given
-
-
-@torch.no_grad()
-def served(unet: Any, given: dict[str, Any]) -> torch.Tensor:
-    return unet(**given, return_dict=False)[0]
 
 
 @pytest.mark.gpu
@@ -56,7 +51,7 @@ def test_a_thousand_edits_count_at_the_next_call() -> None:
         unet, given = compiled(backend="native")
         with as_in_images():
             for _ in range(4):
-                served(unet, given)
+                called(unet, given)
             for what in edited(unet, chance, EDITS_OF_A_UNET):
                 done += 1
                 if chance.random() < 0.5:
@@ -64,7 +59,7 @@ def test_a_thousand_edits_count_at_the_next_call() -> None:
                 loop = lib_onediff.sampling(unet) if chance.random() < 0.5 else contextlib.nullcontext()
                 with loop:
                     for _ in range(chance.choice([1, 1, 4])):
-                        output = served(unet, given)
+                        output = called(unet, given)
                         routes[runtime.status()["route"]] += 1
                         error = relative_error(output.float(), host(unet, given).float())
                         if not error < CLOSE:
@@ -82,7 +77,7 @@ def test_low_bit_weights_follow(option: str) -> None:
     unet, given = compiled("sdxl", 1024, low_bit=option, low_bit_budget=0.12)
     with as_in_images():
         for _ in range(3):
-            served(unet, given)
+            called(unet, given)
         assert runtime.managed_unet(unet).low_bit is not None, runtime.status()["reason"]
         for kind in ("in place", "by data", "one matrix", "in place", "by data", "one matrix"):
             with torch.no_grad():
@@ -93,6 +88,6 @@ def test_low_bit_weights_follow(option: str) -> None:
                         parameter.data *= -1
                     elif "mid_block.attentions.0.proj_in.weight" in name or ".ff.net.2.weight" in name:
                         parameter.data[: len(parameter) // 2] *= -1
-            error = relative_error(served(unet, given).float(), host(unet, given).float())
+            error = relative_error(called(unet, given).float(), host(unet, given).float())
             assert error < NEAR, (kind, error, runtime.status()["route"], runtime.status()["reason"])
     lib_onediff.uncompile_unet(unet)

@@ -1,4 +1,5 @@
-"""Calls on two real GPUs: exactness, overlap, and what the second card follows. The second card is any other."""
+"""Two real GPUs: calls that both compute, and models on the one that is not torch's current, exact, by graph, timed and
+tuned under its own card's name, with the current device as the caller had it."""
 from __future__ import annotations
 
 import gc
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import arguments, host, residual_shapes
+from gpu_calls import arguments, called, host, residual_shapes
 from test_cudagraph import change_by_moving
 
-from lib_onediff.bench.models import random_unet
+from lib_onediff.bench.models import random_unet, random_vae
+from lib_onediff.hosts.diffusers import vae as diffusers_vae
 from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -30,6 +32,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def wait_for_compile() -> Iterator[None]:
     """Not for whole tests: calls that wait for kernels are found out anew each time."""
+    torch.cuda.set_device(0)
     yield
     runtime.release_all()
     torch.cuda.set_device(0)
@@ -39,18 +42,13 @@ def second() -> dict[str, Any]:
     return status()["second_gpu"]
 
 
-@torch.no_grad()
-def call(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    return unet(**given, return_dict=False)[0]
-
-
 def ready(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int = 4) -> Tensor:
     """The output of a call that both cards replay."""
     with runtime.wait_for_compile():
         for _ in range(2):
-            call(unet, given)
+            called(unet, given)
     for _ in range(calls):
-        output = call(unet, given)
+        output = called(unet, given)
     assert second()["split"] == split, second()["reason"]
     assert status()["route"] == "graph", status()["reason"]
     return output
@@ -82,7 +80,7 @@ def test_a_replay_waits_for_no_gpu_and_reads_each_call_s_inputs(tiny: nn.Module)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        outputs = [call(tiny, one) for one in calls]
+        outputs = [called(tiny, one) for one in calls]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert second()["split"] == SPLIT and torch.cuda.current_device() == 0
@@ -115,7 +113,7 @@ def test_changed_weights_are_never_replayed_stale(tiny: nn.Module) -> None:
         with torch.no_grad():
             change(tiny)
         for _ in range(3):
-            output, expected = call(tiny, given), host(tiny, given)
+            output, expected = called(tiny, given), host(tiny, given)
             assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(2)), change.__name__
         assert second()["split"] == SPLIT, second()["reason"]
 
@@ -152,10 +150,75 @@ def test_out_of_memory_on_the_second_card_leaves_one(tiny: nn.Module, monkeypatc
     try:
         compile_unet(tiny, second_gpu="auto")
         for _ in range(3):
-            output = call(tiny, given)
+            output = called(tiny, given)
         assert "out of memory on cuda:1" in second()["reason"] and second()["bytes"] == 0
         assert relative_error(output, host(tiny, given)) < 1e-2
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 1)
     compile_unet(tiny, second_gpu="1")
     ready(tiny, given)
+
+
+# --- a card that is not the current one -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Cards of different names, where the machine's are of one kind."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name",
+        lambda device=None: f"card {torch.cuda.current_device() if device is None else torch.device(device).index}",
+    )
+    return ["card 0", "card 1"]
+
+
+def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    """The output of a call by a graph."""
+    before = torch.cuda.current_device()
+    with runtime.wait_for_compile():
+        for _ in range(2):
+            called(unet, given)
+    for _ in range(6):
+        output = called(unet, given)
+        assert torch.cuda.current_device() == before, "as the caller had it"
+    assert status()["route"] == "graph", status()["reason"]
+    return output
+
+
+@pytest.mark.parametrize("backend", ["auto", "cudagraph"])
+@pytest.mark.parametrize(("card", "current"), [(1, 0), (0, 1)], ids=["the second", "the first"])
+def test_a_unet_on_another_card(card: int, current: int, backend: str, names: list[str]) -> None:
+    torch.cuda.set_device(current)
+    before, known = torch.cuda.memory_allocated(current), set(runtime.tuning_cache._values)
+    unet = random_unet("tiny-sdxl", torch.device("cuda", card)).half()
+    given = arguments(unet)
+    expected = host(unet, given)
+    compile_unet(unet, backend=backend)
+    output = replayed(unet, given)
+    assert output.device == torch.device("cuda", card) and relative_error(output, expected) < 1e-2
+    torch.cuda.synchronize(card)
+    shown = status()
+    assert shown["step_ms"] > 0 and shown["host_ms"] > 0 and runtime.guard.faults == []
+    torch.cuda.synchronize(current)
+    assert torch.cuda.memory_allocated(current) - before < 2**26, "nothing of it lies on the current card"
+    tuned = [name for name in runtime.tuning_cache._values if name.startswith(("attention, ", "kernel "))]
+    assert all(name.endswith(names[card]) for name in tuned if name not in known) and (tuned or backend != "auto")
+
+
+@torch.no_grad()
+def test_a_vae_on_another_card() -> None:
+    device = torch.device("cuda", 1)
+    vae: Any = random_vae(True, device).half()
+    latent = torch.randn(1, 4, 24, 16, device=device, dtype=torch.float16)
+    pixels = torch.randn(1, 3, 128, 64, device=device, dtype=torch.float16)
+    for half, given in ((vae.decoder, latent), (vae.encoder, pixels)):
+        expected = half(given)
+        diffusers_vae.attach(half)
+        with runtime.wait_for_compile():
+            for _ in range(3):
+                output = half(given)
+        assert runtime.vae.status()["route"] == "ours", runtime.vae.status()["reason"]
+        assert output.device == device and relative_error(output, expected) < 1e-2
+        assert torch.cuda.current_device() == 0
+        diffusers_vae.detach(half)
+    assert runtime.guard.faults == []
