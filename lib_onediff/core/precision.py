@@ -6,7 +6,6 @@ that matter to it, as they were when its graph was captured: a replay computes a
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-FULL, HALF = "full", "half"
+HALF = "half"
 # Switches as a shape's key names them.
 HALF_SUMS = "float16 sums in matmul"
 FP16_REDUCTION = "reduced float16 reduction"
@@ -23,8 +22,6 @@ TF32_MATMUL = "TF32 in matmul"
 TF32_CONVOLUTION = "TF32 in convolutions"
 # How far sums of some thousand products in float16 lie from exact ones, relative to the output's norm.
 ROUNDING_HALF_SUMS = 6e-2
-ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
-ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
 
 # (switch, whether it is on) pairs.
 Flags = tuple[tuple[str, bool], ...]
@@ -34,27 +31,11 @@ Flags = tuple[tuple[str, bool], ...]
 _TURN = threading.RLock()
 
 
-@dataclass(frozen=True)
-class Precision:
-    """What the user has chosen. The names are those of settings.Settings."""
-
-    matmul_accumulation: str = FULL
-    convolution_accumulation: str = FULL
-
-    @classmethod
-    def of(cls, settings: Any) -> Precision:
-        """The choices in an object that has some of them as attributes; the others are at their defaults."""
-        if isinstance(settings, cls):
-            return settings
-        return cls(
-            getattr(settings, "matmul_accumulation", FULL), getattr(settings, "convolution_accumulation", FULL),
-        )
-
-    def wanted(self, switch: str) -> bool | None:
-        """How a switch is to stand; None: as it is found."""
-        if self.matmul_accumulation == HALF:
-            return True
-        return False if switch == HALF_SUMS else None
+def wanted(settings: Any, switch: str) -> bool | None:
+    """How a switch is to stand; None: as it is found."""
+    if settings.matmul_accumulation == HALF:
+        return True
+    return False if switch == HALF_SUMS else None
 
 
 def switch_of(owner: Any, attribute: str) -> Any:
@@ -166,21 +147,20 @@ OF_DTYPE: Mapping[torch.dtype, tuple[str, ...]] = {
 def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_attention: bool = False) -> Flags:
     """The switches that matter to a network of this dtype, as settings want them and this torch has them.
 
-    settings: anything with the attributes of Precision, or some of them. upcast_attention: attention is computed in
-    float32. To be asked while the host's own switches stand. Empty but on a GPU.
+    settings: settings.Settings. upcast_attention: attention is computed in float32. To be asked while the host's own
+    switches stand. Empty but on a GPU.
     """
     if device.type != "cuda":
         return ()
     names = OF_DTYPE.get(dtype, ())
     if upcast_attention and TF32_MATMUL not in names:
         names = (*names, TF32_MATMUL)
-    chosen = Precision.of(settings)
     flags = []
     with _TURN:
         for name in names:
-            found, wanted = SWITCHES[name].read(), chosen.wanted(name)
+            found, chosen = SWITCHES[name].read(), wanted(settings, name)
             if found is not None:
-                flags.append((name, found if wanted is None else wanted))
+                flags.append((name, found if chosen is None else chosen))
     return tuple(flags)
 
 
@@ -218,31 +198,6 @@ def tf32_is_on() -> bool:
     return any(SWITCHES[name].read() for name in (TF32_MATMUL, TF32_CONVOLUTION))
 
 
-def oneflow_variables(settings: Any) -> dict[str, str]:
-    """The environment variables by which OneFlow is told what to sum in half precision; read at each launch."""
-    chosen = Precision.of(settings)
-    return {
-        ONEFLOW_MATMUL: str(int(chosen.matmul_accumulation == HALF)),
-        ONEFLOW_CONVOLUTION: str(int(chosen.convolution_accumulation == HALF)),
-    }
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables inside, and what was found afterwards."""
-    with _TURN:
-        found = {name: os.environ.get(name) for name in variables}
-        try:
-            os.environ.update(variables)
-            yield
-        finally:
-            for name, value in found.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-
 @dataclass(frozen=True)
 class AttentionOverflows:
     """Which networks' attention was seen to overflow, as SD 2.1's does in float16.
@@ -253,14 +208,13 @@ class AttentionOverflows:
     tuning_cache: Any
 
     def seen(self, architecture: str, dtype: torch.dtype) -> bool:
-        return self.tuning_cache.get(overflow_name(architecture, dtype)) is True
+        return self.tuning_cache.get(self._name(architecture, dtype)) is True
 
     def note(self, architecture: str, dtype: torch.dtype) -> None:
-        self.tuning_cache.set(overflow_name(architecture, dtype), True)
+        self.tuning_cache.set(self._name(architecture, dtype), True)
 
-
-def overflow_name(architecture: str, dtype: torch.dtype) -> str:
-    return f"attention overflows, {architecture}, {str(dtype).removeprefix('torch.')}"
+    def _name(self, architecture: str, dtype: torch.dtype) -> str:
+        return f"attention overflows, {architecture}, {str(dtype).removeprefix('torch.')}"
 
 
 # Older torch raises when asked for autocast on another kind of device, such as mps.

@@ -15,8 +15,15 @@ pytest.importorskip("diffusers")
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree, count
 
-from lib_onediff.core.precision import ONEFLOW_CONVOLUTION, ONEFLOW_MATMUL, Precision, oneflow_variables
-from lib_onediff.devices.oneflow.route import COMPILING, MOST_GRAPHS, OneFlow
+from lib_onediff.devices.oneflow.route import (
+    COMPILING,
+    MOST_GRAPHS,
+    ONEFLOW_CONVOLUTION,
+    ONEFLOW_MATMUL,
+    OneFlow,
+    oneflow_variables,
+)
+from lib_onediff.options.settings import Settings
 
 AFTER_A_FAILURE = """
 import sys
@@ -104,7 +111,7 @@ def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ONEFLOW_MATMUL, "as it was")
     monkeypatch.delenv(ONEFLOW_CONVOLUTION, raising=False)
     runner.graph = watched
-    for chosen in (Precision(matmul_accumulation="half"), Precision(convolution_accumulation="half")):
+    for chosen in (Settings(matmul_accumulation="half"), Settings(convolution_accumulation="half")):
         runner.variables = oneflow_variables(chosen)
         runner.run(call)
     assert seen == [("1", "0"), ("0", "1")]

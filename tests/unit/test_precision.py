@@ -5,7 +5,6 @@ import itertools
 import os
 import threading
 import time
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,17 +18,16 @@ from lib_onediff.core.precision import (
     SWITCHES,
     TF32_CONVOLUTION,
     TF32_MATMUL,
-    Precision,
     applied,
-    environment,
     flags_for,
-    oneflow_variables,
     switch_of,
 )
+from lib_onediff.devices.oneflow import route
+from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.effects import Machine
 
 GPU = torch.device("cuda", 0)
-HALF = types.SimpleNamespace(matmul_accumulation="half")
+HALF = Settings(matmul_accumulation="half")
 HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not None
 
 
@@ -56,10 +54,6 @@ def torch_as_found() -> Iterator[None]:
     yield
     for name, state in before.items():
         SWITCHES[name].restore(state)
-
-
-def switched(**values: str) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**values)
 
 
 # --- set and put back -------------------------------------------------------------------------------------------------
@@ -148,7 +142,7 @@ def test_threads_take_turns() -> None:
 
     def second() -> None:
         first_is_in.wait()
-        seen.append(dict(flags_for(Precision(), torch.float16, GPU))[FP16_REDUCTION])
+        seen.append(dict(flags_for(Settings(), torch.float16, GPU))[FP16_REDUCTION])
         with applied(((FP16_REDUCTION, False),)):
             time.sleep(0.02)
 
@@ -161,14 +155,11 @@ def test_threads_take_turns() -> None:
     assert seen == [before[FP16_REDUCTION] if isinstance(before[FP16_REDUCTION], bool) else before[FP16_REDUCTION][0]]
 
 
-# --- what a key holds -------------------------------------------------------------------------------------------------
-
-
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
 def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
-    flags = lambda **values: dict(flags_for(switched(**values), torch.float32, GPU))  # noqa: E731
+    flags = lambda **values: dict(flags_for(Settings(**values), torch.float32, GPU))  # noqa: E731
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value
         assert flags()[TF32_MATMUL] is value
@@ -178,10 +169,10 @@ def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
 
 
 def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul, convolution = precision.ONEFLOW_MATMUL, precision.ONEFLOW_CONVOLUTION
+    matmul, convolution = route.ONEFLOW_MATMUL, route.ONEFLOW_CONVOLUTION
     monkeypatch.setenv(matmul, "found")
     monkeypatch.delenv(convolution, raising=False)
-    with pytest.raises(ZeroDivisionError), environment(oneflow_variables(HALF)):
+    with pytest.raises(ZeroDivisionError), route.environment(route.oneflow_variables(HALF)):
         assert (os.environ[matmul], os.environ[convolution]) == ("1", "0")
         _ = 1 / 0
     assert os.environ[matmul] == "found" and convolution not in os.environ

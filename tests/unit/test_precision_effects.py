@@ -14,10 +14,10 @@ from lib_onediff.core.precision import (
     SWITCHES,
     TF32_CONVOLUTION,
     TF32_MATMUL,
-    Precision,
     applied,
     flags_for,
 )
+from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.effects import Machine, described, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)
@@ -110,7 +110,7 @@ def test_switches_that_torch_lacks(
         reason = why_no_effect(option, "half", machine, dtype)
         assert (reason is None) == (name in has)
         assert reason is None or reason.endswith("here it is 1.2.3.")
-    everything = Precision("half", "half")
+    everything = Settings(matmul_accumulation="half", convolution_accumulation="half")
     for dtype in precision.OF_DTYPE:
         flags = flags_for(everything, dtype, GPU, upcast_attention=True)
         assert {name for name, _ in flags} <= has

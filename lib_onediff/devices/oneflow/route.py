@@ -6,9 +6,11 @@ and serves as long as they lie where they lay. OneFlow itself is imported by the
 """
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +23,7 @@ from ...core.call import UNetCall
 from ...core.device import CachedRunner, Device, Traits
 from ...core.key import ShapeKey
 from ...core.operators import Operators
-from ...core.precision import ROUNDING_HALF_SUMS, environment, oneflow_variables
+from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
 from ...families.unet.cuts import cached_pass, full_pass
 from ...families.unet.forward import forward
@@ -45,10 +47,14 @@ COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, 
 STRIDED = "OneFlow reads weights in their usual order alone, and {} lies channels-last"
 
 
+ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
+ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
+
+
 @dataclass
 class OneFlowRunner:
     """A graph for the calls of one shape, with its own inputs. given: what the graph takes, see tensors_of. variables:
-    the environment that OneFlow is to see, see precision.oneflow_variables. running: held while OneFlow runs."""
+    the environment that OneFlow is to see, see oneflow_variables. running: held while OneFlow runs."""
 
     graph: Any
     inputs: UNetCall
@@ -173,6 +179,29 @@ class OneFlow(Device):
             self.failure = brief(str(error))
             log.debug("OneFlow failed to compile", exc_info=error)
             return None
+
+
+def oneflow_variables(settings: Settings) -> dict[str, str]:
+    """The environment variables by which OneFlow is told what to sum in half precision; read at each launch."""
+    return {
+        ONEFLOW_MATMUL: str(int(settings.matmul_accumulation == HALF)),
+        ONEFLOW_CONVOLUTION: str(int(settings.convolution_accumulation == HALF)),
+    }
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables inside, and what was found afterwards."""
+    found = {name: os.environ.get(name) for name in variables}
+    try:
+        os.environ.update(variables)
+        yield
+    finally:
+        for name, value in found.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def forward_of(layout: UNetLayout, inputs: UNetCall, fused_attention: bool) -> Callable[..., Any]:

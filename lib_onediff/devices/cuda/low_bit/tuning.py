@@ -38,7 +38,7 @@ from .gains import Product
 
 Way = Callable[[Operators], object]
 EPS, GROUPS = 1e-5, 32
-# Of random numbers in eight bits.
+# Of random numbers in int8.
 SPREAD = 32.0
 # Rows of tokens, and sides of an image, that are compiled for.
 FEW = 4
@@ -65,7 +65,7 @@ def trial_of(
     one = torch.ones((1, 1), device=device)
 
     def values(*shape: int) -> Tensor:
-        return (make(*shape) * SPREAD).clamp(-kind.largest, kind.largest).to(kind.dtype)
+        return (make(*shape) * SPREAD if kind is INT8 else make(*shape)).clamp(-127, 127).to(kind.dtype)
 
     if kind is INT8:
         tokens = QuantizedTokens(values(rows, width), torch.ones((rows, 1), device=device), (rows,))
