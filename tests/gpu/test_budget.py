@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("diffusers")
+
+from gpu_calls import host
 
 from lib_onediff.bench.models import inputs
 from lib_onediff.devices.cuda.graphs.allocations import peak
@@ -42,11 +44,6 @@ def use(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
     for _ in range(calls):
         output = unet(**given).sample
     assert relative_error(output, host(unet, given)) < CLOSE, status()
-
-
-@torch.no_grad()
-def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    return type(unet).forward(unet, **given).sample
 
 
 def reserved() -> int:
@@ -144,11 +141,7 @@ def test_graphs_wait_while_the_card_is_full(unet: nn.Module) -> None:
 def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Module) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     given = inputs(unet, 512, 512, 2, 77, torch.float16)
-
-    @torch.no_grad()
-    def call() -> torch.Tensor:
-        return type(unet).forward(unet, **given, return_dict=False)[0]
-
+    call = lambda: host(unet, given)  # noqa: E731
     call()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()

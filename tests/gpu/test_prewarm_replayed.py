@@ -28,16 +28,17 @@ SECONDS = 300
 
 
 class Host:
-    """A UNet and a queue lock."""
+    """A UNet and a queue lock. told: what the queue said of the job in which each call was made."""
 
     def __init__(self, unet: nn.Module) -> None:
         self.unet, self.lock = unet, threading.Lock()
+        self.queue, self.told = WarmUp(self, runtime), set[str]()
         attach(unet)
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        layout = runtime.layout_of(self.unet)
+        self.told |= {job.what for job in self.queue.jobs() if job.state == "running"}
         with torch.no_grad():
-            self.unet(**random_inputs(self.unet, layout, width, height, batch, tokens))
+            self.unet(**random_inputs(self.unet, runtime.layout_of(self.unet), width, height, batch, tokens))
 
     def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
         return (2 * pictures, tokens), (pictures, tokens)
@@ -61,29 +62,16 @@ def host() -> Iterator[Host]:
     runtime.purge()
 
 
-def finish(queue: WarmUp) -> None:
-    deadline = time.monotonic() + SECONDS
-    while queue.busy():
-        assert time.monotonic() < deadline, queue.jobs()
-        time.sleep(0.01)
-
-
 def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
-    queue, told = WarmUp(host, runtime), set()
-    warm = host.warm
-
-    def listen(*call: int) -> None:
-        told.add(next(job.what for job in queue.jobs() if job.state == "running"))
-        warm(*call)
-
-    host.warm = listen  # type: ignore[method-assign]
-    jobs = queue.add(SIZES, "panel")
-    finish(queue)
-    assert [(job.state, job.share, job.reason) for job in queue.jobs()] == [("done", 1.0, "")] * len(jobs)
-    assert {CHECKING, CAPTURING} <= told
+    jobs, deadline = host.queue.add(SIZES, "panel"), time.monotonic() + SECONDS
+    while host.queue.busy():
+        assert time.monotonic() < deadline, host.queue.jobs()
+        time.sleep(0.01)
+    assert [(job.state, job.share, job.reason) for job in host.queue.jobs()] == [("done", 1.0, "")] * len(jobs)
+    assert {CHECKING, CAPTURING} <= host.told
     # Pictures come from other threads than the worker that has captured.
     for size in SIZES:
         for latents in (2 * size.batch, size.batch):
             before = runtime.call_stats.calls["graph"]
-            warm(size.width, size.height, latents, 77)
+            host.warm(size.width, size.height, latents, 77)
             assert runtime.call_stats.calls["graph"] == before + 1, runtime.status()

@@ -52,7 +52,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     )
     yield compiler
     compiler.may_end.set()
-    native.finish()
+    native._worker.submit(lambda: None).result()
 
 
 def test_the_host_serves_until_the_kernels_are_there(compiler: Compiler) -> None:
@@ -77,7 +77,7 @@ def test_what_does_not_compile_is_served_by_the_next_backend(compiler: Compiler)
     unet = small_xl()
     call = a_call(unet)
     served(unet, call)
-    runtime.devices.named(NATIVE).finish()
+    runtime.devices.named(NATIVE)._worker.submit(lambda: None).result()
     for _ in range(2):
         assert error(unet, call) < CLOSE
         assert now() == ("cudagraph", "plain")

@@ -112,10 +112,6 @@ class Native(Device):
         low_bit = self.low_bit.kinds(KINDS_OF.get(network.low_bit, ()), network.device, network.dtype)
         return (network.architecture, network.dtype, network.device), low_bit
 
-    def finish(self) -> None:
-        """Wait for what was begun."""
-        self._worker.submit(lambda: None).result()
-
     def _compile(self, network: Network, low_bit: Collection[Kind]) -> str:
         """In the worker's thread. Returns why it is not possible."""
         began = time.perf_counter()

@@ -13,22 +13,8 @@ from ....core.affine import Affine, QuantizedWeight
 from ....core.device import TimeMs
 from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
-from ....weights.low_bit import (
-    ALIGNED,
-    FP8,
-    GATED,
-    GROUP_NORMED,
-    INT8,
-    KERNEL,
-    NORMED,
-    PADDING,
-    PLAIN,
-    STRIDE,
-    Kind,
-    as_rows,
-    gated_scale,
-    normed_scale,
-)
+from ....weights import low_bit
+from ....weights.low_bit import FP8, GATED, INT8, KERNEL, Kind
 from ..kernels import launch_config as cuts
 from ..kernels.group_norm import Rounding, large_group_norm
 from ..kernels.launch_config import LaunchConfig, Launches, Trial, random_on, row_class, tuned
@@ -101,7 +87,7 @@ def way_of(product: Product, dtype: torch.dtype, device: torch.device, kind: Kin
         return way_of_convolution(product, product.size, random)
     weight = random(product.out, product.width)
     affine = Affine(weight, None, (kernels.rounded_weight(weight, kind),))
-    if product.source == NORMED:
+    if product.source == low_bit.NORMED:
         tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)
         return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)
@@ -111,7 +97,7 @@ def way_of(product: Product, dtype: torch.dtype, device: torch.device, kind: Kin
         parameters, norm = Affine(vector, None), LayerNorm("norm", product.out, EPS)
         matrix, bias = random(2 * product.width, product.out), random(2 * product.width)
         rounded = kernels.rounded_weight(matrix, kind)
-        into = Affine(matrix, bias, (rounded,), gated_scale=gated_scale(matrix, bias, parameters).view(1, 1))
+        into = Affine(matrix, bias, (rounded,), gated_scale=low_bit.gated_scale(matrix, bias, parameters).view(1, 1))
 
         def fed_forward(ops: Operators) -> object:
             now, normed = ops.layer_norm(stream, parameters, norm, into)
@@ -129,10 +115,10 @@ def way_of_convolution(product: Product, size: tuple[int, int], random: Callable
     image = random(batch, channels, *size).to(memory_format=torch.channels_last)
     weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
     parameters = Affine(random(channels), random(channels))
-    rounded = kernels.rounded_weight(as_rows(weight), FP8)
-    affine = Affine(weight, None, (rounded,), normed_scale=normed_scale(parameters).view(1, 1))
+    rounded = kernels.rounded_weight(low_bit.as_rows(weight), FP8)
+    affine = Affine(weight, None, (rounded,), normed_scale=low_bit.normed_scale(parameters).view(1, 1))
     norm = GroupNorm("norm", channels, GROUPS, EPS)
-    shape = Convolution("convolution", channels, product.out, KERNEL, STRIDE, PADDING)
+    shape = Convolution("convolution", channels, product.out, KERNEL, low_bit.STRIDE, low_bit.PADDING)
     return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)
 
 
@@ -166,13 +152,13 @@ def low_bit_compilations(
     for width in widths(users):
         found.append(partial(tokens_of, width))
     # Sizes are multiples of this in every network: Triton compiles another kernel for others.
-    width, wanted = ALIGNED, list[Product]()
+    width, wanted = low_bit.ALIGNED, list[Product]()
     if kind is INT8:
-        wanted.append(Product(FEW, width, width, PLAIN))
+        wanted.append(Product(FEW, width, width, low_bit.PLAIN))
     elif products.copies_tiles(device):
         found.append(partial(norm, width))
         wanted.append(Product(FEW, width, width, GATED))
-        wanted.append(Product(FEW * FEW, KERNEL**2 * width, width, GROUP_NORMED, (FEW, FEW)))
+        wanted.append(Product(FEW * FEW, KERNEL**2 * width, width, low_bit.GROUP_NORMED, (FEW, FEW)))
     for product in wanted:
         trial = trial_of(product, make, device, dtype, kind, torch.bfloat16)
         if trial is not None:
