@@ -124,7 +124,7 @@ class Moment:
     deepest: Callable[[], int]
     cut_memory: Callable[[Hashable], CutMemory]
     edition: Callable[[], int]
-    ordered: Callable[[], contextlib.AbstractContextManager[None]]
+    ordered: Callable[[], contextlib.AbstractContextManager[object]]
     belongs_to_image: bool = True
     is_counted: bool = True
 

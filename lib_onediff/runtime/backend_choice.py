@@ -6,11 +6,11 @@ from dataclasses import replace
 from ..core.call import UNetCall
 from ..core.device import Candidates
 from ..core.key import EXACT, Lossy
-from ..devices.registry import AUTO, Devices
+from ..devices.registry import AUTO
 from ..devices.torch.sage import why_no_sage
 from ..options.settings import ONE_GPU, SAGE, Settings
-from .graphs.cache import GraphCache
 from .managed_unet import ManagedUNet
+from .services import Services
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
 SAGE_ATTENTION = "SageAttention"
@@ -19,15 +19,16 @@ SAGE_ATTENTION = "SageAttention"
 class BackendChoice:
     """Whoever calls holds the runtime's lock."""
 
-    def __init__(self, graphs: GraphCache, devices: Devices) -> None:
-        self._graphs, self._devices = graphs, devices
+    def __init__(self, services: Services) -> None:
+        self._services, self._graphs, self._devices = services, services.graphs, services.devices
 
-    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall, waits: bool) -> Candidates:
-        """The devices to try for a call, with the binding made true for it. waits: see Device.refuse.
+    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Candidates:
+        """The devices to try for a call, with the binding made true for it.
 
         Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
         """
         device, budget = call.latent.device, settings.memory_budget
+        waits = self._services.waits_for_compile
         candidates = self._devices.candidates(settings, device, call.latent.dtype, waits)
         managed.bound.reader = self._devices.contents_reader(device)
         managed.bound.refresh(

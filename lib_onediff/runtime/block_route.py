@@ -171,7 +171,7 @@ class BlockRoute:
         )
         no_low_bit = "" if settings.low_bit == "off" else "Low-bit is for the whole UNet alone"
         if settings.second_gpu != ONE_GPU:
-            call_stats.note_one_gpu(owns)
+            self._runtime.two_gpus.note(why_one=owns)
         call_stats.note(BLOCKS, "; ".join(filter(None, (owns, within, why_not_faster, no_low_bit))))
         layout = managed.bound.layout
         stages = (*layout.input_stages, layout.middle_stage, *layout.output_stages)

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..store import triton_cache
 from .call_stats import GRAPH, ROUTES
-from .card_route import CardRoute
 from .graphs.accounting import MemorySnapshot
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
@@ -21,7 +20,7 @@ SECONDS_A_PAGE_WAITS = 0.05
 # In place of CallStats.status where that fails: who reads it finds every key.
 UNKNOWN: dict[str, Any] = {
     **dict.fromkeys(("model", "backend", "resolution", "route", "step_ms", "host_ms", "ratio", "ratio_range")),
-    "relative_error": None, "reason": "", "calls": dict.fromkeys(ROUTES, 0), "second_gpu": {},
+    "relative_error": None, "reason": "", "calls": dict.fromkeys(ROUTES, 0),
 }
 
 
@@ -29,10 +28,9 @@ class Cache:
     """Every method may be called from any thread."""
 
     def __init__(
-        self, services: Services, stepping: Stepping, vae: DecoderRoute, two_gpus: TwoGpusRoute, by_card: CardRoute
+        self, services: Services, stepping: Stepping, vae: DecoderRoute, two_gpus: TwoGpusRoute
     ) -> None:
-        self._services, self._stepping, self._vae = services, stepping, vae
-        self._two_gpus, self._by_card = two_gpus, by_card
+        self._services, self._stepping, self._vae, self._two_gpus = services, stepping, vae, two_gpus
         self._seen = MemorySnapshot()
 
     # --- to see ---------------------------------------------------------------------------------------------------
@@ -82,7 +80,7 @@ class Cache:
             **{policy.name: part(policy.status, {}) for policy in self._stepping.policies},
             "backend": status["backend"] or settings.backend,
             "vae": part(self._vae.status, {}),
-            "second_gpu": {**status["second_gpu"], "bytes": part(self._two_gpus.bytes, 0)},
+            "second_gpu": part(self._two_gpus.status, {}),
             "hint": part(self._services.devices.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
             "low_bit_layers": part(self._services.graphs.low_bit_layers, 0),

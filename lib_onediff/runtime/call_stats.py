@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..core.key import ShapeKey
 from ..core.policy import Served
 from ..core.table import Entry, Stopwatch
 from ..core.weak_dictionary import WeakDictionary
+from .generations import Generations
 from .rows import ratio_values
 
 log = logging.getLogger("onediff")
@@ -28,12 +29,9 @@ MOST_HOST_IMAGES = 100
 class CallStats:
     """The last UNet call, how many went by each route, and the times of the last image."""
 
-    def __init__(
-        self, in_progress: Callable[[], Iterable[ImageTimes]] = tuple, is_alone: Callable[[], bool] = bool
-    ) -> None:
-        """in_progress: the times of every image that is being made. is_alone: whether the call that is being made
-        belongs to no image."""
-        self._in_progress, self._is_alone = in_progress, is_alone
+    def __init__(self, generations: Generations | None = None) -> None:
+        """generations: whose images are being made."""
+        self._generations = generations or Generations()
         self.image = ImageTimes()
         self._host_seconds: dict[Hashable, float] = {}
         # The last image's times of each whole shape, by the host's stopwatch.
@@ -49,11 +47,6 @@ class CallStats:
         self.backend: str | None = None
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
-        # Calls that two GPUs have computed; which, and how many rows each, or why the last one ran on one though the
-        # option is on.
-        self.on_two_gpus = 0
-        self.split = self.why_one_gpu = ""
-        self._told_split: set[str] = set()
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -64,7 +57,6 @@ class CallStats:
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
         self.entry = self.model = None
-        self.split = ""
 
     # --- the image ------------------------------------------------------------------------------------------------
 
@@ -105,11 +97,13 @@ class CallStats:
         if self._stands_for is not None:
             host, stands = self._stands_for
             kind = stands if kind == WHOLE else kind
-        is_alone = self._is_alone()
-        images = [] if is_alone else list(self._in_progress())
+        generations = self._generations
+        is_apart = generations.apart.is_on
+        running = generations.alive() if generations.running and not is_apart else ()
+        images = [generation.times for generation in running]
         if not images:
             # Nobody says where an image begins: at the latest, with another shape.
-            if is_alone or host is not None and self.host not in (None, host):
+            if is_apart or host is not None and self.host not in (None, host):
                 self.show()
             images = [self.image]
         self.host = host
@@ -123,11 +117,12 @@ class CallStats:
             self._count(HOSTS, host, host)
             return
         host = entry.host
-        if entry.key.is_cached_pass:
+        is_cached = entry.key.part == CACHED
+        if is_cached:
             host = self._full_passes.get(replace(entry.key, part=FULL))
         elif entry.key.part:
             self._full_passes[entry.key] = host
-        self._count(CACHED if entry.key.is_cached_pass else WHOLE, entry.own, host)
+        self._count(CACHED if is_cached else WHOLE, entry.own, host)
 
     # --- the last call --------------------------------------------------------------------------------------------
 
@@ -160,26 +155,6 @@ class CallStats:
         """See steps.policy.StepTimes."""
         self._count(kind, own, host)
 
-    def note_two_gpus(self, split: str) -> None:
-        """The call was computed by two GPUs, which split names with the rows of each."""
-        self.on_two_gpus += 1
-        self.split, self.why_one_gpu = split, ""
-        self._tell_once(f"two GPUs: {split}")
-
-    def note_one_gpu(self, reason: str) -> None:
-        """The call is computed by one GPU, though the option is on."""
-        self.split, self.why_one_gpu = "", reason
-        self._tell_once(f"one GPU: {reason}")
-
-    def forget_two_gpus(self) -> None:
-        """The option is off, or nothing is left of it."""
-        self.split = self.why_one_gpu = ""
-
-    def _tell_once(self, sentence: str) -> None:
-        if sentence not in self._told_split:
-            self._told_split.add(sentence)
-            log.info("%s", sentence)
-
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """What is noted inside is a part of a call that is noted as a whole."""
@@ -208,5 +183,4 @@ class CallStats:
             "image": {"seconds": image.seconds, "host_seconds": image.host_seconds, "steps": image.kinds()},
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},
-            "second_gpu": {"calls": self.on_two_gpus, "split": self.split, "reason": self.why_one_gpu},
         }

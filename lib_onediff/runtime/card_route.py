@@ -5,7 +5,6 @@ import logging
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from ..core.call import UNetCall
 from ..core.device import Candidates
@@ -13,8 +12,8 @@ from ..core.policy import Answer, Host, Served
 from ..core.precision import AttentionOverflows, flags_for, our_modes
 from ..core.refusal import Refusal
 from ..core.table import State
-from ..core.weak_dictionary import WeakDictionary
 from ..options.settings import SAGE, Settings
+from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
 from .fallback import FallbackChain
 from .managed_unet import ManagedUNet
@@ -33,22 +32,10 @@ class CardRoute:
     def __init__(self, services: Services, stepping: Stepping) -> None:
         self._services, self._stepping = services, stepping
         self.attention_overflows = AttentionOverflows(services.tuning_cache)
-        self._sessions: WeakDictionary[nn.Module, Session] = WeakDictionary()
-        self.fallback = FallbackChain(
-            services.table, services.graphs, services.devices, services.families, lambda: services.waits_for_compile
-        )
-
-    @property
-    def is_between_graphs(self) -> bool:
-        """Whether a function of another extension is being called between two graphs of a UNet."""
-        return self.fallback.patched.is_between_graphs
-
-    def release(self, unet: nn.Module) -> None:
-        """The UNet is given back."""
-        self._sessions.pop(unet, None)
+        self.choice, self.fallback = BackendChoice(services), FallbackChain(services)
 
     def answer(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host,
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host,
         times_host: bool = True, is_counted: bool = True, was_looked_at: bool = False,
     ) -> Answer:
         """The output of a call, with the step policies around it that are on for each card. times_host: host makes this
@@ -57,34 +44,18 @@ class CardRoute:
 
         Raises Refusal where the host must run it, torch.cuda.OutOfMemoryError, and what the host raises.
         """
-        compute = OneCard(self, unet, managed, settings, times_host, may_replay=not was_looked_at)
+        compute = OneCard(self, managed, settings, times_host, may_replay=not was_looked_at)
         return self._stepping.around(compute, False, managed, settings, is_counted=is_counted)(call, host)
 
-    def replay(
-        self, unet: nn.Module, call: UNetCall, settings: Settings, device: torch.device | None = None
-    ) -> Served | None:
-        """The output of a call like an earlier one of its sampling; None where something has to be found out first.
-        device: where it is computed, if not where the latent is."""
-        session, services = self._sessions.get(unet), self._services
-        if session is None or call.patches is not None or torch.is_grad_enabled():
-            return None
-        device = device or call.latent.device
-        with services.computing(device):
-            if self.is_between_graphs or services.waits_for_compile or self._sessions.get(unet) is not session:
-                # Given back since, the last.
-                return None
-            return session.replay(call, settings, device)
-
     def serve(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host | None,
-        times_host: bool = True,
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host | None, times_host: bool = True,
     ) -> Served:
         """As answer, with everything found out, and by no policy. host: None: what is cold does not serve."""
         services, device = self._services, call.latent.device
         with services.computing(device):
-            if self.is_between_graphs:
+            if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
-            candidates = self.fallback.begin(managed, settings, call)
+            candidates = self.choice.begin(managed, settings, call)
             served = self._compute(managed, settings, candidates, call)
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
@@ -102,7 +73,7 @@ class CardRoute:
                 with services.computing(device), our_modes(device, entry.key.precision):
                     self.fallback.make_ready(managed, settings, served)
         managed.served_last = True
-        self._note_session(unet, managed, settings, call, served)
+        self._note_session(managed, settings, call, served)
         return served
 
     def check(self, managed: ManagedUNet, call: UNetCall, served: Served) -> None:
@@ -111,9 +82,7 @@ class CardRoute:
         with self._services.computing(device), our_modes(device, served.entry.key.precision):
             self.fallback.check(managed, replace(call, upcast_attention=upcast), served)
 
-    def _note_session(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, served: Served
-    ) -> None:
+    def _note_session(self, managed: ManagedUNet, settings: Settings, call: UNetCall, served: Served) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
         are in eight bits, what some devices compile."""
         key, device = served.entry.key, call.latent.device
@@ -122,9 +91,9 @@ class CardRoute:
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
             return
-        session = self._sessions.get(unet)
+        session = managed.session
         if session is None or not session.holds(settings, device):
-            session = self._sessions[unet] = Session(managed, settings, device)
+            session = managed.session = Session(self._services, managed, settings, device)
         session.note(call, served.entry, served.reason)
 
     def _compute(self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall) -> Served:
@@ -158,21 +127,21 @@ class CardRoute:
 
 
 class OneCard:
-    """The calls of one UNet by CardRoute, as steps.policy.Compute."""
+    """The calls of one UNet by CardRoute, as core.policy.Compute."""
 
     def __init__(
-        self, route: CardRoute, unet: nn.Module, managed: ManagedUNet, settings: Settings, times_host: bool,
-        may_replay: bool,
+        self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool, may_replay: bool
     ) -> None:
-        self._route, self._unet, self._managed = route, unet, managed
-        self._settings, self._times_host, self._may_replay = settings, times_host, may_replay
+        self._route, self._managed, self._settings = route, managed, settings
+        self._times_host, self._may_replay = times_host, may_replay
 
     def __call__(self, call: UNetCall, host: Host | None) -> Answer:
-        replayed = self._route.replay(self._unet, call, self._settings) if self._may_replay else None
+        session = self._managed.session if self._may_replay else None
+        replayed = None if session is None else session.replay(call, self._settings, call.latent.device)
         if replayed is not None:
             return Answer(replayed.output, replayed)
         times_host = self._times_host and host is not None
-        served = self._route.serve(self._unet, self._managed, self._settings, call, host, times_host)
+        served = self._route.serve(self._managed, self._settings, call, host, times_host)
         return Answer(served.output, served)
 
     def check(self, call: UNetCall, served: Served) -> None:

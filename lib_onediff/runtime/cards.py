@@ -1,8 +1,7 @@
 """The GPUs of this machine: which of them computes a part of every call, and how many rows each one takes."""
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -19,9 +18,6 @@ WORTH_MOVING = 0.97
 class Cards:
     """What is asked of GPUs as devices."""
 
-    def __init__(self) -> None:
-        self._card = Card()
-
     def all(self) -> list[torch.device]:
         """Every GPU that torch can use."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -29,18 +25,17 @@ class Cards:
 
     def room(self, device: torch.device) -> int:
         """Bytes that weights may take there, with some to spare for whoever else uses the GPU."""
-        return self._card.free(device) + self._card.unused(device) - self._card.spare(device)
+        card = Card()
+        return card.free(device) + card.unused(device) - card.spare(device)
 
     def are_equal(self, first: torch.device, second: torch.device) -> bool:
         """Whether both are the same kind of GPU."""
         one, other = map(torch.cuda.get_device_properties, (first, second))
         return (one.name, one.multi_processor_count) == (other.name, other.multi_processor_count)
 
-    @contextlib.contextmanager
-    def using(self, device: torch.device) -> Iterator[None]:
+    def using(self, device: torch.device) -> AbstractContextManager[object]:
         """Kernels are launched there inside."""
-        with torch.cuda.device(device):
-            yield
+        return torch.cuda.device(device)
 
 
 def second_card(option: str, first: torch.device, needs: int, cards: Cards) -> torch.device:

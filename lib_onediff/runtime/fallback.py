@@ -15,17 +15,14 @@ from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.policy import Served
 from ..core.precision import Flags
 from ..core.refusal import Refusal
-from ..core.table import Entry, ShapeTable, State, Stopwatch
-from ..devices.registry import Devices
-from ..families.registry import Families
+from ..core.table import Entry, State, Stopwatch
 from ..options.settings import Settings
 from ..weights.bound import BoundUNet
-from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
-from .graphs.cache import GraphCache
 from .low_bit_route import LowBitRoute
 from .managed_unet import ManagedUNet
 from .patched_route import PatchedRoute
+from .services import Services
 from .verify import blame, judge_cached_pass
 
 log = logging.getLogger("onediff")
@@ -34,22 +31,10 @@ log = logging.getLogger("onediff")
 class FallbackChain:
     """The backends of a device, from the best down to PyTorch's operators launched one by one."""
 
-    def __init__(
-        self, table: ShapeTable, graphs: GraphCache, devices: Devices, families: Families,
-        waits_for_compile: Callable[[], bool],
-    ) -> None:
-        """waits_for_compile: see Services."""
-        self._table = table
-        self._graphs = graphs
-        self._devices, self._families = devices, families
-        self._choice = BackendChoice(graphs, devices)
-        self._low_bit = LowBitRoute(graphs, devices, families, waits_for_compile)
-        self._waits_for_compile = waits_for_compile
-        self.patched = PatchedRoute(graphs, devices)
-
-    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Candidates:
-        """See BackendChoice.begin."""
-        return self._choice.begin(managed, settings, call, self._waits_for_compile())
+    def __init__(self, services: Services) -> None:
+        self._services, self._table, self._graphs = services, services.table, services.graphs
+        self._devices, self._families = services.devices, services.families
+        self._low_bit, self._patched = LowBitRoute(services), PatchedRoute(services)
 
     def serve(
         self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall,
@@ -75,7 +60,7 @@ class FallbackChain:
                     raise Refusal(entry.reason)
                 if not lossy.only:
                     self._graphs.restore(managed)
-                waits = self._waits_for_compile()
+                waits = self._services.waits_for_compile
                 device.prepare(network_of(managed, call, lossy), waits, measures=waits)
                 return self._run(managed, settings, device, entry, call, reason)
             except (torch.cuda.OutOfMemoryError, NotYet):
@@ -118,7 +103,7 @@ class FallbackChain:
             return
         if result.rewind is not None:
             capture = lambda: self._capture(managed, settings, entry, result.call)  # noqa: E731
-            self.patched.capture(managed, result, result.rewind, capture)
+            self._patched.capture(managed, result, result.rewind, capture)
             return
         self._capture(managed, settings, entry, result.call)
 
@@ -180,8 +165,8 @@ class FallbackChain:
             raise Refusal("the weights have changed since the last whole step")
         if call.patches is not None:
             plainly = lambda: self._plainly(managed, entry, call)  # noqa: E731
-            return self.patched.run(managed, entry, call, call.patches, plainly, reason)
-        runner = device.runner(managed, entry.key, call, self._waits_for_compile())
+            return self._patched.run(managed, entry, call, call.patches, plainly, reason)
+        runner = device.runner(managed, entry.key, call, self._services.waits_for_compile)
         if runner is None and entry.state is not State.COLD:
             # What a graph replays was launched and judged before.
             runner = managed.runner(entry.key, call.cut)

@@ -2,6 +2,7 @@
 for what it generates inside itself (a face's inpainting)."""
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from typing import Any
@@ -22,20 +23,27 @@ class Generation:
         self.times, self.began = ImageTimes(), time.perf_counter()
 
 
+class Apart(threading.local):
+    """Of a thread. is_on: its calls make shapes ready, and belong to no image."""
+
+    is_on = False
+
+
 class Generations:
-    """Those in progress, the innermost last. One that has failed is over when the host has let go of it."""
+    """running: those in progress, the innermost last. One that has failed is over when the host has let go of it."""
 
     def __init__(self) -> None:
-        self._running: list[weakref.ref[Generation]] = []
+        self.running: list[weakref.ref[Generation]] = []
+        self.apart = Apart()
 
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
         """p: what the host makes the images from. A copy of one in progress goes on with it."""
         known: Generation | None = p.__dict__.get(GENERATION)
-        if known is not None and known in self._alive():
+        if known is not None and known in self.alive():
             known.settings, known.why_off = settings, why_off
             return known
         p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
-        self._running = [*map(weakref.ref, self._alive()), weakref.ref(generation)]
+        self.running = [*map(weakref.ref, self.alive()), weakref.ref(generation)]
         return generation
 
     def end(self, p: Any) -> Generation | None:
@@ -43,16 +51,12 @@ class Generations:
         known: Generation | None = p.__dict__.pop(GENERATION, None)
         if known is None or known.owner != id(p):
             return None
-        self._running = [weakref.ref(each) for each in self._alive() if each is not known]
+        self.running = [weakref.ref(each) for each in self.alive() if each is not known]
         return known
-
-    def times(self) -> list[ImageTimes]:
-        """Of each in progress."""
-        return [generation.times for generation in self._alive()]
 
     @property
     def innermost(self) -> Generation | None:
-        return next(reversed(self._alive()), None)
+        return next(reversed(self.alive()), None)
 
-    def _alive(self) -> list[Generation]:
-        return [generation for reference in self._running if (generation := reference()) is not None]
+    def alive(self) -> list[Generation]:
+        return [generation for one in self.running if (generation := one()) is not None]

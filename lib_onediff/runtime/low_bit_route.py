@@ -7,7 +7,7 @@ with all that is used, against the same call with none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -19,14 +19,12 @@ from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
 from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
-from ..devices.registry import Devices
-from ..families.registry import Families
 from ..options.settings import MOST_LOW_BIT_ERROR
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.offload import NoHostMemory
 from .backend_choice import NO_ROOM
-from .graphs.cache import GraphCache
 from .managed_unet import ManagedUNet
+from .services import Services
 from .verify import relative_error
 
 log = logging.getLogger("onediff")
@@ -37,13 +35,9 @@ NOT_FINITE = "what Low-bit does here cannot be measured: the exact output has Na
 class LowBitRoute:
     """Whoever calls holds the runtime's lock."""
 
-    def __init__(
-        self, graphs: GraphCache, devices: Devices, families: Families, waits_for_compile: Callable[[], bool]
-    ) -> None:
-        """waits_for_compile: see Services."""
-        self._graphs = graphs
-        self._devices, self._families = devices, families
-        self._waits_for_compile = waits_for_compile
+    def __init__(self, services: Services) -> None:
+        self._services, self._graphs = services, services.graphs
+        self._devices, self._families = services.devices, services.families
 
     def tune(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> bool:
         """Measure which products in eight bits pay, where that is not known; whether it was so."""
@@ -110,7 +104,7 @@ class LowBitRoute:
             choice = before
             if not choice.awaits & may_be:
                 return choice.left_out
-        if self._waits_for_compile() or (call.cut is not None and call.cut.reads):
+        if self._services.waits_for_compile or (call.cut is not None and call.cut.reads):
             return choice.left_out
         if choice.awaits:
             half = half_of(time_of(call.timestep))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ class ManagedUNet:
 
     step_memories: what step policies keep of its calls, by their names.
     sampling: what its own host says of the sampling in progress; None where that host says nothing.
+    session: a session.Session, which looks up calls like earlier ones; None where there is none.
     runners: those that were made, each good for what stands beside it; see runner.
     low_bit: the weights in eight bits, while they are used.
     low_bit_choice: the classes of layers that use them, once that was measured.
@@ -46,6 +48,7 @@ class ManagedUNet:
         self.settings = settings
         self.bound = bound or BoundUNet(unet, host_traits, families.read)
         self.served_last = False
+        self.session: Any = None
         self.step_memories: dict[str, StepMemory] = {}
         self._cut_memories: weakref.WeakValueDictionary[Hashable, CutMemory] = weakref.WeakValueDictionary()
         self.sampling: Sampling | None = None

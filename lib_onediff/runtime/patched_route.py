@@ -14,10 +14,9 @@ from ..core.refusal import Refusal
 from ..core.table import Entry, State
 from ..devices.cuda.graphs.capture import SegmentsRunner
 from ..devices.cuda.graphs.segments import DoesNotFit
-from ..devices.registry import Devices
 from .call_stats import GRAPH, PLAIN
-from .graphs.cache import GraphCache
 from .managed_unet import ManagedUNet
+from .services import Services
 from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")
@@ -27,15 +26,10 @@ WITHIN_FUNCTION = "a function of another extension calls the UNet while it runs 
 
 
 class PatchedRoute:
-    """Whoever calls holds the runtime's lock.
+    """Whoever calls holds the runtime's lock."""
 
-    is_between_graphs: whether a function is being called between two graphs; what another call of the UNet computes
-    would lie over what the second is to read.
-    """
-
-    def __init__(self, graphs: GraphCache, devices: Devices) -> None:
-        self._graphs, self._devices = graphs, devices
-        self.is_between_graphs = False
+    def __init__(self, services: Services) -> None:
+        self._services, self._graphs, self._devices = services, services.graphs, services.devices
 
     def run(
         self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
@@ -73,7 +67,7 @@ class PatchedRoute:
         runner = managed.runner(entry.key)
         if runner is None:
             return None
-        self.is_between_graphs = True
+        self._services.is_between_graphs = True
         try:
             return entry.own.time(call.latent.device, lambda: runner.run(call), GRAPH)
         except DoesNotFit as misfit:
@@ -84,7 +78,7 @@ class PatchedRoute:
             self._graphs.drop({entry.key})
             return None
         finally:
-            self.is_between_graphs = False
+            self._services.is_between_graphs = False
 
     def capture(
         self, managed: ManagedUNet, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
@@ -94,11 +88,11 @@ class PatchedRoute:
         entry, call = result.entry, result.call
         go_on = state_of(entry.key.device, () if call.patches is None else call.patches.functions())
         rewind()
-        self.is_between_graphs = True
+        self._services.is_between_graphs = True
         try:
             capture()
         finally:
-            self.is_between_graphs = False
+            self._services.is_between_graphs = False
             go_on()
         runner = managed.runner(entry.key)
         if not isinstance(runner, SegmentsRunner):

@@ -62,7 +62,7 @@ class Runtime:
         self.by_card = CardRoute(services, self.stepping)
         self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
         self.vae = DecoderRoute(services)
-        self.cache = Cache(services, self.stepping, self.vae, self.two_gpus, self.by_card)
+        self.cache = Cache(services, self.stepping, self.vae, self.two_gpus)
         cache = self.cache
         self.rows, self.totals, self.status, self.pin = cache.rows, cache.totals, cache.status, cache.pin
         self.open_cache, self.keep_history, self.purge = cache.open_cache, cache.keep_history, cache.purge
@@ -71,6 +71,8 @@ class Runtime:
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
         self._last_unet: Callable[[], nn.Module | None] = no_object
+        # The settings that were found to be plain last.
+        self._plain: Settings | None = None
 
     @property
     def history(self) -> History:
@@ -119,7 +121,7 @@ class Runtime:
                 return
             for entry in self.table.entries():
                 entry.forget_failures(managed.bound.last_identity)
-            self.by_card.release(unet)
+            managed.session = None
             self.two_gpus.forget(unet)
             services.managed.pop(unet, None)
             managed.drop_runners()
@@ -220,14 +222,15 @@ class Runtime:
             if host_traits is not None and unet not in self.services.managed:
                 self.adopt(unet, host_traits=host_traits)
             managed, settings = self.managed_and_settings(unet)
-            was_looked_at = settings.second_gpu == ONE_GPU and self.stepping.none_is_on(settings)
-            if was_looked_at:
+            is_plain = settings is self._plain or self._is_plain(settings)
+            if is_plain:
                 managed.step_memories.clear()
-                replayed = self.by_card.replay(unet, call, settings)
+                session = managed.session
+                replayed = None if session is None else session.replay(call, settings, call.latent.device)
                 if replayed is not None:
                     self.call_stats.note_served(replayed)
                     return replayed.output
-            compute: Compute = OursOrHosts(self, unet, managed, settings, was_looked_at)
+            compute: Compute = OursOrHosts(self, unet, managed, settings, was_looked_at=is_plain)
             compute = self.stepping.around(compute, True, managed, settings, guidance)
         except Refusal as refusal:
             reason = str(refusal)
@@ -240,6 +243,14 @@ class Runtime:
         if reason is OUT_OF_MEMORY:
             self.free_graphs()
         return self.by_host(unet, reason, host)
+
+    def _is_plain(self, settings: Settings) -> bool:
+        """Whether calls by these settings are whole ones on one GPU. An answer holds as long as they do."""
+        if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
+            return False
+        self.stepping.rest(settings, "")
+        self._plain = settings
+        return True
 
     def _note_another(self, unet: nn.Module) -> None:
         """Calls of another UNet follow. Where nobody says which calls make an image, they make none with those before.
@@ -266,14 +277,13 @@ class Runtime:
     ) -> Answer:
         """The output by one card or two. was_looked_at, what it raises: see CardRoute.answer."""
         if settings.second_gpu != ONE_GPU:
-            served = self.two_gpus.serve(unet, managed, settings, call, host)
-            if served is not None:
-                self.two_gpus.note(served)
-                return Answer(served.output, served)
+            answer = self.two_gpus.answer(unet, managed, settings, call, host)
+            if answer is not None:
+                return answer
         elif self.two_gpus.in_use:
             self.two_gpus.forget(unet)
         self.call_stats.begin()
-        answer = self.by_card.answer(unet, managed, settings, call, host, was_looked_at=was_looked_at)
+        answer = self.by_card.answer(managed, settings, call, host, was_looked_at=was_looked_at)
         if answer.served is not None:
             self.call_stats.note_served(answer.served)
         return answer
@@ -288,6 +298,7 @@ class Runtime:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
         self.call_stats.begin()
         self.call_stats.note(HOST, reason)
+        self.two_gpus.note()
         if unet is not None:
             self._leave_as_found(unet)
 
@@ -296,7 +307,7 @@ class Runtime:
         makes the host's own image to the bit. One that takes turns with us does not move them at every turn: there the
         host convolves the same numbers in channels-last order, which some processors round in another way."""
         managed = self.managed_unet(unet)
-        if self.by_card.is_between_graphs:
+        if self.services.is_between_graphs:
             # The call around this one goes on with the weights where they are.
             return
         # Where there is too little memory, it is the host that runs out of it.

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -32,7 +32,11 @@ OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
 class Services:
-    """Made once. Whoever computes or captures does it inside computing()."""
+    """Made once. Whoever computes or captures does it inside computing().
+
+    is_between_graphs: whether a function of another extension is being called between two graphs of a UNet: what
+    another call computes would lie over what the second is to read.
+    """
 
     def __init__(self, devices: Iterable[Device] | None = None, families: Iterable[Family] | None = None) -> None:
         """By default, those of the registries."""
@@ -46,65 +50,62 @@ class Services:
         self.tuning_cache = TuningCache()
         self.devices = Devices(devices_here(self.tuning_cache) if devices is None else devices)
         self.generations = Generations()
-        self.call_stats = CallStats(self.generations.times, lambda: self.waits_for_compile)
+        self.call_stats = CallStats(self.generations)
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
         self.graphs = GraphCache(
             self.table, self.managed, lambda: self.history.pins(), self.devices.operators, self.families.output
         )
-        self._run_settings: Settings | None = None
-        self._why_off = ""
-        self._waiting = threading.local()
-        self.lock = threading.RLock()
+        self.is_between_graphs = False
+        self._for_run: tuple[Settings, str] | None = None
         self.order = StreamOrder()
+        self.lock = self.order.lock
         # Who needs GPU memory besides us asks here.
         self.pressure = MemoryPressure(
             self.graphs, self.lock, self.guard, lambda: self.generations.innermost is not None
         )
 
     @contextlib.contextmanager
-    def settings_for_run(self, settings: Settings, why_off: str = "") -> Iterator[None]:
+    def settings_for_run(self, settings: Settings | None, why_off: str = "") -> Iterator[None]:
         """Use other settings for the calls made inside. why_off: the reason to show if they switch OneDiff off."""
-        before = self._run_settings, self._why_off
-        self._run_settings, self._why_off = settings, why_off
+        before, self._for_run = self._for_run, None if settings is None else (settings, why_off)
         try:
             yield
         finally:
-            self._run_settings, self._why_off = before
+            self._for_run = before
 
     @property
     def settings_shown(self) -> Settings:
         """What a page says: those of settings_for_run while that goes on, else the WebUI's."""
-        return self._run_settings or self.settings
+        return self.settings if self._for_run is None else self._for_run[0]
 
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
-        if self._run_settings is not None:
-            return self._run_settings, self._why_off
-        generation = None if self.waits_for_compile else self.generations.innermost
+        if self._for_run is not None or self.generations.apart.is_on or not self.generations.running:
+            return self._for_run
+        generation = self.generations.innermost
         return None if generation is None else (generation.settings, generation.why_off)
 
     @property
     def waits_for_compile(self) -> bool:
         """Whether this thread's calls wait for kernels that are being compiled, and are not the host's meanwhile."""
-        return getattr(self._waiting, "is_on", False)
+        return self.generations.apart.is_on
 
     @contextlib.contextmanager
     def wait_for_compile(self) -> Iterator[None]:
         """Calls made inside wait for kernels that are being compiled; otherwise the host serves them meanwhile."""
-        before, self._waiting.is_on = self.waits_for_compile, True
+        apart = self.generations.apart
+        before, apart.is_on = apart.is_on, True
         try:
             yield
         finally:
-            self._waiting.is_on = before
+            apart.is_on = before
 
-    @contextlib.contextmanager
-    def computing(self, device: torch.device) -> Iterator[None]:
+    def computing(self, device: torch.device) -> AbstractContextManager[object]:
         """Kernels launched inside run alone, and on this device, whichever is torch's current one outside: other
-        threads wait for the lock, and the GPU finishes the work of other streams first."""
-        with self.lock, self.order.after_the_last(device):
-            yield
+        threads wait for the lock, and the GPU finishes the work of other streams first. It may be entered again."""
+        return self.order.turn(device)
 
     def free_graphs(self) -> None:
         """Drop every graph and hand the memory back to the driver; the next call at a shape captures again."""

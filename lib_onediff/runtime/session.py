@@ -16,6 +16,7 @@ from ..core.table import Entry, State
 from ..options.settings import Settings
 from .call_stats import GRAPH
 from .managed_unet import ManagedUNet
+from .services import Services
 
 
 class KnownCall(NamedTuple):
@@ -37,8 +38,10 @@ class Session:
     that decide anew at each step (Low-bit while it is measured, OneFlow) are never noted.
     """
 
-    def __init__(self, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:
-        self._managed, self._settings, self._device = managed, settings, device
+    def __init__(self, services: Services, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:
+        """device: where its calls are computed."""
+        self._services, self._managed, self._settings, self._device = services, managed, settings, device
+        self._turn = services.computing(device)
         self._where = managed.bound.looks, managed.bound.samplings
         self._autocast = autocast_dtype(device.type)
         self._known: dict[Hashable, KnownCall] = {}
@@ -64,22 +67,27 @@ class Session:
         that is not there any more. None where something has to be found out first: what was computed goes, and the call
         is made as the first of its kind.
         """
-        if not self.holds(settings, device):
+        services, managed = self._services, self._managed
+        if call.patches is not None or torch.is_grad_enabled() or not self.holds(settings, device):
             return None
-        known, managed = self._known.get(call.signature), self._managed
-        made = None if known is None else managed.runners.get(known.key)
-        if known is None or made is None or known.entry.state is not State.READY:
+        known = self._known.get(call.signature)
+        if known is None:
             return None
-        bound, cut = managed.bound, call.cut
-        if not managed.serves(made, cut):
-            return None
-        try:
-            stands = bound.begin_look()
-        except Refusal:
-            return None
-        output = known.entry.timed(self._device, partial(made.runner.run, call), GRAPH)
-        if not stands() or (known.key.lossy.low_bit and not managed.low_bit_stands()):
-            return None
-        if cut is not None and cut.reads and cut.edition != bound.edition:
-            return None
-        return Served(output, known.entry, bound.edition, GRAPH, known.reason, call)
+        with self._turn:
+            if services.is_between_graphs or services.generations.apart.is_on or managed.session is not self:
+                # Given back since, the last.
+                return None
+            runner = managed.runner(known.key, call.cut)
+            if runner is None or known.entry.verdict.state is not State.READY:
+                return None
+            bound, cut = managed.bound, call.cut
+            try:
+                stands = bound.begin_look()
+            except Refusal:
+                return None
+            output = known.entry.timed(self._device, partial(runner.run, call), GRAPH)
+            if not stands() or (known.key.lossy.low_bit and not managed.low_bit_stands()):
+                return None
+            if cut is not None and cut.reads and cut.edition != bound.edition:
+                return None
+            return Served(output, known.entry, bound.edition, GRAPH, known.reason, call)

@@ -59,21 +59,11 @@ class Stepping:
         """sampling_of: the sampling in progress of a UNet."""
         self._services, self._sampling_of = services, sampling_of
         self.policies = tuple(policies)
-        self._none_on: Settings | None = None
         self._positions = Positions()
 
-    def none_is_on(self, settings: Settings) -> bool:
-        """Whether all policies are off. Asked at every call: an answer holds for the same settings."""
-        if settings is not self._none_on:
-            if any(policy.is_on(settings) for policy in self.policies):
-                return False
-            self.rest(settings, "")
-            self._none_on = settings
-        return True
-
-    def are_on(self, settings: Settings, whole_batch: bool) -> bool:
-        """Whether any of those for whole batches is on, or any of the others."""
-        return any(policy.whole_batch is whole_batch and policy.is_on(settings) for policy in self.policies)
+    def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
+        """Whether any policy is on; whole_batch: of those for whole batches alone, or of the others."""
+        return any(whole_batch in (None, policy.whole_batch) and policy.is_on(settings) for policy in self.policies)
 
     def around(
         self, compute: Compute, whole_batch: bool, managed: ManagedUNet, settings: Settings,

@@ -8,7 +8,10 @@ waits for a GPU.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +22,19 @@ from ..core.guard import HostFunction
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
 from ..core.rows import take_rows, why_not_taken
-from ..core.table import Stopwatch
+from ..core.table import Entry, Stopwatch
 from ..core.weak_dictionary import WeakDictionary
+from ..devices.cuda.graphs.inputs import mapped
 from ..options.settings import Settings
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
-from .card_pair import Pair, Rest
 from .card_route import CardRoute
 from .cards import Cards, second_card, second_share
 from .managed_unet import ManagedUNet
 from .services import Services
 from .stepping import Stepping
 
+log = logging.getLogger("onediff")
 ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
 TOO_SLOW = "one GPU is sooner done than both"
@@ -41,33 +45,102 @@ class SecondGpuFull(Exception):
     """The second card's memory is full."""
 
 
+@dataclass
+class Pair:
+    """A UNet's copy on the second card.
+
+    unet: the copies' module. made_for: the option and the first card. bytes: of the copied weights. equal: whether both
+    cards are of one kind. shares: by the latent's shape, in which of BoundUNet.samplings how many rows were chosen for
+    the second card. entries: what both cards used last at a shape; their times choose the next share.
+    """
+
+    unet: nn.Module
+    managed: ManagedUNet
+    mirror: MirrorUNet
+    device: torch.device
+    made_for: tuple[str, torch.device]
+    bytes: int
+    equal: bool
+    shares: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    entries: dict[Any, tuple[Entry, Entry]] = field(default_factory=dict)
+
+    def rows(self, call: UNetCall, rows: slice) -> UNetCall:
+        """The call of these rows, on the second card: copies follow what the first one is doing."""
+        return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def share(self, call: UNetCall, sampling: int) -> int:
+        """How many rows of a call the second card computes. It changes between samplings alone."""
+        batch, shape = call.latent.shape[0], call.latent.shape
+        if self.equal:
+            return second_share(batch)
+        chosen_in, share = self.shares.get(shape, (None, 0))
+        if chosen_in != sampling:
+            timings = [(entry.own.timing, entry.key.batch) for entry in self.entries.get(shape, ())]
+            times = [timing.median / rows for timing, rows in timings if timing is not None]
+            share = second_share(batch, *times) if len(times) == 2 else second_share(batch)
+            self.shares[shape] = sampling, share
+        return share
+
+    def follow(self, first: ManagedUNet) -> None:
+        """What is known of the first card's UNet holds for this one."""
+        self.managed.settings = first.settings
+        self.mirror.samplings, self.mirror.in_sampling = first.bound.samplings, first.bound.in_sampling
+        self.managed.sampling, self.managed.no_room_for_low_bit = first.sampling, first.no_room_for_low_bit
+
+
+class Rest(NamedTuple):
+    """Why one card computes, as long as everything is as it is: this option, these weights, and this sampling, unless
+    it lasts."""
+
+    reason: str
+    lasts: bool
+    where: tuple[Any, ...]
+
+    @classmethod
+    def now(cls, reason: str, lasts: bool, managed: ManagedUNet, settings: Settings) -> Rest:
+        bound = managed.bound
+        weights = bound.looks, bound.edition, None if lasts else bound.samplings
+        return cls(reason, lasts, (settings.second_gpu, settings.memory_budget, *weights))
+
+    def holds(self, managed: ManagedUNet, settings: Settings) -> bool:
+        return self == Rest.now(self.reason, self.lasts, managed, settings)
+
+
 class TwoGpusRoute:
     """Computes calls on two cards, where that is chosen. in_use: whether a second card holds anything."""
 
     def __init__(
-        self, services: Services, stepping: Stepping, by_card: CardRoute, release: Callable[[nn.Module], None],
-        cards: Cards | None = None,
+        self, services: Services, stepping: Stepping, by_card: CardRoute, release: Callable[[nn.Module], None]
     ) -> None:
         """release: gives a UNet of ours back."""
         self._services, self._stepping, self._by_card, self._release = services, stepping, by_card, release
-        self.cards = cards or Cards()
+        self.cards = Cards()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._rests: WeakDictionary[nn.Module, Rest] = WeakDictionary()
         # The host's own is not timed beside two cards.
         self._untimed = Stopwatch()
+        # How many calls both have computed; how they shared the last one, or why one card computed it.
+        self._calls = 0
+        self._split = self._why_one_card = ""
+        self._told: set[str] = set()
 
     @property
     def in_use(self) -> bool:
         return bool(self._pairs) or bool(self._rests)
 
-    def note(self, served: Served) -> None:
-        """Count a call that both have computed."""
-        with self._services.call_stats.standing_for(self._untimed):
-            self._services.call_stats.note_served(served)
+    def status(self) -> dict[str, Any]:
+        """bytes: what the copies of weights take on second cards."""
+        copies = sum(pair.bytes for pair in self._pairs.values())
+        return {"calls": self._calls, "split": self._split, "reason": self._why_one_card, "bytes": copies}
 
-    def bytes(self) -> int:
-        """What the copies of weights take on second cards."""
-        return sum(pair.bytes for pair in self._pairs.values())
+    def note(self, split: str = "", why_one: str = "") -> None:
+        """How both have computed the last call, or why one card has though the option is on; neither where it is off.
+        """
+        self._split, self._why_one_card = split, why_one
+        sentence = f"two GPUs: {split}" if split else f"one GPU: {why_one}" if why_one else ""
+        if sentence and sentence not in self._told:
+            self._told.add(sentence)
+            log.info("%s", sentence)
 
     def forget(self, unet: nn.Module) -> None:
         """The UNet is given back, or computed on one card from now on: give the second card's memory back."""
@@ -76,30 +149,34 @@ class TwoGpusRoute:
         if pair is not None:
             self._release(pair.unet)
         if not self.in_use:
-            self._services.call_stats.forget_two_gpus()
+            self.note()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
         for unet in self._pairs:
             if unet is not but:
                 self.forget(unet)
 
-    def serve(
+    def answer(
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host
-    ) -> Served | None:
+    ) -> Answer | None:
         """The output of a call by both cards; None where one has to compute it, for a reason that is noted.
 
         Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
         """
-        reason, lasts, drops = self._why_one(unet, managed, settings, call), False, False
-        if reason:
-            self._services.call_stats.note_one_gpu(reason)
-            return None
-        host = HostFunction(host)
         try:
-            return self._split(unet, managed, settings, call, host)
-        except NotYet as compiling:
-            self._services.call_stats.note_one_gpu(str(compiling))
+            self._refuse(unet, managed, settings, call)
+        except Refusal as refusal:
+            self.note(why_one=str(refusal))
             return None
+        # Where nobody says when a sampling ends, the next call may go.
+        lasts, drops, rests, host = False, False, managed.bound.in_sampling, HostFunction(host)
+        try:
+            served = self._serve(unet, managed, settings, call, host)
+            with self._services.call_stats.standing_for(self._untimed):
+                self._services.call_stats.note_served(served)
+            return Answer(served.output, served)
+        except NotYet as compiling:
+            reason, rests = str(compiling), False
         except SecondGpuFull as full:
             reason, lasts, drops = str(full), True, True
         except Refusal as refusal:
@@ -113,31 +190,31 @@ class TwoGpusRoute:
         if drops:
             # Only now is everything gone that was computed before it failed.
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
-        # Where nobody says when a sampling ends, the next call may go.
-        if lasts or managed.bound.in_sampling:
-            self._rests[unet] = Rest.now(reason, (managed, settings), lasts)
-        self._services.call_stats.note_one_gpu(reason)
+        if lasts or rests:
+            self._rests[unet] = Rest.now(reason, lasts, managed, settings)
+        self.note(why_one=reason)
         return None
 
-    def _why_one(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> str:
-        """What is known before anything is computed, in one line for the user; "" where nothing stands in the way."""
+    def _refuse(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> None:
+        """Raise Refusal for what is known to stand in the way before anything is computed."""
         if call.latent.shape[0] < 2:
-            return ONE_ROW
+            raise Refusal(ONE_ROW)
         if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
-            return CAPTURES
+            raise Refusal(CAPTURES)
         rest = self._rests.get(unet)
         if rest is not None:
-            if rest.holds(settings, managed.bound):
-                return rest.reason
+            if rest.holds(managed, settings):
+                raise Refusal(rest.reason)
             self._rests.pop(unet, None)
         wanted = next((one for one in self._services.devices.all if one.name == settings.backend), None)
         if wanted is not None and wanted.traits.one_card:
-            return f"the backend {wanted.name} computes on one GPU"
-        if managed.bound.has_binding and managed.kinds:
-            return f"the host computes with {' and '.join(managed.kinds)}"
-        return why_not_taken(call)
+            raise Refusal(f"the backend {wanted.name} computes on one GPU")
+        if managed.bound.has_binding:
+            refuse_kinds(managed)
+        if lack := why_not_taken(call):
+            raise Refusal(lack)
 
-    def _split(
+    def _serve(
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: HostFunction
     ) -> Served:
         """The output. Where both cards know what to do, the second one begins first: the first one is done when its own
@@ -151,16 +228,17 @@ class TwoGpusRoute:
             raise Refusal(TOO_SLOW)
         first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
         here, second, was_looked_at = take_rows(call, first_rows), None, False
-        if pair is not None and pair.mirror.has_binding and not self._stepping.are_on(settings, whole_batch=False):
+        if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
             was_looked_at = True
             pair.follow(managed)
             with self._on(pair):
                 # Its graph's inputs are copied from the first card.
-                there, where = take_rows(call, second_rows), pair.mirror.binding.device
-                second = self._by_card.replay(pair.unet, there, settings, where)
+                there, session = take_rows(call, second_rows), pair.managed.session
+                where = pair.mirror.binding.device
+                second = None if session is None else session.replay(there, settings, where)
         self._services.call_stats.begin()
         first = served_of(
-            self._by_card.answer(unet, managed, settings, here, lambda: host()[first_rows], times_host=False)
+            self._by_card.answer(managed, settings, here, lambda: host()[first_rows], times_host=False)
         )
         if self._services.devices.named(first.entry.key.backend).traits.one_card:
             raise Refusal(f"the backend {first.entry.key.backend} computes on one GPU")
@@ -173,7 +251,8 @@ class TwoGpusRoute:
         pair.entries[call.latent.shape] = first.entry, second.entry
         output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
-        self._services.call_stats.note_two_gpus(f"{first_card} + {pair.device}, {rows}")
+        self._calls += 1
+        self.note(f"{first_card} + {pair.device}, {rows}")
         route = GRAPH if first.route == second.route == GRAPH else PLAIN
         return first._replace(output=output, route=route, reason=first.reason or second.reason)
 
@@ -190,9 +269,11 @@ class TwoGpusRoute:
         pair.follow(managed)
         with self._on(pair), self._services.call_stats.as_before():
             return served_of(self._by_card.answer(
-                pair.unet, pair.managed, settings, pair.rows(call, rows), of_host, times_host=False, is_counted=False,
+                pair.managed, settings, pair.rows(call, rows), of_host, times_host=False, is_counted=False,
                 was_looked_at=was_looked_at,
             ))
+
+    # --- the copy -------------------------------------------------------------------------------------------------
 
     def _pair(
         self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device
@@ -218,20 +299,18 @@ class TwoGpusRoute:
 
     def _make(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair:
         """A copy without values, on the card that the option names. Raises Refusal."""
-        if managed.kinds:
-            raise Refusal(f"the host computes with {' and '.join(managed.kinds)}")
-        binding = managed.bound.binding
-        needs, device = bytes_of(binding), self._choose(unet, managed, settings, first)
+        refuse_kinds(managed)
+        binding, device = managed.bound.binding, self._choose(unet, managed, settings, first)
         with self._full_of(device), self.cards.using(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
         copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
-        pair = Pair(
-            copy, copied, mirror, device, (settings.second_gpu, first), needs, self.cards.are_equal(first, device),
+        pair = self._pairs[unet] = Pair(
+            copy, copied, mirror, device, (settings.second_gpu, first), bytes_of(binding),
+            self.cards.are_equal(first, device),
         )
         with self._services.lock:
             self._services.managed[copy] = copied
-        self._pairs[unet] = pair
         return pair
 
     @contextlib.contextmanager
@@ -246,6 +325,12 @@ class TwoGpusRoute:
             yield
         except torch.cuda.OutOfMemoryError:
             raise SecondGpuFull(FULL.format(device)) from None
+
+
+def refuse_kinds(managed: ManagedUNet) -> None:
+    """Raise Refusal where a copy of the weights is not all that the host computes with."""
+    if managed.kinds:
+        raise Refusal(f"the host computes with {' and '.join(managed.kinds)}")
 
 
 def served_of(answer: Answer) -> Served:

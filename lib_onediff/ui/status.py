@@ -25,10 +25,10 @@ STEPS = {
 }
 # What a status says of the last image, which is of no use beside a model that OneDiff does not serve.
 OF_THE_LAST_CALL = (
-    "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image", "second_gpu",
+    "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image",
 )
-# The same of what leaves steps out; each is a mapping of counts and texts.
-OF_THE_STEPS = ("deepcache", "guidance", "forecast")
+# The same of what leaves steps out or splits them; each is a mapping of counts and texts.
+OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
 # In place of both status lines where a fault of ours keeps them from being made.
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
 

@@ -25,11 +25,12 @@ TRIALS, EDITS_OF_A_UNET = 1000, 2 * len(EDITS)
 @contextlib.contextmanager
 def as_in_images() -> Iterator[None]:
     """Calls that wait for kernels are no images' calls, and go by no session."""
-    before, runtime.services._waiting.is_on = runtime.services._waiting.is_on, False
+    apart = runtime.generations.apart
+    before, apart.is_on = apart.is_on, False
     try:
         yield
     finally:
-        runtime.services._waiting.is_on = before
+        apart.is_on = before
 
 
 def compiled(network: str = "tiny-sdxl", side: int = 128, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -19,7 +19,7 @@ from lib_onediff.core.additions import PerturbedAttention
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
-from lib_onediff.runtime import card_pair, two_gpus
+from lib_onediff.runtime import two_gpus
 from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
 from lib_onediff.runtime.effects import Machine, why_no_effect
 
@@ -62,7 +62,7 @@ def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypat
     image = Image.of()
     image.begin()
     image.run(image.call())
-    monkeypatch.setattr(card_pair.Pair, "rows", fails)
+    monkeypatch.setattr(two_gpus.Pair, "rows", fails)
     for _ in range(3):
         image.begin()
         call = image.call()

@@ -12,7 +12,6 @@ from builders import SMALL, SMALL_XL, diffusers_unet
 from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from graph_builders import PretendedGraphs
 from ladder_builders import EAGER, NATIVE
-from torch import nn
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
 from lib_onediff.core.call import UNetCall
@@ -30,9 +29,9 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
     parts: list[int] = []
     serve = CardRoute.serve
 
-    def counting(self: CardRoute, unet: nn.Module, managed: Any, settings: Any, call: UNetCall, *more: Any) -> Any:
+    def counting(self: CardRoute, managed: Any, settings: Any, call: UNetCall, *more: Any) -> Any:
         parts.append(call.latent.shape[0])
-        return serve(self, unet, managed, settings, call, *more)
+        return serve(self, managed, settings, call, *more)
 
     monkeypatch.setattr(CardRoute, "serve", counting)
     return parts

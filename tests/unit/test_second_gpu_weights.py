@@ -68,10 +68,10 @@ def test_another_checkpoint_has_a_copy_of_its_own_and_a_gone_one_leaves_none() -
     second = replace(image, unet=other)
     second.begin()
     assert near(second.run(call := second.call()), exact(second, call))
-    assert image.runtime.two_gpus.bytes() == 2 * sum(parameter.nbytes for parameter in other.parameters())
+    assert image.second["bytes"] == 2 * sum(parameter.nbytes for parameter in other.parameters())
     del image
     second.runtime.release(other)
-    assert second.runtime.two_gpus.bytes() == 0 or len(second.runtime.two_gpus._pairs) == 0
+    assert second.second["bytes"] == 0 or len(second.runtime.two_gpus._pairs) == 0
 
 
 def test_out_of_memory_on_the_second_card_leaves_one_until_something_changes() -> None:

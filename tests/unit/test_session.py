@@ -21,7 +21,7 @@ from lib_onediff.core.call import UNetCall
 from lib_onediff.core.patch_points import MIDDLE, PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.runtime.fallback import FallbackChain
+from lib_onediff.runtime.backend_choice import BackendChoice
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.binding import Binding
 from lib_onediff.weights.scan import HostTraits
@@ -34,13 +34,13 @@ KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[UNetCall]:
     """The calls that did not go by a session."""
     calls: list[UNetCall] = []
-    begin = FallbackChain.begin
+    begin = BackendChoice.begin
 
-    def counting(self: FallbackChain, managed: Any, settings: Settings, call: UNetCall) -> Any:
+    def counting(self: BackendChoice, managed: Any, settings: Settings, call: UNetCall) -> Any:
         calls.append(call)
         return begin(self, managed, settings, call)
 
-    monkeypatch.setattr(FallbackChain, "begin", counting)
+    monkeypatch.setattr(BackendChoice, "begin", counting)
     return calls
 
 

@@ -1,46 +1,62 @@
 """Calls of several threads, each with a CUDA stream of its own, follow one another on the GPU.
 
-A graph's inputs, its memory and the prompts' keys and values are shared by all calls of a UNet. The runtime's lock
-keeps the launches apart; without this, the kernels of two streams would still overlap.
+A graph's inputs, its memory and the prompts' keys and values are shared by all calls of a UNet. The lock keeps the
+launches apart; without the rest, the kernels of two streams would still overlap.
 """
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import threading
+from contextlib import AbstractContextManager
 
 import torch
 
-from ....core.card import on_card
-
 
 class StreamOrder:
-    """Remembers, for each GPU, the stream of the last work and the event at its end. Whoever uses it holds the
-    runtime's lock."""
+    """Remembers, for each GPU, the stream of the last work and the event at its end."""
 
     def __init__(self) -> None:
-        self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self.lock = threading.RLock()
+        self.last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
-    @contextlib.contextmanager
-    def after_the_last(self, device: torch.device) -> Iterator[None]:
-        """Kernels launched inside start on the GPU when those of the last use, in whichever stream, have ended. No
-        thread waits for that. The GPU is torch's current one inside, as Triton and graphs want it. Waits for nothing
-        while the caller captures a CUDA graph of its own: a capture cannot wait for an event from outside."""
-        with on_card(device), self._after_the_last(device):
-            yield
+    def turn(self, device: torch.device) -> AbstractContextManager[object]:
+        """Inside, this thread has the lock, and kernels start on the GPU when those of the last turn, in whichever
+        stream, have ended. No thread waits for that. The GPU is torch's current one inside, as Triton and graphs want
+        it. Waits for nothing while the caller captures a CUDA graph of its own: a capture cannot wait for an event
+        from outside. It may be entered again once it was left."""
+        return Turn(self, device) if device.type == "cuda" else self.lock
 
-    @contextlib.contextmanager
-    def _after_the_last(self, device: torch.device) -> Iterator[None]:
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        stream = torch.cuda.current_stream(device)
-        before, event = self._last.get(device, (stream, None))
-        if event is None:
-            event = torch.cuda.Event()
-        elif before != stream:
-            stream.wait_event(event)
+
+class Turn:
+    """On a GPU. Written out, and not as a generator: every replay goes through it."""
+
+    def __init__(self, order: StreamOrder, device: torch.device) -> None:
+        self._order, self._device = order, device
+        self._card = torch.cuda.device(device)
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        self._order.lock.acquire()
+        self._stream = None
         try:
-            yield
+            self._card.__enter__()
+            if torch.cuda.is_current_stream_capturing():
+                return
+            stream = torch.cuda.current_stream(self._device)
+            before, event = self._order.last.get(self._device, (stream, None))
+            if event is not None and before != stream:
+                stream.wait_event(event)
+            self._stream = stream
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            if self._stream is not None:
+                _, event = self._order.last.get(self._device, (None, None))
+                event = torch.cuda.Event() if event is None else event
+                event.record(self._stream)
+                self._order.last[self._device] = self._stream, event
+            self._card.__exit__(*raised)
         finally:
-            event.record(stream)
-            self._last[device] = stream, event
+            self._order.lock.release()

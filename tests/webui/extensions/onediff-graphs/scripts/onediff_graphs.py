@@ -112,7 +112,7 @@ class Switch:
 
     def turn(self, on: bool) -> None:
         from lib_onediff.core.refusal import Refusal
-        from lib_onediff.runtime.fallback import FallbackChain
+        from lib_onediff.runtime.backend_choice import BackendChoice
         from lib_onediff.runtime.runtime import runtime
 
         runtime.release_all()
@@ -124,13 +124,13 @@ class Switch:
         def refuse(*args: Any) -> None:
             raise Refusal("there is no Triton here")
 
-        begin, native = FallbackChain.begin, runtime.devices.named("native")
+        begin, native = BackendChoice.begin, runtime.devices.named("native")
 
         def counting(chain: Any, *args: Any) -> Any:
             self.found_out += 1
             return begin(chain, *args)
 
-        self.put(FallbackChain, "begin", counting)
+        self.put(BackendChoice, "begin", counting)
         self.put(runtime.devices.named("cudagraph"), "refuse", lambda *args: None)
         self.put(native, "refuse", refuse)
         self.put(runtime.services.graphs, "_graphs", replaying_graphs())
