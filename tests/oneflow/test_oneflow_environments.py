@@ -33,10 +33,6 @@ def install(tmp_path: Path) -> Callable[[str], Path]:
     return into_a_folder
 
 
-def test_a_usable_one() -> None:
-    assert OneFlowGate().verdict(CPU, torch.float32) == Verdict(None)
-
-
 @pytest.mark.parametrize(("requirement", "word"), [("numpy==2.0.2", "umpy"), ("protobuf==4.25.3", "Descriptors")])
 def test_a_package_that_is_too_new(install: Callable[[str], Path], requirement: str, word: str) -> None:
     reason = verdict_with(install(requirement)).reason

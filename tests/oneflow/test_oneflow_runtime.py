@@ -53,17 +53,6 @@ def test_patience_edits_and_exchanges() -> None:
         assert now() == ("oneflow", "graph")
 
 
-def test_backends_back_and_forth() -> None:
-    unet = diffusers_unet(**SMALL)
-    call = a_call(unet)
-    with runtime.wait_for_compile():
-        for backend in ("oneflow", "eager", "oneflow"):
-            compile_unet(unet, backend=backend)
-            assert agree(served(unet, call), diffusers_output(unet, call))
-            assert status()["backend"] == backend
-            uncompile_unet(unet)
-
-
 def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneFlowGate, "verdict", lambda *given: Verdict("OneFlow has no luck today"))
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")

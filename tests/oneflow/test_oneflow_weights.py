@@ -44,25 +44,6 @@ def test_a_replaced_parameter() -> None:
     assert count() == graphs + 1
 
 
-def test_a_moved_parameter() -> None:
-    unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet), a_call(unet)
-    ours.output(call)
-    kept = unet.conv_in.weight.data
-    unet.conv_in.weight.data = kept * 2
-    kept.zero_()
-    assert agree(ours.output(call), diffusers_output(unet, call))
-
-
-def test_nothing_is_copied() -> None:
-    from oneflow.utils.tensor import from_torch, to_torch
-
-    from lib_onediff.devices.oneflow.operators import unowned
-
-    weight = nn.Parameter(torch.randn(6, 4))[2:]
-    assert to_torch(from_torch(unowned(weight))).data_ptr() == weight.data_ptr()
-
-
 def test_a_graph_keeps_no_weights() -> None:
     class Watched(bytearray):
         """Memory that says when it is gone."""
