@@ -45,8 +45,7 @@ FAILED = "OneFlow failed to compile ({}), and a second try could end the WebUI: 
 COMPILING = "OneFlow is compiling for this shape, in the background"
 COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
 STRIDED = "OneFlow reads weights in their usual order alone, and {} lies channels-last"
-
-
+# What OneFlow reads.
 ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
 ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
 
