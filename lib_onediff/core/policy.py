@@ -149,12 +149,15 @@ class StepPolicy(Protocol):
     """One way to compute less than the whole network at some steps. It holds counts and words for the user, and
     nothing of any network: that is in Moment.memories.
 
-    name: of its part of the status. title: for people. whole_batch: whether it decides for a call's whole batch. One
-    that does not stands inside of what splits a batch between GPUs, so that its memory is on the GPU that computes.
+    name: of its part of the status. title: for people. status: what it did, in plain values: counts, and as "reason"
+    why the last call was computed as without it; "" where it was not, or it is off. whole_batch: whether it decides for
+    a call's whole batch. One that does not stands inside of what splits a batch between GPUs, so that its memory is on
+    the GPU that computes.
     """
 
     name: str
     title: str
+    status: dict[str, Any]
     whole_batch: bool
 
     def is_on(self, settings: Settings) -> bool:
@@ -163,11 +166,6 @@ class StepPolicy(Protocol):
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
         """A function that answers the moment's call. It raises what compute raises.
 
-        Raises Refusal with the reason where the call is to be computed as without this policy.
+        Raises Refusal with the reason where the call is to be computed as without this policy; whoever asks puts that
+        into its status.
         """
-
-    def rest(self, reason: str) -> None:
-        """The last call was computed as without it: for this reason, or "" where it is off."""
-
-    def status(self) -> dict[str, Any]:
-        """What it did, in plain values: counts, and why the last call was computed whole."""

@@ -77,7 +77,7 @@ class Cache:
         status = part(self._services.call_stats.status, UNKNOWN)
         return {
             "enabled": settings.enabled, **status,
-            **{policy.name: part(policy.status, {}) for policy in self._stepping.policies},
+            **{policy.name: policy.status.copy() for policy in self._stepping.policies},
             "backend": status["backend"] or settings.backend,
             "vae": part(self._vae.status, {}),
             "second_gpu": part(self._two_gpus.status, {}),

@@ -32,7 +32,7 @@ class Around:
                 answer = policy.plan(moment)
             except Refusal as refusal:
                 if moment.is_counted:
-                    policy.rest(f"{policy.title} rests: {refusal}" if str(refusal) else "")
+                    rest(policy, str(refusal))
                 return self._inner(call, host)
             return answer(self._inner)
         except (Refusal, torch.cuda.OutOfMemoryError):
@@ -40,7 +40,7 @@ class Around:
         except Exception as error:
             if host is not None and id(error) == host.raised:
                 raise
-            policy.rest(f"{policy.title} rests: {self._guard.note(policy.title, error)}")
+            rest(policy, self._guard.note(policy.title, error))
             walk = getattr(moment.memories.get(policy.name), "walk", None)
             if walk is not None:
                 moment.memories[policy.name] = Broken(walk)
@@ -75,7 +75,7 @@ class Stepping:
         on = [policy for policy in mine if policy.is_on(settings)]
         for policy in mine:
             if policy not in on:
-                policy.rest("")
+                rest(policy)
                 managed.step_memories.pop(policy.name, None)
         if not on:
             return compute
@@ -98,6 +98,11 @@ class Stepping:
     def rest(self, settings: Settings, reason: str) -> None:
         """Whatever is on rests at this call, for this reason."""
         for policy in self.policies:
-            policy.rest(f"{policy.title} rests: {reason}" if policy.is_on(settings) and reason else "")
+            rest(policy, reason if policy.is_on(settings) else "")
+
+
+def rest(policy: StepPolicy, reason: str = "") -> None:
+    """A call is computed as without this policy: for this reason, or "" where it is off."""
+    policy.status["reason"] = f"{policy.title} rests: {reason}" if reason else ""
 
 

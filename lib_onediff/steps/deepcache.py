@@ -2,25 +2,25 @@
 steps compute the outer stages alone, around what an earlier step has written at the cut between both."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.call import CACHED, FULL, Cut, UNetCall
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
+from ..core.rows import PATCHED
 from ..core.timeline import Step
 from ..options.settings import Settings
-from .features import Features, Place, Record
+from .features import Place, Record
 from .prompts import Threads
 from .schedule import is_whole, last_whole
 
-PATCHES = "other extensions compute within the UNet"
 NO_CUT = "this network cannot be cut in two"
 
 
 class Cached:
-    """The features of one network in one walk through a sampling.
+    """The features of one network in one walk through a sampling, by shape and depth.
 
     failure: why some of its calls are no cached passes.
     """
@@ -28,7 +28,8 @@ class Cached:
     walk = 0
 
     def __init__(self) -> None:
-        self.features, self.threads = Features(), Threads()
+        self.places: dict[Hashable, Place] = {}
+        self.threads = Threads()
         self.failure = ""
         # The last two whole steps.
         self._whole_steps = (0, 0)
@@ -41,85 +42,75 @@ class Cached:
         return self._whole_steps[0] if is_whole_step and forecasts else last_whole(interval, step)
 
     def bytes(self) -> int:
-        """GPU memory of all features, and of the prompts that they belong to."""
-        return self.features.bytes() + self.threads.bytes()
+        """GPU memory of all features in use, those that graphs write and read included, and of their prompts."""
+        return self.threads.bytes() + sum(place.bytes() for place in list(self.places.values()))
 
 
 class DeepCache:
-    """The step policy. See steps.policy.StepPolicy."""
+    """The step policy. See core.policy.StepPolicy."""
 
     name, title, whole_batch = "deepcache", "DeepCache", False
 
     def __init__(self) -> None:
-        self._passes = dict.fromkeys((FULL, CACHED), 0)
-        # Why the last call was no cached pass though the option is on; why its feature was not forecast.
-        self._reason = self._reused = ""
+        self.status: dict[str, Any] = {FULL: 0, CACHED: 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
         return settings.cache_interval > 1
 
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
         """A cached pass where the schedule has one and its feature is there; else a full pass, which makes one."""
-        call, settings, sampling = moment.call, moment.settings, moment.sampling
-        interval = settings.cache_interval
+        call, interval = moment.call, moment.settings.cache_interval
         if call.patches is not None:
-            raise Refusal(PATCHES)
+            raise Refusal(PATCHED)
         position = moment.position
-        depth = min(settings.deepcache_depth, moment.deepest())
+        depth = min(moment.settings.deepcache_depth, moment.deepest())
         if depth < 1:
             raise Refusal(NO_CUT)
         cached = moment.memory_of(self.name, Cached)
         shape, prompt = cached.threads.thread(call, position.time)
-        place = cached.features.place((shape, depth), moment.cut_memory)
-        whole = is_whole(interval, position.step)
+        key = shape, depth
+        if key not in cached.places:
+            cached.places[key] = Place(moment.cut_memory(key))
+        place, whole = cached.places[key], is_whole(interval, position.step)
         # Between steps that add noise, or that a sampler of a higher order joins, the feature does not follow a line.
-        reused = sampling.why_no_forecast()
-        place.drop_older(cached.oldest_needed(interval, position.step, whole, not reused))
+        forecasts = not moment.sampling.why_no_forecast()
+        place.drop_older(cached.oldest_needed(interval, position.step, whole, forecasts))
         record = place.record(prompt)
-        run = PassRun(self, moment, cached, depth, place, record, forecasts=not reused)
+        passes = Passes(moment, cached, depth, place, record, forecasts)
 
         def answer(compute: Compute) -> Answer:
+            answered = None if whole or record.made_at is None else passes.cached(compute)
+            name = FULL if answered is None else CACHED
+            answered = answered or passes.full(compute)
             if moment.is_counted:
-                self._reused, self._reason = reused, cached.failure
-            found = None if whole or record.made_at is None else run.cached_pass(compute)
-            return found or run.full_pass(compute)
+                self.status[name] += 1
+                self.status["reason"] = cached.failure if name == FULL else ""
+            return answered
 
         return answer
 
-    def note(self, name: str, reason: str = "") -> None:
-        """A pass was computed. reason: why it was no cached one, where that is not the schedule's doing."""
-        self._passes[name] += 1
-        self._reason = reason
 
-    def rest(self, reason: str) -> None:
-        self._reason, self._reused = reason, ""
+@dataclass(frozen=True)
+class Passes:
+    """Both passes of one call."""
 
-    def status(self) -> dict[str, Any]:
-        return {**self._passes, "reason": self._reason, "reused": self._reused}
+    moment: Moment
+    memory: Cached
+    depth: int
+    place: Place
+    record: Record
+    forecasts: bool
 
-
-class PassRun:
-    """The passes of one call."""
-
-    def __init__(
-        self, policy: DeepCache, moment: Moment, cached: Cached, depth: int, place: Place, record: Record,
-        forecasts: bool,
-    ) -> None:
-        self._policy, self._moment, self._cached = policy, moment, cached
-        self._depth, self._place, self._record, self._forecasts = depth, place, record, forecasts
-
-    def full_pass(self, compute: Compute) -> Answer:
+    def full(self, compute: Compute) -> Answer:
         """The whole network. Its feature can be used once the cached pass has shown that it repeats the output."""
-        moment, place, record = self._moment, self._place, self._record
+        moment, place, record = self.moment, self.place, self.record
         with moment.ordered():
             place.make_room(record)
         answer = compute(self._cut(reads=False), moment.host)
-        if moment.is_counted:
-            self._policy.note(FULL, self._cached.failure)
         if answer.served is None:
             return answer
         with moment.ordered():
-            feature = place.memory.read() if self._forecasts else None
+            feature = place.memory.read() if self.forecasts else None
             record.note(moment.position.step.index, answer.served.edition, feature)
         again = self._cut(reads=True)
         try:
@@ -128,27 +119,22 @@ class PassRun:
                 # No call that makes shapes ready asks for it by itself.
                 compute(again, None)
         except Refusal as refusal:
-            self._cached.failure = str(refusal)
+            self.memory.failure = str(refusal)
         return answer
 
-    def cached_pass(self, compute: Compute) -> Answer | None:
+    def cached(self, compute: Compute) -> Answer | None:
         """The outer stages alone; None where the full pass has to be, because nothing that was checked serves, or the
         weights are others than those that made the feature."""
-        moment = self._moment
-        with moment.ordered():
-            self._place.bring_back(self._record, moment.position.step.index)
+        with self.moment.ordered():
+            self.place.bring_back(self.record, self.moment.position.step.index)
         try:
-            answer = compute(self._cut(reads=True), None)
+            return compute(self._cut(reads=True), None)
         except Refusal as refusal:
-            self._cached.failure = str(refusal)
+            self.memory.failure = str(refusal)
             return None
-        if moment.is_counted:
-            self._policy.note(CACHED)
-        return answer
 
     def _cut(self, reads: bool) -> UNetCall:
-        edition = -1 if self._record.edition is None else self._record.edition
-        return replace(self._moment.call, cut=Cut(self._depth, reads, self._place.memory, edition))
+        return replace(self.moment.call, cut=Cut(self.depth, reads, self.place.memory, self.record.edition))
 
 
 def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:

@@ -8,80 +8,55 @@ Samplers of higher orders go on from differences of outputs, and magnify the lin
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ..core.image_times import FORECAST
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
+from ..core.rows import PATCHED
 from ..core.table import Stopwatch
 from ..options.settings import Settings
+from .line import Line
 from .prompts import Threads
 from .schedule import is_whole
 
-PATCHES = "other extensions compute within the UNet"
 # The first steps change direction: they are computed.
 FIRST_COMPUTED = 3
 
 
-@dataclass
-class OutputHistory:
-    """The last two outputs that the same weights computed of one prompt at one shape. before, last: each a step's index
-    and an output, (batch, channels, height, width). host: the times of the host's own at this shape."""
+class Output:
+    """The line through what a prompt's calls of one shape have given. host: the times of the host's own."""
 
-    before: tuple[int, Tensor] | None = None
-    last: tuple[int, Tensor] | None = None
-    edition: int = -1
-    host: Stopwatch | None = None
-
-    def note(self, step: int, output: Tensor, edition: int) -> None:
-        """The network was computed at this step. Of two outputs at one step the later counts."""
-        if edition != self.edition:
-            self.before = self.last = None
-            self.edition = edition
-        if self.last is not None and self.last[0] != step:
-            self.before = self.last
-        # The host may go on computing in its own.
-        self.last = step, output.detach().clone()
-
-    def forecast(self, step: int, edition: Callable[[], int]) -> Tensor | None:
-        """The output at another step, on the line through both; None before these weights have made two. Computed
-        in float32."""
-        if self.before is None or self.last is None or self.edition != edition():
-            return None
-        (step_before, output_before), (step_last, output_last) = self.before, self.last
-        weight = (step - step_before) / (step_last - step_before)
-        return torch.lerp(output_before.float(), output_last.float(), weight).to(output_last.dtype)
+    def __init__(self) -> None:
+        self.line = Line()
+        self.host: Stopwatch | None = None
 
 
-class Histories:
-    """The outputs of one network in one walk through a sampling."""
+class Outputs:
+    """The outputs of one network in one walk through a sampling, by shape and prompt."""
 
     walk = 0
 
     def __init__(self) -> None:
         self.threads = Threads()
-        self._histories: dict[Hashable, OutputHistory] = {}
+        self._outputs: dict[Hashable, Output] = {}
 
-    def of(self, thread: Hashable) -> OutputHistory:
-        return self._histories.setdefault(thread, OutputHistory())
+    def of(self, thread: Hashable) -> Output:
+        return self._outputs.setdefault(thread, Output())
 
     def bytes(self) -> int:
-        outputs = (pair[1] for one in list(self._histories.values()) for pair in (one.before, one.last) if pair)
-        return self.threads.bytes() + sum(output.nbytes for output in outputs)
+        kept = [tensor for output in list(self._outputs.values()) for tensor in output.line.tensors]
+        return self.threads.bytes() + sum(tensor.nbytes for tensor in kept)
 
 
 class Forecast:
-    """The step policy. See steps.policy.StepPolicy."""
+    """The step policy. See core.policy.StepPolicy."""
 
     name, title, whole_batch = "forecast", "Output forecast", True
 
     def __init__(self) -> None:
         self._stopwatch = Stopwatch()
-        self._forecasts, self._reason = 0, ""
+        self.status: dict[str, Any] = {"calls": 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
         return settings.forecast_interval > 1
@@ -90,36 +65,30 @@ class Forecast:
         """Only outputs that we have computed ourselves are continued, never the host's."""
         call, sampling = moment.call, moment.sampling
         if call.patches is not None:
-            raise Refusal(PATCHES)
+            raise Refusal(PATCHED)
         if not moment.belongs_to_image:
             raise Refusal("")
         position = moment.position
         if no_line := sampling.why_no_forecast():
             raise Refusal(no_line)
-        kept = moment.memory_of(self.name, Histories)
-        history = kept.of(kept.threads.thread(call, position.time))
+        outputs = moment.memory_of(self.name, Outputs)
+        known = outputs.of(outputs.threads.thread(call, position.time))
         index = position.step.index
         computed = index < FIRST_COMPUTED or is_whole(moment.settings.forecast_interval, position.step)
 
         def answer(compute: Compute) -> Answer:
-            self._reason = ""
+            self.status["reason"] = ""
             stop = self._stopwatch.start(call.latent.device)
-            output = None if computed else history.forecast(index, moment.edition)
+            output = None if computed or known.line.edition != moment.edition() else known.line.at(index)
             if output is not None:
                 stop()
-                self._forecasts += 1
-                moment.times.note_skipped(FORECAST, self._stopwatch, history.host)
+                self.status["calls"] += 1
+                moment.times.note_skipped(FORECAST, self._stopwatch, known.host)
                 return Answer(output)
             answer = compute(call, moment.host)
             if answer.served is not None:
-                history.host = moment.times.host
-                history.note(index, answer.output, answer.served.edition)
+                known.host = moment.times.host
+                known.line.note(index, answer.output, answer.served.edition)
             return answer
 
         return answer
-
-    def rest(self, reason: str) -> None:
-        self._reason = reason
-
-    def status(self) -> dict[str, Any]:
-        return {"calls": self._forecasts, "reason": self._reason}

@@ -59,12 +59,12 @@ class Guided:
 
 
 class GuidanceEnd:
-    """The step policy. See steps.policy.StepPolicy."""
+    """The step policy. See core.policy.StepPolicy."""
 
     name, title, whole_batch = "guidance", "Guidance end", True
 
     def __init__(self) -> None:
-        self._without_negative, self._reason = 0, ""
+        self.status: dict[str, Any] = {"without_negative": 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
         return settings.guidance_end < 1.0
@@ -98,19 +98,13 @@ class GuidanceEnd:
 
     def _whole(self, moment: Moment, guided: Guided, compute: Compute) -> Answer:
         answer = compute(moment.call, moment.host)
-        guided.host, self._reason = moment.times.host, ""
+        guided.host, self.status["reason"] = moment.times.host, ""
         return answer
 
     def _prompt_alone(self, moment: Moment, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
         call = moment.call
         with moment.times.standing_for(guided.host, PROMPT_ALONE):
             answer = compute(take_rows(call, found.rows), found.host)
-        self._without_negative += 1
-        self._reason = ""
+        self.status["without_negative"] += 1
+        self.status["reason"] = ""
         return answer._replace(output=for_all_rows(answer.output, call.latent.shape[0]))
-
-    def rest(self, reason: str) -> None:
-        self._reason = reason
-
-    def status(self) -> dict[str, Any]:
-        return {"without_negative": self._without_negative, "reason": self._reason}

@@ -1,6 +1,7 @@
 """Tell the calls of a sampling apart: by their prompts and shapes."""
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from ..core.call import UNetCall
 from ..core.refusal import Refusal
-from ..weights.watch import UNCOUNTED, edit_count
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
 # Words that take turns, several prompts at once: more are told apart by forgetting the oldest.
@@ -18,16 +18,16 @@ MOST_PROMPTS = 32
 
 
 class SeenPrompt(NamedTuple):
-    """A prompt: the tensors that the host handed over, and what was in them."""
+    """A prompt: the tensors that the host handed over, how often they were edited then, and what was in them."""
 
     number: int
     objects: tuple[weakref.ref[Tensor] | None, ...]
-    edits: tuple[int, ...]
+    edits: tuple[int | None, ...]
     content: tuple[Tensor | None, ...]
 
     def is_same(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """Whether these are the very tensors, unedited as far as that can be seen."""
-        return UNCOUNTED not in self.edits and self.edits == tuple(map(edit_count, tensors)) and all(
+        return None not in self.edits and self.edits == tuple(map(edit_count, tensors)) and all(
             tensor is (None if reference is None else reference())
             for reference, tensor in zip(self.objects, tensors, strict=True)
         )
@@ -37,40 +37,9 @@ class SeenPrompt(NamedTuple):
         return all(map(same_values, self.content, tensors))
 
 
-class PromptNumbers:
-    """Gives every prompt of a sampling a number; a prompt that is edited in mid-sampling is another one."""
-
-    def __init__(self) -> None:
-        self._seen: list[SeenPrompt] = []
-        self._next = 0
-
-    def number(self, context: Tensor, y: Tensor | None) -> int:
-        """The number of context (batch, tokens, width) and y (batch, width): what is in them tells, which waits for the
-        GPU unless they are the very tensors that came before."""
-        tensors = (context, y)
-        for seen in reversed(self._seen):
-            if seen.is_same(tensors):
-                return seen.number
-        for seen in reversed(self._seen):
-            if seen.is_equal(tensors):
-                return seen.number
-        content = tuple(None if tensor is None else tensor.detach().clone() for tensor in tensors)
-        objects = tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors)
-        edits = tuple(map(edit_count, tensors))
-        self._seen.append(SeenPrompt(self._next, objects, edits, content))
-        del self._seen[:-MOST_PROMPTS]
-        self._next += 1
-        return self._next - 1
-
-    def bytes(self) -> int:
-        """Memory of what was in the prompts."""
-        kept = [tensor for seen in list(self._seen) for tensor in seen.content if tensor is not None]
-        return sum(tensor.nbytes for tensor in kept)
-
-
 class Threads:
     """The calls of a sampling by prompt and shape: each thread has one call a step, or more where a sampler (Heun)
-    calls twice.
+    calls twice. A prompt that is edited in mid-sampling is another one.
 
     An extension that calls the network several times a step with the same prompt, as for tiles, shows at the sampling's
     first timestep, where the same prompt comes once otherwise. Later it may come twice: a Heun step ends at the
@@ -78,27 +47,51 @@ class Threads:
     """
 
     def __init__(self) -> None:
-        self._prompts = PromptNumbers()
+        self._prompts: list[SeenPrompt] = []
+        self._numbers = itertools.count()
         self._first_time: float | None = None
-        self._seen: set[Hashable] = set()
+        self._at_first: set[Hashable] = set()
         self._has_tiles = False
 
-    def thread(self, call: UNetCall, time: float, apart: Hashable = None) -> tuple[Hashable, int]:
-        """The shape and the prompt of a call at a timestep. apart: what else tells shapes apart. Raises Refusal where
-        one thread may have several calls a step."""
-        found = (call.signature, apart), self._prompts.number(call.context, call.y)
+    def thread(self, call: UNetCall, time: float) -> tuple[Hashable, int]:
+        """The shape and the prompt of a call at a timestep. What is in its context (batch, tokens, width) and y
+        (batch, width) tells, which waits for the GPU unless they are the very tensors that came before. Raises Refusal
+        where one thread may have several calls a step."""
+        found = call.signature, self._number((call.context, call.y))
         if self._first_time is None:
             self._first_time = time
         if time == self._first_time:
-            self._has_tiles = self._has_tiles or found in self._seen
-            self._seen.add(found)
+            self._has_tiles = self._has_tiles or found in self._at_first
+            self._at_first.add(found)
         if self._has_tiles:
             raise Refusal(TILES)
         return found
 
     def bytes(self) -> int:
         """Memory of what was in the prompts."""
-        return self._prompts.bytes()
+        kept = [tensor for seen in list(self._prompts) for tensor in seen.content if tensor is not None]
+        return sum(tensor.nbytes for tensor in kept)
+
+    def _number(self, tensors: tuple[Tensor | None, ...]) -> int:
+        newest_first = self._prompts[::-1]
+        for knows in (SeenPrompt.is_same, SeenPrompt.is_equal):
+            for seen in newest_first:
+                if knows(seen, tensors):
+                    return seen.number
+        self._prompts.append(SeenPrompt(
+            next(self._numbers), tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors),
+            tuple(map(edit_count, tensors)),
+            tuple(None if tensor is None else tensor.detach().clone() for tensor in tensors),
+        ))
+        del self._prompts[:-MOST_PROMPTS]
+        return self._prompts[-1].number
+
+
+def edit_count(tensor: Tensor | None) -> int | None:
+    """How often a tensor was edited in place; None for an inference tensor, which counts none."""
+    if tensor is None:
+        return 0
+    return None if tensor.is_inference() else tensor._version
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:

@@ -89,8 +89,6 @@ def status_html(status: dict[str, Any]) -> str:
 def reasons_of(status: dict[str, Any]) -> list[str]:
     """Why the last call was not computed in a faster way: its route, then what rests though it is chosen."""
     resting = [(status.get(part) or {}).get("reason") for part in OF_THE_STEPS]
-    if why := (status.get("deepcache") or {}).get("reused"):
-        resting.append(f"DeepCache reuses deep layers instead of extrapolating them: {why}")
     return [reason for reason in (status.get("reason"), *resting) if reason]
 
 

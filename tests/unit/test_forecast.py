@@ -16,7 +16,7 @@ from torch import Tensor
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
-from lib_onediff.steps.forecast import OutputHistory
+from lib_onediff.steps.line import Line
 
 # Of 20 steps with interval 3: DeepCache's whole steps, the first three, and the last.
 WHOLE_OF_20 = {0, 1, 2, 3, 6, 9, 12, 16, 19}
@@ -126,7 +126,7 @@ def test_a_fault_of_ours_costs_a_reason_and_a_log_line(
     def fails(*args: Any) -> Tensor:
         raise RuntimeError("the line broke")
 
-    monkeypatch.setattr(OutputHistory, "forecast", fails)
+    monkeypatch.setattr(Line, "at", fails)
     with caplog.at_level(logging.ERROR, logger="onediff"):
         assert ours.sample() == [WHOLE] * 20
     assert "the line broke" in caplog.text and "a fault of OneDiff" in ours.reason

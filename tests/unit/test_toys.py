@@ -13,7 +13,7 @@ from lib_onediff.core.call import UNetCall
 from lib_onediff.core.leaves import Convolution, Linear
 from lib_onediff.core.policy import Answer, Compute, Moment
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.sampling import Sampling
+from lib_onediff.core.sampling import UNANNOUNCED, Sampling
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.device import Eager
 from lib_onediff.families.leaf_reader import LeafReader
@@ -106,35 +106,33 @@ class ToyDevice(Eager):
 
 
 class EveryOther:
-    """Answers every second step with the last output."""
+    """Answers every second step with the last output, and has nothing to do with the fifth."""
 
-    name, title, whole_batch = "every_other", "Every other step", True
+    name, title = "every_other", "Every other step"
 
-    def __init__(self) -> None:
-        self.skipped, self.reason = 0, ""
+    def __init__(self, whole_batch: bool) -> None:
+        self.whole_batch = whole_batch
+        self.status: dict[str, Any] = {"skipped": 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
-        return True
+        return settings.enabled
 
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
         index = moment.position.step.index
+        if index == 4:
+            raise Refusal("the fifth step is whole")
         last = moment.memory_of(self.name, LastOutput)
 
         def answer(compute: Compute) -> Answer:
+            self.status["reason"] = ""
             if index % 2 and last.output is not None:
-                self.skipped += 1
+                self.status["skipped"] += 1
                 return Answer(last.output)
             computed = compute(moment.call, moment.host)
             last.output = computed.output
             return computed
 
         return answer
-
-    def rest(self, reason: str) -> None:
-        self.reason = reason
-
-    def status(self) -> dict[str, Any]:
-        return {"skipped": self.skipped, "reason": self.reason}
 
 
 class LastOutput:
@@ -186,18 +184,26 @@ def test_what_no_family_knows_is_the_hosts() -> None:
     assert "is not a UNet that OneDiff knows" in runtime.status()["reason"]
 
 
-def test_a_step_policy() -> None:
-    toy, policy = Toy(), EveryOther()
+@pytest.mark.parametrize("whole_batch", [True, False])
+def test_a_step_policy(whole_batch: bool) -> None:
+    toy, policy = Toy(), EveryOther(whole_batch)
     runtime = Runtime(policies=(policy,), devices=(Eager(),), families=(Toys(),))
     runtime.adopt(toy)
+    memories = runtime.managed_unet(toy).step_memories
     for _ in range(2):
         runtime.begin_sampling(toy, Sampling(times=lambda: TIMES))
-        outputs = [run(runtime, toy, a_call(time)) for time in TIMES]
-        runtime.end_sampling(toy)
-        for index, (time, output) in enumerate(zip(TIMES, outputs, strict=True)):
-            call = a_call(time if index % 2 == 0 else TIMES[index - 1])
-            assert torch.allclose(output, toy(call.latent, call.timestep, call.context), atol=1e-3)
-    assert runtime.status()["every_other"] == {"skipped": 2 * (len(TIMES) // 2), "reason": ""}
+        # The fifth step leaves nothing behind.
+        for index, source in enumerate([0, 0, 2, 2, 4, 2, 6]):
+            call = a_call(TIMES[source])
+            expected = toy(call.latent, call.timestep, call.context)
+            assert torch.allclose(run(runtime, toy, a_call(TIMES[index])), expected, atol=1e-3)
+            assert "the fifth step is whole" in policy.status["reason"] or index != 4
+        assert memories[policy.name].bytes() > 0
+        runtime.end_sampling()
+        assert not memories
+    assert runtime.status()["every_other"] == {"skipped": 6, "reason": ""}
+    run(runtime, toy, a_call(TIMES[1]))
+    assert runtime.status()["every_other"]["reason"] == f"Every other step rests: {UNANNOUNCED}"
 
 
 def test_deepcache_refuses_a_family_without_a_cut() -> None:
