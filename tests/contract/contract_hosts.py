@@ -75,7 +75,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Host:
-    """A host with one checkpoint, driven as its own code and our script drive it."""
+    """A host with one checkpoint, driven as its own code and our script drive it.
+
+    Each kind has make(): a checkpoint of its classes; unet; networks(): what we could have left something on;
+    sample(extension, control): two UNet calls, for which extension may change the host's objects; and set_lora().
+    """
 
     unet_module, unet_class, vae_module = "", "", ""
 
@@ -88,22 +92,6 @@ class Host:
 
     def module(self, name: str) -> Any:
         return importlib.import_module(name)
-
-    def make(self) -> Any:
-        """A checkpoint of this host's classes."""
-        raise NotImplementedError
-
-    @property
-    def unet(self) -> Any:
-        raise NotImplementedError
-
-    def sample(self, extension: Any, control: Any) -> Tensor:
-        """Two UNet calls. extension: may change the host's objects for this sampling."""
-        raise NotImplementedError
-
-    def set_lora(self, strength: float, online: bool = False) -> None:
-        """Choose a LoRA for the generations to come."""
-        raise NotImplementedError
 
     def new_unet(self, **config: Any) -> Any:
         return randomise(ldm_structure({**SMALL, **config}, self.unet_module, self.unet_class))
@@ -152,10 +140,6 @@ class Host:
     @property
     def adapter_module(self) -> Any:
         return sys.modules[type(self.adapter).before_sampling.__module__]
-
-    def networks(self) -> list[nn.Module]:
-        """Everything that we could have left something on."""
-        raise NotImplementedError
 
 
 class FamilyHost(Host):

@@ -5,29 +5,26 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import numpy
 import pytest
-import torch
 
 pytest.importorskip("gradio")
 pytest.importorskip("diffusers")
 
 from broken_functions import Breaker, Name, functions_called
-from builders import SMALL, SMALL_XL, a_call, served
+from builders import SMALL, SMALL_XL
 from contract_hosts import HOSTS, running
 from grid import WHOLE
-from test_hook_faults import walked_by_an_extension
+from test_blocks import controlled_forward
 from test_public_api_pipelines import inputs, pipeline, quiet
-from test_script import Generation, Standalone, standalone
-from vae_builders import a_latent
 
 from lib_onediff.public import compile_pipe, status, uncompile_pipe
 from lib_onediff.runtime.runtime import runtime
 
-__all__ = ["quiet", "standalone"]
+__all__ = ["quiet"]
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="code does not say which class it is of"),
     *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")),
@@ -126,7 +123,7 @@ def test_an_image_of_a_pipeline(case: Any) -> None:
 def test_an_image_of_a_webui(name: str, fresh_runtime: None) -> None:
     with running(name.split()[0]) as host:
         if "ControlNet" in name:
-            host.unet.forward = walked_by_an_extension(host)
+            host.unet.forward = MethodType(controlled_forward, host.unet)
 
         def images() -> list[Any]:
             return list(host.generate())
@@ -139,35 +136,3 @@ def test_an_image_of_a_webui(name: str, fresh_runtime: None) -> None:
 
         expected = images()
         nothing_is_lost(prepare, images, expected, "hosts/|block_route")
-
-
-class Sampled(Generation):
-    """A generation whose images are a UNet's output and a decoder's."""
-
-    def __init__(self, host: Standalone) -> None:
-        super().__init__()
-        self.host = host
-
-    def sample(self) -> list[Any]:
-        decoder = self.host.vae.decoder
-        with torch.no_grad():
-            return [served(self.host.unet, a_call(self.host.unet)), decoder(a_latent(decoder))]
-
-
-def test_an_image_of_the_script(standalone: Standalone) -> None:
-    def images() -> list[Any]:
-        p = Sampled(standalone)
-        # Settings of its own: the sampling is wrapped.
-        standalone.page.process(p, {"matmul_accumulation": "half"})
-        standalone.page.process_before_every_sampling(p)
-        made = p.sample()
-        standalone.page.postprocess(p, SimpleNamespace())
-        return made
-
-    def prepare() -> None:
-        standalone.switch(False)
-        standalone.switch(True)
-
-    expected = Sampled(standalone).sample()
-    standalone.switch(True)
-    nothing_is_lost(prepare, images, expected, "scripts/|ui/|onediff_adapter|services|options/")

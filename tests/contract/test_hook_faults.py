@@ -8,7 +8,6 @@ import pytest
 import torch
 from contract_hosts import Host, calls_of
 from test_generations import OURS, close, same
-from torch import Tensor
 
 from lib_onediff.hosts import hooks, sampler_schedule
 from lib_onediff.hosts.a1111 import layers
@@ -110,23 +109,3 @@ def test_a_fault_while_switching_off_leaves_no_hook(end: str, host: Host, traceb
     assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
     host.switch(True)
     assert calls_of(host.generate)[1] == OURS
-
-
-def walked_by_an_extension(host: Host) -> Any:
-    """A forward that walks the UNet's stages itself, as sd-webui-controlnet's."""
-    from ldm.modules.diffusionmodules.util import timestep_embedding
-
-    unet = host.unet
-
-    def forward(x: Tensor, timesteps: Any = None, context: Any = None, **others: Any) -> Tensor:
-        emb = unet.time_embed(timestep_embedding(timesteps, unet.model_channels))
-        skips, h = [], x
-        for module in unet.input_blocks:
-            h = module(h, emb, context)
-            skips.append(h)
-        h = unet.middle_block(h, emb, context)
-        for module in unet.output_blocks:
-            h = module(torch.cat([h, 0.5 * skips.pop()], dim=1), emb, context)
-        return unet.out(h)
-
-    return forward

@@ -9,19 +9,9 @@ import torch
 import torch._dynamo
 from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import Host, Sampler, calls_of, random
+from test_torch_compile import Traced
 
 from lib_onediff.runtime.runtime import runtime
-
-
-class Traced:
-    """A backend of torch.compile that runs what was traced as it is, and counts it."""
-
-    def __init__(self) -> None:
-        self.operators = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.operators += sum(node.op.startswith("call_") for node in graph.graph.nodes)
-        return graph.forward
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)

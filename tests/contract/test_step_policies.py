@@ -213,11 +213,10 @@ class Euler(Sampler12):
     func = sample_euler
 
 
-def sampled(host: Host, sampler: type[Sampler12], **options: Any) -> tuple[Guided, list[Any], list[int]]:
-    """The steps of a sampling, and which of them were computed."""
+def test_six_of_twelve_steps_are_computed_and_are_the_hosts(host: Host) -> None:
     guided = Guided(host)
-    guided.sampler = sampler
-    guided.start(**{"guidance_end": 1.0, "deepcache_interval": 3, "deepcache_depth": 0, **options})
+    guided.sampler = Euler
+    guided.start(guidance_end=1.0, deepcache_interval=3, deepcache_depth=0)
     steps, computed, before = [], [], runtime.status()["forecast"]["calls"]
     for place, step in enumerate(guided.steps()):
         steps.append(step)
@@ -225,29 +224,11 @@ def sampled(host: Host, sampler: type[Sampler12], **options: Any) -> tuple[Guide
         if now == before:
             computed.append(place)
         before = now
-    assert runtime.guard.faults == []
-    return guided, steps, computed
-
-
-def test_six_of_twelve_steps_are_computed_and_are_the_hosts(host: Host) -> None:
-    guided, steps, computed = sampled(host, Euler)
-    assert computed == COMPUTED and runtime.status()["forecast"]["reason"] == ""
+    assert computed == COMPUTED and runtime.status()["forecast"]["reason"] == "" and runtime.guard.faults == []
     guided.host.switch(False)
     for place, step in enumerate(steps):
         distance = relative_error(step.prediction, guided.by_host(step))
         assert distance < 1e-5 if place in computed else distance > 1e-5, (place, distance)
-
-
-def test_without_a_negative_prompt_from_half_of_the_steps_on(host: Host) -> None:
-    _, steps, computed = sampled(host, Euler, guidance_end=0.5)
-    # There the prompt alone begins a history of its own.
-    assert computed == sorted({*COMPUTED, 6, 7})
-    assert [step.is_early for step in steps] == [place >= 6 for place in range(12)]
-
-
-def test_other_samplers_are_computed_whole(host: Host) -> None:
-    _, _, computed = sampled(host, Sampler12)
-    assert computed == list(range(12)) and "Euler and DDIM" in runtime.status()["forecast"]["reason"]
 
 
 def rests_for_few_steps(host: Host, **generation: Any) -> bool:

@@ -172,48 +172,6 @@ def copied(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 @family
-def test_a_lora_that_changes_within_a_sampling_is_noticed(host: Host) -> None:
-    patches = lora(host, LINEAR)
-    calls_made = 0
-
-    def scheduled(generate: Callable[[], Any]) -> Any:
-        """As extensions do that give a LoRA another strength at some step."""
-        nonlocal calls_made
-        calls_made = 0
-        given = host.checkpoint.forge_objects_after_applying_lora.unet.lora
-
-        def change(*_: Any) -> None:
-            nonlocal calls_made
-            calls_made += 1
-            for entries in given.values():
-                entries[0][0] = 0.5 / calls_made
-
-        handle = host.unet.register_forward_pre_hook(change)
-        try:
-            return generate()
-        finally:
-            handle.remove()
-
-    host.set_loras((patches, 0.5))
-    steady = host.generate()
-    expected = scheduled(generate_with_the_same_patcher(host))
-    assert relative_error(expected.latent, steady.latent) > 1e-3
-    host.start()
-    host.set_loras((patches, 0.5))
-    made, calls = calls_of(lambda: scheduled(generate_with_the_same_patcher(host)))
-    assert calls == OURS and close(made, expected), runtime.status()["reason"]
-
-
-def generate_with_the_same_patcher(host: Host) -> Callable[[], Any]:
-    """A sampling's patcher is a clone; its lists are what the layers have."""
-    patcher = host.checkpoint.forge_objects_after_applying_lora.unet
-    patcher.clone = lambda: patcher
-    return host.generate
-
-
-
-
-@family
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16], ids=str)
 def test_weights_in_another_type_are_cast_where_they_are_used(host: Host, dtype: torch.dtype) -> None:
     host.store_as(dtype)

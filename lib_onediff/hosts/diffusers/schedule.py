@@ -27,7 +27,9 @@ class LoopAnnouncer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipe = self._pipe()
-        return AnnouncedLoop(type(pipe).progress_bar(pipe, *args, **kwargs), self._begin, self._end)
+        bar = type(pipe).progress_bar(pipe, *args, **kwargs)
+        announced = partial(AnnouncedLoop, bar, self._begin, self._end)
+        return runtime.guard.attempt("following a pipeline's steps", announced, bar)
 
     def _begin(self) -> None:
         pipe, unet = self._pipe(), self._unet()

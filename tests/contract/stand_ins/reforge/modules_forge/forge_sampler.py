@@ -1,14 +1,6 @@
 """Before and after a sampling."""
 from __future__ import annotations
 
-from typing import Any
+from stand_in_engine import sampling_cleanup, sampling_prepare
 
-from ldm_patched.modules import model_management
-
-
-def sampling_prepare(unet: Any, x: Any) -> None:
-    model_management.load_models_gpu([unet])
-
-
-def sampling_cleanup(unet: Any) -> None:
-    pass
+__all__ = ["sampling_cleanup", "sampling_prepare"]

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded."""
+"""Which checkpoint is loaded, and loading the chosen one as Forge does."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,3 +13,7 @@ class SdModelData:
 
 
 model_data = SdModelData()
+
+
+def forge_model_reload() -> tuple[Any, bool]:
+    return model_data.sd_model, False

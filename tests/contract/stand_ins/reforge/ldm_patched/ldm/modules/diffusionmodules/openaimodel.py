@@ -1,4 +1,4 @@
-"""reForge's UNet, over ldm's layers: an executor of wrappers runs its _forward."""
+"""reForge's UNet, over ldm's layers: its forward runs _forward."""
 from __future__ import annotations
 
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from ldm.modules.diffusionmodules import openaimodel
 from ldm_patched.ldm.modules.attention import CrossAttention  # noqa: F401
 from ldm_patched.ldm.modules.diffusionmodules.util import timestep_embedding
-from ldm_patched.modules.patcher_extension import WrapperExecutor
 from stand_in_engine import in_own_classes, popped, walk
 from torch import Tensor
 
@@ -27,9 +26,7 @@ class UNetModel(openaimodel.UNetModel):
     def forward(
         self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}, **kwargs  # noqa: B006
     ):
-        wrappers = transformer_options.get("wrappers", [])
-        executor = WrapperExecutor(self._forward, wrappers)
-        return executor.execute(x, timesteps, context, y, control, transformer_options, **kwargs)
+        return self._forward(x, timesteps, context, y, control, transformer_options, **kwargs)
 
     def _forward(
         self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}, **kwargs  # noqa: B006
