@@ -34,9 +34,9 @@ class PatchPoints:
     norm: Callable[[str, Tensor], Tensor] | None = None
 
     def stands(self, point: str, *arguments: Any) -> bool:
-        """Whether the method of this name calls a function when it is called with these arguments now. Calls whose
-        patches do not override this are not captured as CUDA graphs."""
-        raise NotImplementedError
+        """Whether the method of this name calls a function, or may, when it is called with these arguments now. Calls
+        whose patches do not override this are not captured as CUDA graphs."""
+        return True
 
     def functions(self) -> Collection[Any]:
         """Every function that is called in this call; see function_state."""

@@ -23,7 +23,6 @@ from ..devices.torch import operators as torch_ops
 from ..families.unet.forward import ContextProjections, block_shifts
 from ..families.unet.layers import Layers
 from ..families.unet.layout import Stage
-from ..families.unet.patched_forward import PatchedLayers
 from ..options.settings import ONE_GPU, Settings
 from .call_stats import BLOCKS
 from .fallback import network_of, sampling_now
@@ -230,11 +229,9 @@ class BlockRoute:
         shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
         # Plain GEMMs: no operator of ours would make them otherwise.
         key_values = ContextProjections(layout, weights, torch_ops, call.context)
-        if call.patches is None:
-            return Layers(weights, ops, shifts, key_values, call.upcast_attention)
-        return PatchedLayers(
-            weights=weights, ops=ops, shifts=shifts, key_values=key_values, upcast_attention=call.upcast_attention,
-            patches=call.patches, context=call.context.to(bound.binding.dtype),
+        return Layers(
+            weights, ops, shifts, key_values, call.upcast_attention, (), None, call.patches or PatchPoints(),
+            call.context.to(bound.binding.dtype),
         )
 
     def _stage(
@@ -249,9 +246,9 @@ class BlockRoute:
             # Another tensor: what our operators know of this one, they must not know of one that the owner writes into.
             given = hidden_states.to(running.entry.key.dtype)
             compute = lambda: running.layers.stage(running.stages[index], given, None).detach()  # noqa: E731
-            patches = running.layers.patches if isinstance(running.layers, PatchedLayers) else None
-            functions = () if patches is None else patches.functions()
-            twice = patches is not None and running.entry.state is State.COLD
+            patches = running.layers.patches
+            functions = patches.functions()
+            twice = type(patches) is not PatchPoints and running.entry.state is State.COLD
             output = computed_twice(running.entry, compute, functions) if twice else compute()
         if output is None:
             raise Refusal(blame(running.entry, "what another extension computes within a stage differs each time"))

@@ -10,7 +10,6 @@ from ...core.operators import Operators
 from . import cuts
 from .forward import forward, transformer_blocks
 from .layout import UNetLayout, refuse_call
-from .patched_forward import patched_forward
 from .read_diffusers import is_diffusers_unet, read_diffusers
 from .read_ldm import is_ldm_unet, read_ldm
 
@@ -32,9 +31,7 @@ class UNets:
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
         """A call with patches is computed whole."""
         cut = call.cut
-        if call.patches is not None:
-            return patched_forward(layout, weights, ops, call, call.patches)
-        if cut is None:
+        if cut is None or call.patches is not None:
             return forward(layout, weights, ops, call)
         depth = min(cut.depth, self.deepest(layout))
         if cut.reads:

@@ -3,18 +3,21 @@
 The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which
 sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
 projections are one GEMM, and the keys and values of many layers are one. Nothing that is computed of weights or of the
-prompt outlives a call, so an edit of either counts at the next one.
+prompt outlives a call, so an edit of either counts at the next one. Functions that others have put on the UNet are
+called where the host's own forward calls them (core.patch_points).
 """
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from ...core.affine import Weights, bias_of
 from ...core.call import Control, UNetCall
 from ...core.leaves import Convolution, TransformerBlock, descriptions
-from ...core.operators import Operators
+from ...core.operators import Image, Operators
+from ...core.patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 from .layers import Layers
 from .layout import Downsample, Layer, UNetLayout, Upsample
 
@@ -58,16 +61,13 @@ class ContextProjections(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def time_embedding(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, label: Tensor | None
-) -> Tensor:
-    """The embedding of the timestep, with the guidance and label embeddings where there are any: (batch, width)."""
+def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+    """The embedding of the timestep, with the guidance embedding where there is one: (batch, width)."""
     time = layout.time
     waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
     if time.condition is not None and call.timestep_condition is not None:
         waves = waves + ops.linear(call.timestep_condition.to(waves.dtype), weights[time.condition.path])
-    embedding = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
-    return embedding if label is None else embedding + label
+    return ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
 
 
 def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
@@ -88,38 +88,47 @@ class Pass:
     def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> None:
         self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
         self.control = call.control or Control()
+        self.patches = call.patches or PatchPoints()
+        self.patches.begin(call.latent)
+        self._dtype = weights[layout.out_convolution.path].weight.dtype
         label = embedded_label(layout, weights, ops, call.y)
-        shifts = block_shifts(layout, weights, ops, self.embedding(label))
+        embedding = self.patches.embedding(time_embedding(layout, weights, ops, call))
+        shifts = block_shifts(layout, weights, ops, embedding if label is None else embedding + label)
         self.layers = Layers(
             weights, ops, shifts, ContextProjections(layout, weights, ops, call.context), call.upcast_attention,
-            call.image_prompts, call.perturbed,
+            call.image_prompts, call.perturbed, self.patches, call.context.to(self._dtype),
         )
-
-    def embedding(self, label: Tensor | None) -> Tensor:
-        """What every residual block is told of the timestep and the label: (batch, embedding width)."""
-        return time_embedding(self.layout, self.weights, self.ops, self.call, label)
 
     def whole(self) -> Tensor:
         """Run all stages; returns the output as finish does."""
-        image, skips = self.encode(len(self.layout.input_stages))
-        return self.finish(self.decode(self.middle(image), skips, range(len(self.layout.output_stages)), None))
+        hidden_states, skips = self.encode(len(self.layout.input_stages))
+        stages = range(len(self.layout.output_stages))
+        return self.finish(self.decode(self.middle(hidden_states), skips, stages, None))
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
-        """Run the first input stages; returns the image and a skip from each stage."""
-        image = self.call.latent.to(self.weights[self.layout.out_convolution.path].weight.dtype)
+        """Run the first input stages; returns the hidden states and a skip from each stage."""
+        hidden_states = self.call.latent.to(self._dtype)
         skips: list[Tensor] = []
         for index, stage in enumerate(self.layout.input_stages[:stages]):
-            image = add_residual(self.layers.stage(stage, image, None), self.control.input, index)
-            skips.append(image)
-        return image, skips
+            hidden_states = self.patches.before_stage(INPUT, index, hidden_states)
+            hidden_states = self.layers.stage(stage, hidden_states, None, (INPUT, index))
+            hidden_states = add_residual(hidden_states, self.control.input, index)
+            skip = self.patches.after_stage(INPUT, index, hidden_states)
+            hidden_states = self.patches.after_skip(index, skip)
+            # A function may have written to what the skip is: operators must not use what they know of it.
+            skips.append(skip if hidden_states is skip else skip.detach())
+        return hidden_states, skips
 
-    def middle(self, image: Tensor) -> Tensor:
-        image = self.layers.stage(self.layout.middle_stage, image, None)
+    def middle(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = self.patches.before_stage(MIDDLE, 0, hidden_states)
+        hidden_states = self.layers.stage(self.layout.middle_stage, hidden_states, None, (MIDDLE, 0))
         for index in range(len(self.control.middle)):
-            image = add_residual(image, self.control.middle, index)
-        return image
+            hidden_states = add_residual(hidden_states, self.control.middle, index)
+        return self.patches.after_stage(MIDDLE, 0, hidden_states)
 
-    def decode(self, image: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None) -> Tensor:
+    def decode(
+        self, hidden_states: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None
+    ) -> Tensor:
         """Run these output stages, each of which takes the last of skips.
 
         remaining is the skip that the stage after the last of these will take, if there is one and it is not in
@@ -128,18 +137,30 @@ class Pass:
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
             if self.call.freeu is not None:
-                image, skip = self.call.freeu.apply(index, image, skip)
-            if image.shape[-2:] != skip.shape[-2:]:
-                image = self.ops.resize(image, *skip.shape[-2:])
+                hidden_states, skip = self.call.freeu.apply(index, hidden_states, skip)
+            hidden_states, skip = self.patches.join(index, hidden_states, skip)
+            joined = self._concatenated(index, hidden_states, skip)
             following = skips[-1] if skips else remaining
-            image = self.layers.stage(self.layout.output_stages[index], self.ops.concatenate(image, skip), following)
-        return image
+            hidden_states = self.layers.stage(self.layout.output_stages[index], joined, following, (OUTPUT, index))
+            hidden_states = self.patches.after_stage(OUTPUT, index, hidden_states)
+        return hidden_states
 
-    def finish(self, image: Tensor) -> Tensor:
+    def _concatenated(self, index: int, hidden_states: Tensor, skip: Tensor) -> Image:
+        joined = self.patches.concatenate(index, hidden_states, skip)
+        if joined is None:
+            if hidden_states.shape[-2:] != skip.shape[-2:]:
+                hidden_states = self.ops.resize(hidden_states, *skip.shape[-2:])
+            if not self.patches.sees_stages:
+                return self.ops.concatenate(hidden_states, skip)
+            joined = torch.cat([hidden_states, skip], dim=1)
+        return self.patches.before_stage(OUTPUT, index, joined)
+
+    def finish(self, hidden_states: Tensor) -> Tensor:
         """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
-        image, out = self.layers.norm(self.layout.out_norm, image), self.layout.out_convolution
-        image = self.ops.convolution(image, self.weights[out.path], out)
-        return image.to(self.call.latent.dtype)
+        hidden_states, out = self.patches.before_stage(LAST, 0, hidden_states), self.layout.out_convolution
+        normed = self.layers.norm(self.layout.out_norm, hidden_states)
+        output = self.ops.convolution(normed, self.weights[out.path], out)
+        return self.patches.after_stage(LAST, 0, output).to(self.call.latent.dtype)
 
 
 def forward(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
