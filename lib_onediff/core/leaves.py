@@ -61,22 +61,6 @@ class FusedLinear:
 
 
 @dataclass(frozen=True)
-class ContextGroup:
-    """Keys and values of several cross attentions, over the same context, as one linear layer.
-
-    parts: the names of their fused layers; widths: the output features of each, in this order.
-    """
-
-    fused: FusedLinear
-    parts: tuple[str, ...]
-    widths: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.fused.name
-
-
-@dataclass(frozen=True)
 class SelfAttention:
     query_key_value: FusedLinear
     out: Linear
@@ -117,11 +101,6 @@ class TimeEmbedding:
     condition: Linear | None
     first: Linear
     second: Linear
-
-
-def weights_of(fused: FusedLinear) -> int:
-    """How many numbers its weight has."""
-    return fused.members[0].in_features * fused.out_features
 
 
 def digest_without(layout: Any, names: Collection[str]) -> str:

@@ -75,10 +75,10 @@ class LeafReader:
         if isinstance(layer, nn.Conv2d):
             pointwise = self.convolution(module)
             if (pointwise.kernel, pointwise.stride, pointwise.padding) != (1, 1, 0):
-                raise self._unknown(module, "a convolution of another size was expected to be 1x1")
+                raise self.unknown(module, "a convolution of another size was expected to be 1x1")
             return Linear(pointwise.path, pointwise.in_channels, pointwise.out_channels)
         if not isinstance(layer, nn.Linear) and type(layer).__qualname__ not in LINEAR_CLASSES:
-            raise self._unknown(layer, "expected a linear layer")
+            raise self.unknown(layer, "expected a linear layer")
         self._claim(module)
         out_features, in_features = layer.weight.shape
         return Linear(self.path(module), in_features, out_features)
@@ -86,11 +86,11 @@ class LeafReader:
     def convolution(self, module: Any) -> Convolution:
         layer = self._within(module)
         if not isinstance(layer, nn.Conv2d):
-            raise self._unknown(layer, "expected a 2D convolution")
+            raise self.unknown(layer, "expected a 2D convolution")
         kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
         plain = layer.dilation == (1, 1) and layer.groups == 1 and layer.padding_mode in PADDING_MODES
         if not plain or isinstance(padding, str) or any(a != b for a, b in (kernel, stride, padding)):
-            raise self._unknown(layer, f"padding mode {layer.padding_mode}, dilation {layer.dilation}")
+            raise self.unknown(layer, f"padding mode {layer.padding_mode}, dilation {layer.dilation}")
         self._claim(module)
         return Convolution(
             self.path(module), layer.in_channels, layer.out_channels, kernel[0], stride[0], padding[0],
@@ -100,13 +100,13 @@ class LeafReader:
 
     def group_norm(self, module: Any) -> GroupNorm:
         if not isinstance(module, nn.GroupNorm) or not module.affine:
-            raise self._unknown(module, "expected a group norm with weight and bias")
+            raise self.unknown(module, "expected a group norm with weight and bias")
         self._claim(module)
         return GroupNorm(self.path(module), module.num_channels, module.num_groups, module.eps)
 
     def layer_norm(self, module: Any) -> LayerNorm:
         if not isinstance(module, nn.LayerNorm) or not module.elementwise_affine:
-            raise self._unknown(module, "expected a layer norm with weight")
+            raise self.unknown(module, "expected a layer norm with weight")
         self._claim(module)
         return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
 
@@ -144,13 +144,13 @@ class LeafReader:
         or is refused here."""
         layer = self._within(module)
         if next(layer.children(), None) is not None:
-            raise self._unknown(layer, "it has layers of its own inside")
+            raise self.unknown(layer, "it has layers of its own inside")
         if not computes_as_torch(type(layer)):
-            raise self._unknown(layer, "its forward is its own")
+            raise self.unknown(layer, "its forward is its own")
         if not isinstance(getattr(layer, "weight", None), nn.Parameter):
-            raise self._unknown(layer, "it has no weight")
+            raise self.unknown(layer, "it has no weight")
         if getattr(layer, "scale_weight", None) is not None:
-            raise self._unknown(layer, "its weight is stored scaled")
+            raise self.unknown(layer, "its weight is stored scaled")
         for name in ("weight", "bias"):
             if getattr(layer, name, None) is not None:
                 self._unclaimed.discard(f"{self.path(layer)}.{name}")
@@ -163,13 +163,15 @@ class LeafReader:
         if not type(module).__module__.startswith("peft."):
             return module
         if not (self._reads_loras and is_lora(type(module))):
-            raise self._unknown(module, "of what peft puts around layers, plain LoRAs of a UNet alone are read")
+            raise self.unknown(module, "of what peft puts around layers, plain LoRAs of a UNet alone are read")
         return layer_within(module)
 
-    def _unknown(self, module: Any, why: str) -> Refusal:
+    def unknown(self, module: Any, why: str = "") -> Refusal:
+        """A module that we cannot read, and why not: none of its kind."""
         where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
         kind = type(module)
-        return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}: {why}")
+        reason = f": {why}" if why else ", which we do not know"
+        return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")
 
 
 def computes_as_torch(kind: type) -> bool:

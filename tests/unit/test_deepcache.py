@@ -79,16 +79,6 @@ def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int,
     assert relative_error(output, cut.forward(call)) > 1e-2
 
 
-@pytest.mark.parametrize("depth", [-1, 0, 12])
-def test_a_depth_that_leaves_nothing_is_refused(depth: int) -> None:
-    unet = shared_unet("SDXL")
-    cut, call = TwoPasses(unet), a_call(unet)
-    with pytest.raises(ValueError, match="DeepCache depth is 1 to 8 for this UNet"):
-        cut.full(call, depth)
-    with pytest.raises(ValueError, match="DeepCache depth is 1 to 8 for this UNet"):
-        cut.shallow(call, depth, call.latent)
-
-
 def test_shallow_steps_take_their_control_residuals_too() -> None:
     unet = shared_unet("SD1")
     cut, call = TwoPasses(unet), a_call(unet)

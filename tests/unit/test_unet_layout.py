@@ -46,7 +46,7 @@ DIFFUSERS_REFUSALS = [
     ({"act_fn": "gelu"}, "is GELU, not SiLU"),
     ({"resnet_time_scale_shift": "scale_shift"}, "is a residual block of another kind"),
     ({"mid_block_scale_factor": 2.0}, "mid_block.resnets.0 is a residual block of another kind"),
-    ({"dual_cross_attention": True}, "is a DualTransformer2DModel, which we do not know"),
+    ({"dual_cross_attention": True}, "is a .*DualTransformer2DModel, which we do not know"),
     ({"only_cross_attention": True}, "is a transformer block of another kind"),
     ({"encoder_hid_dim": 24, "encoder_hid_dim_type": "text_proj"}, "another projection of the context is loaded"),
     ({"addition_embed_type": "text"}, "its extra embedding is of type text"),

@@ -1,7 +1,7 @@
 """The forward pass cut in two (DeepCache, Ma et al. 2023): full_pass emits the deep feature, cached_pass takes it.
 
-depth counts the input stages, and as many output stages, that run at every step. At depth d the deep feature is the
-image that enters the d-th last output stage: all that the stages below have to say.
+depth counts the input stages, and as many output stages, that run at every step: from 1 to Family.deepest. At depth d
+the deep feature is the image that enters the d-th last output stage: all that the stages below have to say.
 """
 from __future__ import annotations
 
@@ -14,18 +14,10 @@ from .forward import Pass
 from .layout import UNetLayout
 
 
-def check_depth(layout: UNetLayout, depth: int) -> None:
-    """Raise ValueError unless both passes compute something."""
-    most = deepest(layout)
-    if not 1 <= depth <= most:
-        raise ValueError(f"DeepCache depth is 1 to {most} for this UNet, not {depth}.")
-
-
 def full_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
 ) -> tuple[Tensor, Tensor]:
     """The whole UNet; returns (output, deep feature). The output is exactly forward's."""
-    check_depth(layout, depth)
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     image, skips = running.encode(len(layout.input_stages))
@@ -36,17 +28,10 @@ def full_pass(
 
 
 def cached_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int,
-    deep: Tensor,
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
 ) -> Tensor:
     """The outer stages only, around a deep feature from an earlier step."""
-    check_depth(layout, depth)
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     _, skips = running.encode(depth)
     return running.finish(running.decode(deep, skips, range(stages - depth, stages), None))
-
-
-def deepest(layout: UNetLayout) -> int:
-    """The largest depth that leaves something to skip."""
-    return len(layout.input_stages) - 1

@@ -41,7 +41,7 @@ class UNets:
         return output
 
     def deepest(self, layout: UNetLayout) -> int:
-        return cuts.deepest(layout)
+        return len(layout.input_stages) - 1
 
     def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
         """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""

@@ -8,7 +8,7 @@ called where the host's own forward calls them (core.patch_points).
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -31,34 +31,28 @@ def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tens
     return ops.linear(hidden, weights[layout.label.second.path])
 
 
-class ContextProjections(Mapping[str, Tensor]):
+class ContextProjections:
     """Keys and values of each cross attention, (batch, tokens, keys then values), by the name of its fused layer.
 
-    They are computed where they are used: for a whole group of layers at once where the weights have the group.
+    They are computed where they are used: of all attentions at once where the weights have those together.
     """
 
     def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor) -> None:
-        self._names = tuple(attention.key_value.name for attention in layout.cross_attentions)
-        self._groups = layout.context_groups
-        self._weights, self._ops = weights, ops
+        self._layout, self._weights, self._ops = layout, weights, ops
         self._context = context.to(weights[layout.time.first.path].weight.dtype)
-        # What a group has given and was not asked for yet.
+        # What was computed at once and was not asked for yet.
         self._waiting: dict[str, Tensor] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
-        group = self._groups.get(name)
-        if group is None or group.name not in self._weights:
+    def __call__(self, name: str) -> Tensor:
+        together = self._layout.context_projections
+        if together is None or together.name not in self._weights:
             return self._ops.linear(self._context, self._weights[name])
         if name not in self._waiting:
-            parts = self._ops.linear(self._context, self._weights[group.name]).split(list(group.widths), dim=2)
-            self._waiting.update(zip(group.parts, parts, strict=True))
+            parts = [attention.key_value for attention in self._layout.cross_attentions]
+            computed = self._ops.linear(self._context, self._weights[together.name])
+            split = computed.split([part.out_features for part in parts], dim=2)
+            self._waiting.update(zip((part.name for part in parts), split, strict=True))
         return self._waiting.pop(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:

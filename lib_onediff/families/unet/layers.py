@@ -1,7 +1,7 @@
 """The layers of a UNet, computed with a set of operators: what happens inside a stage."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ class Layers:
     weights: Weights
     ops: Operators
     shifts: Mapping[str, Tensor]
-    key_values: Mapping[str, Tensor]
+    key_values: Callable[[str], Tensor]
     upcast_attention: bool
     image_prompts: tuple[ImagePrompt, ...]
     perturbed: PerturbedAttention | None
@@ -99,7 +99,7 @@ class Layers:
         mixed = self._attend_to_itself(own, *ops.linear(normed, query_key_value).chunk(3, dim=-1))
         stream = ops.add_linear(stream, mixed, weights[own.out.path])
         stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm, query)
-        projected = ops.linear(normed, query), *self.key_values[cross.key_value.name].chunk(2, dim=-1)
+        projected = ops.linear(normed, query), *self.key_values(cross.key_value.name).chunk(2, dim=-1)
         mixed = self._attend_to_context(cross, *projected)
         return self._feed_forward(block, ops.add_linear(stream, mixed, weights[cross.out.path]))
 
@@ -153,7 +153,7 @@ class Layers:
         given, keyed, valued = patches.cross_attention_inputs(normed, self.context)
         query = ops.linear(given, query_weights)
         if keyed is self.context and valued is self.context:
-            key, value = self.key_values[attention.key_value.name].chunk(2, dim=-1)
+            key, value = self.key_values(attention.key_value.name).chunk(2, dim=-1)
         else:
             key, value = (
                 ops.linear(source, weights[member.path])

@@ -12,7 +12,6 @@ from typing import Any
 
 from ...core.call import UNetCall
 from ...core.leaves import (
-    ContextGroup,
     Convolution,
     CrossAttention,
     FusedLinear,
@@ -23,12 +22,11 @@ from ...core.leaves import (
     TransformerBlock,
     descriptions,
     digest_without,
-    weights_of,
 )
 from ...core.refusal import Refusal
 
-# Weights of a group of context projections: SD1.5's are 19 million, SDXL's 370.
-LARGEST_GROUP = 1 << 25
+# Weights of all context projections, for one product of them: SD1.5's are 19 million, SDXL's 370.
+MOST_WEIGHTS_OF_CONTEXT = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -117,18 +115,12 @@ class UNetLayout:
         return tuple(self.layers(CrossAttention))
 
     @cached_property
-    def context_groups(self) -> dict[str, ContextGroup]:
-        """By the name of each attention's fused layer, the group that it is computed with; none where all of them are
-        so large that one product gains nothing, and its memory costs something."""
-        parts = tuple(attention.key_value for attention in self.cross_attentions)
-        if sum(map(weights_of, parts)) > LARGEST_GROUP:
-            return {}
-        members = tuple(member for part in parts for member in part.members)
-        group = ContextGroup(
-            FusedLinear("context projections", members), tuple(part.name for part in parts),
-            tuple(part.out_features for part in parts),
-        )
-        return dict.fromkeys(group.parts, group)
+    def context_projections(self) -> FusedLinear | None:
+        """Keys and values of all cross attentions as one layer; None where they are so large that one product gains
+        nothing, and its memory costs something."""
+        members = tuple(member for attention in self.cross_attentions for member in attention.key_value.members)
+        weights = sum(member.in_features * member.out_features for member in members)
+        return None if weights > MOST_WEIGHTS_OF_CONTEXT else FusedLinear("context projections", members)
 
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""
@@ -146,7 +138,7 @@ class UNetLayout:
 
     def wider_fusions(self) -> list[FusedLinear]:
         """Groups of such groups that lie in one tensor too, where nothing is applied to their weights at each use."""
-        return list(dict.fromkeys(group.fused for group in self.context_groups.values()))
+        return [] if self.context_projections is None else [self.context_projections]
 
     @property
     def y_width(self) -> int | None:

@@ -158,7 +158,7 @@ def read_up_block(block: Any, leaves: LeafReader) -> list[Stage]:
 
 def require_block(block: Any, known: set[str], leaves: LeafReader) -> None:
     if leaves.kind(block) not in known:
-        raise Refusal(f"{leaves.path(block)} is a {leaves.kind(block)}, which we do not know")
+        raise leaves.unknown(block)
 
 
 def residual_stages(block: Any, leaves: LeafReader) -> list[Stage]:
@@ -213,7 +213,7 @@ def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
     if leaves.kind(transformer) != "Transformer2DModel" or not transformer.is_input_continuous:
-        raise Refusal(f"{leaves.path(transformer)} is a {leaves.kind(transformer)}, which we do not know")
+        raise leaves.unknown(transformer)
     return SpatialTransformer(
         norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
         blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
@@ -245,9 +245,10 @@ def projections(attention: Any, named: Mapping[bool, Sequence[str]], leaves: Lea
     return named[fused]
 
 
-def refuse_variant(attention: Any, leaves: LeafReader) -> None:
-    extras = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
+def refuse_variant(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:
+    """is_residual: whether it is to have a norm of its own, and to add its result to what it reads, as a VAE's."""
+    extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
     odd = [name for name in extras if getattr(attention, name, None) is not None]
-    scaled = attention.rescale_output_factor != 1 or attention.residual_connection or not attention.scale_qk
-    if odd or scaled:
+    has = attention.group_norm is not None, bool(attention.residual_connection)
+    if odd or has != (is_residual, is_residual) or attention.rescale_output_factor != 1 or not attention.scale_qk:
         raise Refusal(f"{leaves.path(attention)} is an attention of another kind")

@@ -110,8 +110,7 @@ def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
         return Upsample(leaves.convolution(layer.conv), resize_before=family in FAMILIES_THAT_RESIZE_BEFORE)
     if isinstance(layer, nn.Conv2d):
         return leaves.convolution(layer)
-    full = kind if "." in kind else f"{type(layer).__module__}.{kind}"
-    raise Refusal(f"{leaves.path(layer)} is a {full}, which we do not know")
+    raise leaves.unknown(layer)
 
 
 def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
@@ -140,7 +139,7 @@ def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer
 def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     path = leaves.path(block)
     if not is_block(type(block)):
-        raise Refusal(f"{path} is a {type(block).__module__}.{type(block).__name__}, which we do not know")
+        raise leaves.unknown(block)
     if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
         raise Refusal(f"{path} is a transformer block of another kind")
     return leaves.transformer_block(block)

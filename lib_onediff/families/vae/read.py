@@ -12,7 +12,7 @@ from ...core.leaves import Convolution
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader
 from ..unet.layout import Downsample, Upsample
-from ..unet.read_diffusers import OF_SELF_ATTENTION, is_plain, projections, read_upsample, require_silu
+from ..unet.read_diffusers import OF_SELF_ATTENTION, is_plain, projections, read_upsample, refuse_variant, require_silu
 from .layout import DecoderLayout, Layer, PixelAttention, ResidualBlock
 
 # The attributes that hold the blocks on the way up, of a decoder, and down, of an encoder.
@@ -63,7 +63,7 @@ def read_diffusers(half: Any) -> DecoderLayout:
     require_silu(half.conv_act, "the output's activation", leaves)
     middle = half.mid_block
     if leaves.kind(middle) != "UNetMidBlock2D":
-        raise unknown(middle, leaves)
+        raise leaves.unknown(middle)
     first, *others = middle.resnets
     # No attention is None.
     modules = [first, *chain(*zip(middle.attentions, others, strict=True))]
@@ -76,7 +76,7 @@ def read_diffusers(half: Any) -> DecoderLayout:
 
 def diffusers_level(block: Any, resamplers: str, leaves: LeafReader) -> list[Any]:
     if leaves.kind(block) not in DIFFUSERS_LEVELS:
-        raise unknown(block, leaves)
+        raise leaves.unknown(block)
     attentions = list(getattr(block, "attentions", ())) or [None] * len(block.resnets)
     return [*chain(*zip(block.resnets, attentions, strict=True)), *(getattr(block, resamplers) or ())]
 
@@ -96,13 +96,8 @@ def layout_of(family: str, half: Any, modules: Iterable[Any], out_norm: Any, lea
     return layout
 
 
-def unknown(module: Any, leaves: LeafReader) -> Refusal:
-    kind = type(module)
-    return Refusal(f"{leaves.path(module)} is a {kind.__module__}.{kind.__name__}, which we do not know")
-
-
 def unknown_layer(module: Any, leaves: LeafReader) -> Layer:
-    raise unknown(module, leaves)
+    raise leaves.unknown(module)
 
 
 def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
@@ -155,14 +150,10 @@ def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
-    path, processor = leaves.path(attention), type(attention.processor)
+    processor = type(attention.processor)
     if not is_plain(processor):
         raise Refusal(f"the attention processor {processor.__name__} is set, which may compute something else")
-    extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
-    odd = [name for name in extras if getattr(attention, name, None) is not None]
-    scaled = attention.rescale_output_factor != 1 or not attention.residual_connection or not attention.scale_qk
-    if odd or scaled or attention.group_norm is None:
-        raise Refusal(f"{path} is an attention of another kind")
+    refuse_variant(attention, leaves, is_residual=True)
     names = projections(attention, OF_SELF_ATTENTION, leaves)
     return PixelAttention(
         norm=leaves.group_norm(attention.group_norm),
