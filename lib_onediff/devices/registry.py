@@ -14,9 +14,9 @@ from ..core.device import Candidates, Device, Network
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from ..core.tuning_cache import TuningCache
-from ..families.registry import read_layout
 from ..options.settings import SAGE, Settings
 from ..weights.contents import Reader
+from .cuda.graphs.capture import Output
 from .cuda.native import Native
 from .cuda.requirements import how_to_be_fast_here
 from .oneflow.route import OneFlow
@@ -25,15 +25,17 @@ from .torch.device import CudaGraphs, Eager
 AUTO = "auto"
 
 
-def devices_here(tuning_cache: TuningCache) -> tuple[Device, ...]:
-    """One of each, the fastest first, the reference last."""
-    return OneFlow(), Native(tuning_cache), CudaGraphs(), Eager()
+def devices_here(tuning_cache: TuningCache, output: Output) -> tuple[Device, ...]:
+    """One of each, the fastest first, the reference last. output: computes a call; see Families.output."""
+    return OneFlow(output), Native(tuning_cache), CudaGraphs(), Eager()
 
 
 class Devices:
     """Chooses among devices. The last is the reference: it serves everything, everywhere."""
 
-    def __init__(self, devices: Iterable[Device]) -> None:
+    def __init__(self, devices: Iterable[Device], read: Callable[[nn.Module], Any]) -> None:
+        """read: what makes a network's layout; see Families.read."""
+        self._read = read
         self.all = tuple(devices)
         self.reference = self.all[-1]
         self._worker = ThreadPoolExecutor(1, "onediff-devices")
@@ -106,10 +108,10 @@ class Devices:
     # --- before the first call ------------------------------------------------------------------------------------
 
     def prepare_early(
-        self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] = read_layout
+        self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] | None = None
     ) -> Future[None] | None:
-        """Begin to compile what the first calls of this network need. read: what makes its layout. Returns what ends
-        with that; None where there is nothing to do."""
+        """Begin to compile what the first calls of this network need. read: what makes its layout, where it is none of
+        a family. Returns what ends with that; None where there is nothing to do."""
         if not settings.enabled:
             return None
         parameter = next(network.parameters(), None)
@@ -119,7 +121,8 @@ class Devices:
         if device.type == "cpu" and torch.cuda.is_available():
             # A network that waits in the computer's memory goes to the GPU when it is used.
             device = torch.device("cuda", torch.cuda.current_device())
-        return self._worker.submit(self._prepare, weakref.ref(network), settings, read, parameter.dtype, device)
+        given = weakref.ref(network), settings, read or self._read, parameter.dtype, device
+        return self._worker.submit(self._prepare, *given)
 
     def finish(self) -> None:
         """Wait for what was begun."""

@@ -48,7 +48,9 @@ class Services:
         self.history = History()
         # What was measured to be best on this machine.
         self.tuning_cache = TuningCache()
-        self.devices = Devices(devices_here(self.tuning_cache) if devices is None else devices)
+        self.devices = Devices(
+            devices_here(self.tuning_cache, self.families.output) if devices is None else devices, self.families.read
+        )
         self.generations = Generations()
         self.call_stats = CallStats(self.generations)
         # What is kept for every UNet that a host has handed over.

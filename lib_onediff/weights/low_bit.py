@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core.affine import Affine, QuantizedWeight, Source, Weights
-from ..core.leaves import FusedLinear, Linear, TransformerBlock
+from ..core.leaves import FusedLinear, Linear, TransformerBlock, descriptions
+from ..families.unet.forward import sized_layers
 from ..families.unet.layout import ResidualBlock, UNetLayout
 from .binding import Binding
 
@@ -100,6 +101,18 @@ def every_low_bit_layer(layout: UNetLayout) -> list[LowBitLayer]:
     """All that can be in eight bits, large or small."""
     linear = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
     return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
+
+
+def sized_low_bit_layers(
+    layout: UNetLayout, height: int, width: int, fewest_weights: int | None = None
+) -> Iterator[tuple[LowBitLayer, tuple[int, int]]]:
+    """Every layer that may be in eight bits, and the height and width of the images whose pixels it reads. height,
+    width: of the latent. fewest_weights: see low_bit_layers."""
+    for one, size in sized_layers(layout, height, width):
+        for block in descriptions(one, TransformerBlock):
+            yield from ((layer, size) for layer in low_bit_layers(block, fewest_weights))
+        if isinstance(one, ResidualBlock):
+            yield from ((layer, size) for layer in low_bit_convolutions(one))
 
 
 class LowBitWeights:

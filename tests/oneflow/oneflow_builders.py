@@ -10,13 +10,14 @@ from lib_onediff.core.call import UNetCall
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.oneflow.route import OneFlow, OneFlowRunner
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.weights.scan import HostTraits
 
 # What float32 explains: seen 1e-6.
 ROUNDING = 1e-5
 # One for all tests, as for a process: a graph that was compiled is not compiled again.
-GRAPHS = OneFlow(most=1000)
+GRAPHS = OneFlow(FAMILIES.output, most=1000)
 
 
 class Ours:

@@ -23,6 +23,7 @@ from lib_onediff.devices.oneflow.route import (
     OneFlow,
     oneflow_variables,
 )
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.options.settings import Settings
 
 AFTER_A_FAILURE = """
@@ -32,10 +33,11 @@ import torch
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree
 from lib_onediff.devices.oneflow.route import OneFlow
+from lib_onediff.families.registry import FAMILIES
 from dataclasses import replace
 
 torch.set_grad_enabled(False)
-graphs = OneFlow()
+graphs = OneFlow(FAMILIES.output)
 unet = diffusers_unet(**SMALL)
 good, call = Ours(unet, graphs), a_call(unet)
 good.output(call)
@@ -65,7 +67,7 @@ def test_after_a_failure_nothing_is_compiled() -> None:
 
 def test_a_cap_on_graphs() -> None:
     unet = diffusers_unet(**SMALL)
-    ours = Ours(unet, OneFlow(most=1))
+    ours = Ours(unet, OneFlow(FAMILIES.output, most=1))
     call = a_call(unet)
     ours.output(call)
     refusal = ours.runner(a_call(unet, 8, 16))
@@ -76,7 +78,7 @@ def test_a_cap_on_graphs() -> None:
 
 def test_it_compiles_in_the_background() -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet, OneFlow()), a_call(unet)
+    ours, call = Ours(unet, OneFlow(FAMILIES.output)), a_call(unet)
     assert ours.runner(call, waits_for_compile=False) == COMPILING
     assert count(ours.graphs) == 1
     steps, until = 0, time.monotonic() + 120
@@ -89,7 +91,7 @@ def test_it_compiles_in_the_background() -> None:
 
 def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet, OneFlow()), a_call(unet)
+    ours, call = Ours(unet, OneFlow(FAMILIES.output)), a_call(unet)
     assert ours.runner(call, waits_for_compile=False) == COMPILING
     for parameter in unet.parameters():
         parameter.data = torch.empty(0)

@@ -17,6 +17,7 @@ import lib_onediff
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.oneflow import route as oneflow
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
 
 SECONDS = 60
@@ -55,7 +56,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    managed, route = runtime.managed_unet(unet), oneflow.OneFlow()
+    managed, route = runtime.managed_unet(unet), oneflow.OneFlow(FAMILIES.output)
 
     def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner:
         call, bound = calls[index], managed.bound

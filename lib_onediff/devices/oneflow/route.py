@@ -25,10 +25,8 @@ from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
-from ...families.unet.cuts import cached_pass, full_pass
-from ...families.unet.forward import forward
-from ...families.unet.layout import UNetLayout
 from ...options.settings import Settings
+from ..cuda.graphs.capture import Output
 from ..cuda.graphs.inputs import copy_inputs, mapped, own_inputs
 from ..torch import operators as torch_ops
 from .gate import OneFlowGate, brief
@@ -86,8 +84,10 @@ class OneFlow(Device):
         errors={torch.float16: ROUNDING_HALF_SUMS},
     )
 
-    def __init__(self, most: int = MOST_GRAPHS) -> None:
+    def __init__(self, output: Output, most: int = MOST_GRAPHS) -> None:
+        """output: computes a call; see Families.output."""
         self.most, self.failure = most, ""
+        self._output = output
         self._gate = OneFlowGate()
         self._fused_attention = False
         self._variables: Mapping[str, str] = {}
@@ -137,7 +137,7 @@ class OneFlow(Device):
         identity = replace(key, precision=()), addresses(weights)
         if identity not in self._graphs:
             self._refuse_another(weights)
-            build = forward_of(binding.layout, inputs, self._fused_attention)
+            build = forward_of(self._output, binding.layout, inputs, self._fused_attention)
             self._graphs[identity] = self._worker.submit(self._compile, build, weights, given)
         making = self._graphs[identity]
         if not (waits or making.done()):
@@ -203,21 +203,33 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def forward_of(layout: UNetLayout, inputs: UNetCall, fused_attention: bool) -> Callable[..., Any]:
+class Crossing:
+    """What crosses a cut, in the place of call.CutMemory: a tensor of OneFlow's."""
+
+    def __init__(self, deep: Any) -> None:
+        self.deep = deep
+
+    def read(self) -> Any:
+        return self.deep
+
+    def write(self, deep: Any) -> None:
+        self.deep = deep
+
+
+def forward_of(output: Output, layout: Any, inputs: UNetCall, fused_attention: bool) -> Callable[..., Any]:
     """The forward for inputs like these, as a function of OneFlow's tensors: the weights, then what tensors_of names.
     fused_attention: see operators.OneFlowOperators."""
-    cut = inputs.cut
 
     def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
         from .operators import OneFlowOperators
 
-        ops, rest = OneFlowOperators(fused_attention), iter(given)
+        ops, rest, cut = OneFlowOperators(fused_attention), iter(given), inputs.cut
         call = mapped(inputs, lambda _: next(rest))
         if cut is None:
-            return (forward(layout, weights, ops, call),)
-        if cut.reads:
-            return (cached_pass(layout, weights, ops, call, cut.depth, next(rest)),)
-        return full_pass(layout, weights, ops, call, cut.depth)
+            return (output(layout, weights, ops, call),)
+        memory: Any = Crossing(next(rest) if cut.reads else None)
+        computed = output(layout, weights, ops, replace(call, cut=replace(cut, memory=memory)))
+        return (computed,) if cut.reads else (computed, memory.deep)
 
     return build
 

@@ -16,7 +16,6 @@ from ....core.device import TimeMs
 from ....core.key import Lossy
 from ....core.operators import Operators
 from ....core.tuning_cache import TuningCache
-from ....families.unet.layout import UNetLayout
 from ....weights.low_bit import FP8, GATED, INT8, KINDS_OF, NORMED, Kind, Round, WantedKinds, every_low_bit_layer
 from ...torch import operators as torch_ops
 from ..kernels.launch_config import Launches
@@ -86,11 +85,11 @@ class LowBit:
 
         return LowBitOperators(self._launches, attention, self._float8_result, choose)
 
-    def classes(self, layout: UNetLayout) -> Mapping[str, str]:
+    def classes(self, layout: Any) -> Mapping[str, str]:
         """The class of every layer that can be in eight bits, by its name."""
         return self._classes.to(layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
-    def wanted(self, lossy: Lossy, layout: UNetLayout, call: UNetCall) -> WantedKinds:
+    def wanted(self, lossy: Lossy, layout: Any, call: UNetCall) -> WantedKinds:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. With
         lossy.only, no layer is, nor are the keys and values of the cross attention, which are multiplied in the model's
         type."""
@@ -114,7 +113,7 @@ class LowBit:
     def _kinds_for(self, lossy: Lossy, call: UNetCall) -> tuple[Kind, ...]:
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
 
-    def _products_of(self, lossy: Lossy, layout: UNetLayout, call: UNetCall) -> Mapping[str, Product]:
+    def _products_of(self, lossy: Lossy, layout: Any, call: UNetCall) -> Mapping[str, Product]:
         """By the names of the layers that may be in eight bits."""
         batch, _, height, width = call.latent.shape
         fewest = 0 if self.choice.everywhere else None
@@ -131,7 +130,7 @@ class LowBit:
 
         return copies_tiles(device)
 
-    def why_none_here(self, lossy: Lossy, layout: UNetLayout, call: UNetCall) -> str | None:
+    def why_none_here(self, lossy: Lossy, layout: Any, call: UNetCall) -> str | None:
         """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
         counted = Counter(self._products_of(lossy, layout, call).values())
         if counted and lossy.only:
@@ -139,7 +138,7 @@ class LowBit:
             return None
         return self.choice.why_none(counted, call.latent.dtype, self._kinds_for(lossy, call))
 
-    def tune(self, lossy: Lossy, layout: UNetLayout, call: UNetCall, time_ms: TimeMs) -> bool:
+    def tune(self, lossy: Lossy, layout: Any, call: UNetCall, time_ms: TimeMs) -> bool:
         """Measure which of this call's products gain by eight bits, where that is not known; whether it was so.
         time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """

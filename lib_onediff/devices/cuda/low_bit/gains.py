@@ -3,17 +3,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ....core.card import current_card, named
 from ....core.device import TimeMs
-from ....core.leaves import TransformerBlock, descriptions
 from ....core.tuning_cache import TuningCache
-from ....families.unet.forward import sized_layers
-from ....families.unet.layout import ResidualBlock, UNetLayout
-from ....weights.low_bit import FP8, INT8, KINDS, NORMED, Kind, low_bit_convolutions, low_bit_layers
+from ....weights.low_bit import FP8, GROUP_NORMED, INT8, KINDS, NORMED, Kind, sized_low_bit_layers
 
 # Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
 WORTHWHILE = 8_000_000_000
@@ -38,19 +35,17 @@ class Product(NamedTuple):
 
 
 def products(
-    layout: UNetLayout, height: int, width: int, batch: int, fewest_weights: int | None, convolutions: bool
+    layout: Any, height: int, width: int, batch: int, fewest_weights: int | None, convolutions: bool
 ) -> Iterator[tuple[str, Product]]:
-    """The name of every layer that may be done in eight bits, and its product in a call. height, width: of the latent.
-    fewest_weights: see low_bit_layers. convolutions: whether they may.
+    """The name of every layer that may be done in eight bits, and its product in a call. layout: of a UNet. height,
+    width: of the latent. fewest_weights: see low_bit_layers. convolutions: whether they may.
     """
-    for one, size in sized_layers(layout, height, width):
-        rows = batch * size[0] * size[1]
-        for block in descriptions(one, TransformerBlock):
-            for layer in low_bit_layers(block, fewest_weights):
-                yield layer.name, Product(rows, layer.width, layer.rows, layer.source)
-        if convolutions and isinstance(one, ResidualBlock) and size[0] * size[1] >= FEWEST_PIXELS:
-            for layer in low_bit_convolutions(one):
-                yield layer.name, Product(rows, layer.width, layer.rows, layer.source, size)
+    for layer, size in sized_low_bit_layers(layout, height, width, fewest_weights):
+        pixels, is_convolution = size[0] * size[1], layer.source == GROUP_NORMED
+        if not is_convolution:
+            yield layer.name, Product(batch * pixels, layer.width, layer.rows, layer.source)
+        elif convolutions and pixels >= FEWEST_PIXELS:
+            yield layer.name, Product(batch * pixels, layer.width, layer.rows, layer.source, size)
 
 
 def suited(product: Product, kinds: Sequence[Kind]) -> list[Kind]:
