@@ -169,22 +169,6 @@ def test_tab_reaches_every_control(page: Any) -> None:
     tab_through(f"#{section}", "#settings_submit", 15)
 
 
-def test_enter_and_space_press_the_buttons_of_the_settings(page: Any) -> None:
-    browser = page
-    section = show_settings(browser)
-    field = "#setting_onediff_deepcache_interval input[type=number]"
-    value = "return document.querySelector(arguments[0]).value"
-    one, all_of_them = (f"#{section} [aria-label='{name}']" for name in (
-        "Reset: DeepCache interval", "Reset all to defaults",
-    ))
-    for key, button in ((Keys.ENTER, one), (Keys.SPACE, all_of_them)):
-        browser.type(field, 4)
-        browser.wait(lambda: browser.run("return document.querySelector(arguments[0])", one), "the button", 10)
-        browser.run("document.querySelector(arguments[0]).focus()", button)
-        press(browser, key)
-        browser.wait(lambda: browser.run(value, field) == "1", "the default", 10)
-
-
 def settled_boxes(browser: Any) -> Any:
     """BOXES, once two looks 0.2 s apart agree: gradio sizes a textbox after it is drawn."""
     found = browser.run(BOXES)

@@ -66,21 +66,6 @@ def test_img2img(webui: WebUI, controlnet: str) -> None:
     check(webui, {**request, **controlled(webui, controlnet)}, run_on(webui, request, 4), 4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"batch_size": 2}, {"prompt": "a " * 110}], ids=lambda changes: str(changes))
-def test_stand_in_that_owns_the_loop(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
-    """An extension that only does what A1111's ControlNet does to the UNet: for where that one cannot be had."""
-    if "loop owner" not in webui.get("/sdapi/v1/scripts")["txt2img"]:
-        pytest.skip("this WebUI has no extension 'Loop owner' that walks the UNet's blocks itself: install one")
-    plain = run_on(webui, changes)
-    request = {**changes, "alwayson_scripts": {"Loop owner": {"args": [True, 1.0]}}}
-    on = run_on(webui, request, routes=("blocks",))
-    off = run(webui, request, enabled=False)
-    assert off.served(("graph", "plain", "blocks")) == 0, off.calls
-    assert_same(on, off)
-    assert_different(plain, on, "the loop's owner")
-    assert_same(run_on(webui, changes), plain)
-
-
 @pytest.mark.parametrize("changes", [
     {},
     {"width": 72, "height": 88},

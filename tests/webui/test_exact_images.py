@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from webui_client import WebUI, encode, gradient, start_from
-from webui_compare import Run, assert_different, assert_same, need, on_and_off, run, run_on, steps_of
+from webui_compare import Run, assert_different, need, on_and_off, run_on, steps_of
 from webui_models import Models, stem
 
 # One token a word in every tokenizer; a chunk takes 75.
@@ -100,31 +100,6 @@ def test_other_architectures(webui: WebUI, other_architecture: str, case: Case) 
     need(webui, case.needs)
     check(webui, case.request, case.least_calls(webui))
     assert other_architecture != "inpaint" or "inpainting" in webui.status()["model"]
-
-
-@pytest.mark.parametrize(("before", "change"), [
-    ({}, {"seed": 8}), ({}, {"prompt": "a castle at night"}), ({}, {"negative_prompt": "a castle at night"}),
-    ({}, {"cfg_scale": 1}), ({}, {"tiling": True}),
-    # A prompt is cut off nowhere.
-    *(({"prompt": words}, {"prompt": words[:-1] + "0"}) for words in (WORDS_110, WORDS_190)),
-], ids=str)
-def test_what_the_cases_vary_shows_in_the_image(
-    webui: WebUI, sd15: Models, before: dict[str, Any], change: dict[str, Any]
-) -> None:
-    """If these made no difference, a route that ignores them would pass the comparison."""
-    need(webui, "tiling" if "tiling" in change else "long prompts" if before else "")
-    assert_different(run_on(webui, before), run_on(webui, {**before, **change}), str(change))
-
-
-def test_switched_off_for_all(webui: WebUI, sd15: Models) -> None:
-    """Out of the WebUI altogether: not even a decode is seen."""
-    plain, _ = check(webui, {})
-    with webui.options(onediff_enabled=False):
-        before = webui.status()["vae"]["calls"]
-        made = run(webui, {})
-        assert_same(made, plain)
-        assert webui.status()["vae"]["calls"] == before and sum(made.calls.values()) == webui.status()["hooks"] == 0
-    check(webui, {})
 
 
 # --- other passes -----------------------------------------------------------------------------------------------------

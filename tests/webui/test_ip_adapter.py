@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from webui_compare import (
     assert_within,
     graphs_on_a_cpu,
     need,
-    run_on,
 )
 from webui_models import Models
 
@@ -152,17 +151,3 @@ def test_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
     with graphs_on_a_cpu(webui):
         plain, on = assert_between_graphs(webui, request, without, reason)
     assert_different(plain, on, case.name)
-
-
-@pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
-def test_every_unit_and_setting_counts(webui: WebUI, sd15: Models, case: Case) -> None:
-    """The last unit, or the settings of the only one, change the image: or the cases above could not fail for them."""
-    if case in LLLITES:
-        only_forge(webui)
-    fewer = case.units[:-1] or (Unit(case.units[0].role),)
-    if fewer == case.units:
-        pytest.skip("one unit as it is by default")
-    request, _ = prepared(webui, sd15, case)
-    less, _ = prepared(webui, sd15, replace(case, units=fewer))
-    routes = ROUTES[webui.kind]
-    assert_different(run_on(webui, less, routes=routes), run_on(webui, request, routes=routes), case.name)

@@ -17,11 +17,9 @@ import pytest
 from PIL import Image
 from test_exact_images import masked
 from test_foreign import assert_host_served
-from test_xyz_grid import plotted
 from webui_client import PICTURE, WebUI, largest_difference, one_run, start_from
 from webui_client import gradient as gradient_image
 from webui_compare import (
-    LARGEST_DIFFERENCE,
     WHOLE_UNET,
     Run,
     assert_different,
@@ -136,15 +134,6 @@ def test_weights_edited_within_a_generation(webui: WebUI, sd15: Models) -> None:
     assert_same(run_on(webui, request), plain)
 
 
-@pytest.mark.parametrize("role", ["lora-a", "locon"])
-def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models, role: str) -> None:
-    request = {"prompt": f"a red fox <lora:{sd15.need(role)}:1>", "steps": 4}
-    plain = run_on(webui, request)
-    scheduled, _ = on_and_off(webui, {**request, **planned(weight_of_lora={"1": 0.5, "3": 0.0})})
-    assert_different(plain, scheduled, "the schedule")
-    assert_same(run_on(webui, request), plain)
-
-
 def test_motion_modules_are_the_hosts(webui: WebUI, sd15: Models) -> None:
     """AnimateDiff puts modules that we do not know into the blocks, for one generation."""
     plain = run_on(webui, {"batch_size": 2})
@@ -194,13 +183,3 @@ def test_sdxl_inpainting(webui: WebUI, sd15: Models, request_: dict[str, Any]) -
     on_and_off(webui, request_, least_calls=3)
     run_on(webui, {})
     assert "inpainting" in webui.status()["model"]
-
-
-def test_plot_over_checkpoints(webui: WebUI, sd15: Models) -> None:
-    names = [sd15.need(role) for role in ("sd15", "sd15-b", "sdxl")]
-    request = plotted(webui, ("Checkpoint name", ",".join(names)), steps=3)
-    on, off = on_and_off(webui, request, least_calls=3 * len(names))
-    # The grid, then a picture for each.
-    cells = on.pictures.arrays[1:]
-    assert len(cells) == len(names)
-    assert all(abs(one - other).max() > LARGEST_DIFFERENCE for one, other in zip(cells, cells[1:], strict=False))

@@ -20,7 +20,6 @@ from webui_compare import (
     assert_within,
     graphs_on_a_cpu,
     on_and_off,
-    run_off,
     run_on,
 )
 from webui_models import Models
@@ -55,16 +54,6 @@ def test_adetailer_over_one_face(webui: WebUI, sd15: Models, share: tuple[float,
     made, _ = on_and_off(webui, request, least_calls=2)
     assert_different(plain, made, "ADetailer")
     assert_same(run_on(webui, without, least_calls=1), plain)
-
-
-def test_adetailer_over_all_faces(webui: WebUI, sd15: Models) -> None:
-    """Each starts from the image of the one before, so the images themselves are compared one face at a time."""
-    need_script(webui, "ADetailer")
-    request = adetailer()
-    on = run_on(webui, request, least_calls=4)
-    off = run_off(webui, request, least_calls=4)
-    assert sum(on.calls.values()) == sum(off.calls.values())
-    assert_same(run_on(webui, request, least_calls=4), on)
 
 
 def test_ultimate_sd_upscale(webui: WebUI, sd15: Models) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,66 @@ import pytest
 import requests
 from webui_client import PICTURE, WebUI
 from webui_models import Models
-from webui_prewarm import PENDING, Prewarm
 from webui_process import HostProcess
 
+SECONDS = 600
+PENDING = ("queued", "running")
+Job = dict[str, Any]
 READY = ("proved", "ready")
 SERVED = ("graph", "plain")
 # A hundred tokens for every tokenizer, whatever words it knows: more than one piece of a prompt, and less than two.
 LONG = " ".join("abcdefghij" * 10)
 CALLS_OF_A_JOB = 9  # At most: three for each kind of call that a WebUI makes at a size.
+
+
+class Prewarm:
+    """The queue of one WebUI."""
+
+    def __init__(self, webui: WebUI) -> None:
+        self.webui = webui
+
+    def ask(self, sizes: str, **more: Any) -> list[Job]:
+        """The jobs of these sizes."""
+        answer = self.webui.post("/onediff/v1/prewarm", {"sizes": sizes, **more})
+        assert answer.status_code == 202, answer.text
+        return answer.json()["jobs"]
+
+    def jobs(self, asked: Iterable[Job] | None = None) -> list[Job]:
+        """Every job that the queue knows, or these as they are now."""
+        jobs = self.webui.get("/onediff/v1/jobs")["jobs"]
+        wanted = None if asked is None else {job["id"] for job in asked}
+        return [job for job in jobs if wanted is None or job["id"] in wanted]
+
+    def watch(self, asked: Iterable[Job], until: Callable[[list[Job]], bool]) -> list[list[Job]]:
+        """How these jobs looked, again and again, until they look as wanted."""
+        asked, deadline, seen = list(asked), time.monotonic() + SECONDS, []
+        while not seen or not until(seen[-1]):
+            assert time.monotonic() < deadline, seen[-1]
+            time.sleep(0.1 if seen else 0)
+            seen.append(self.jobs(asked))
+        return seen
+
+    def finish(self, asked: Iterable[Job]) -> list[Job]:
+        """These jobs when all of them are over."""
+        return self.watch(asked, lambda jobs: not any(job["state"] in PENDING for job in jobs))[-1]
+
+    def cancel(self, job: Job) -> bool:
+        answer = requests.delete(f"{self.webui.url}/onediff/v1/jobs/{job['id']}", timeout=30)
+        assert answer.status_code in (200, 409), answer.text
+        return answer.status_code == 200
+
+    def shapes(self, resolution: str) -> dict[tuple[int, int], dict[str, Any]]:
+        """What is known of every kind of UNet call at a resolution, by latents and tokens; a decode of the VAE takes 0
+        tokens."""
+        rows = self.webui.get("/onediff/v1/shapes")["rows"]
+        return {
+            (shape["batch"], shape["tokens"]): shape
+            for row in rows if row["resolution"] == resolution for shape in row["shapes"]
+        }
+
+    def forget(self, *resolutions: str) -> None:
+        answer = self.webui.post("/onediff/v1/purge", {"resolutions": list(resolutions)})
+        assert answer.status_code in (200, 404), answer.text
 
 
 @pytest.fixture
@@ -99,24 +151,6 @@ def test_as_the_host_is_told_to_batch(prewarm: Prewarm, option: str, value: bool
         picture_by_ready_entries(prewarm, width=64, height=80, prompt=LONG, negative_prompt=LONG)
 
 
-def test_twenty_sizes_are_cancelled_in_the_middle(prewarm: Prewarm) -> None:
-    asked = prewarm.ask(", ".join(f"{64 + 8 * number}x104" for number in range(20)))
-    assert len(asked) == 20
-    prewarm.watch(asked, lambda jobs: sum(job["state"] == "done" for job in jobs) >= 2)
-    began = time.monotonic()
-    cancelled = [job for job in asked if prewarm.cancel(job)]
-    jobs = prewarm.finish(asked)
-    assert len(cancelled) >= 10 and {job["state"] for job in jobs} == {"done", "cancelled"}
-    longest = max(job["seconds"] for job in jobs if job["state"] == "done")
-    # The call in progress may still end; nothing else begins.
-    time.sleep(longest)
-    before = prewarm.webui.calls()
-    time.sleep(0.5)
-    assert prewarm.webui.calls() == before
-    assert time.monotonic() - began < 20 * longest + 10
-    assert not any(prewarm.cancel(job) for job in asked), "there is nothing left to cancel"
-
-
 def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
     """It waits for one job at most, which is the least that a client can tell, and no pixel of it differs."""
     webui = prewarm.webui
@@ -151,24 +185,6 @@ def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
         rows = {row["resolution"]: row["state"] for row in prewarm.webui.get("/onediff/v1/shapes")["rows"]}
         assert rows["64x64"] == rows["128x128"] == "on disk" and rows["72x64"] in READY
     assert "Traceback" not in host.output
-
-
-def test_ready_for_a_load_balancer_when_nothing_waits(prewarm: Prewarm) -> None:
-    """As a balancer asks: by the status of the answer, again and again."""
-    webui, resolutions = prewarm.webui, ("104x64", "64x104")
-    probe = lambda: requests.get(f"{webui.url}/onediff/v1/status?probe=true", timeout=30)  # noqa: E731
-    assert webui.get("/onediff/v1/status")["ready"] is True and probe().status_code == 200
-    prewarm.forget(*resolutions)
-    asked = prewarm.ask(", ".join(resolutions))
-    seen = []
-    while not seen or seen[-1].status_code != 200:
-        pending = any(job["state"] in PENDING for job in prewarm.jobs(asked))
-        seen.append(probe())
-        # It is looked at after the jobs: what was over then still is.
-        assert pending or seen[-1].status_code == 200, seen[-1].text
-    assert seen[0].status_code == 503 and "being made ready" in seen[0].json()["detail"]
-    assert not any(job["state"] in PENDING for job in prewarm.jobs(asked))
-    picture_by_ready_entries(prewarm, width=104, height=64)
 
 
 def test_a_webui_is_ready_only_when_its_pre_warm_list_is(tmp_path: Path) -> None:

@@ -86,26 +86,6 @@ def test_purge_one_and_the_others_stay(rest: Rest) -> None:
     assert name in rest.rows()
 
 
-def test_release_keeps_rows_and_pictures(rest: Rest) -> None:
-    before, known = rest.webui.txt2img(), set(rest.rows())
-    assert rest.done("release")["vram"] >= 0
-    assert rest.webui.get(f"{PREFIX}/shapes")["totals"]["vram"] == 0
-    assert set(rest.rows()) == known
-    assert numpy.abs(rest.webui.txt2img().pixels - before.pixels).max() <= 1
-
-
-def test_pin_shows_in_the_row(rest: Rest) -> None:
-    row = rest.row("128x64")
-    named = {"resolution": "128x64", "model": row["model"]}
-    try:
-        assert rest.done("pin", named) == {**named, "pinned": True}
-        assert rest.row("128x64")["pinned"] is True and rest.row("64x64")["pinned"] is False
-    finally:
-        assert rest.done("pin", {**named, "pinned": False})["pinned"] is False
-    assert rest.row("128x64")["pinned"] is False
-    rest.refused(404, "POST", "pin", {"resolution": "128x64", "model": "no such model"})
-
-
 def test_a_picture_in_progress_is_not_disturbed(rest: Rest) -> None:
     """A purge that does not get its turn is refused, and the picture is the same as alone."""
     # Some seconds with the checkpoint that each WebUI is tested with.

@@ -86,17 +86,6 @@ def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None
     assert_same(run_on(webui, {"steps": STEPS, **request}), plain)
 
 
-def test_refiner(webui: WebUI, sd15: Models) -> None:
-    need(webui, "refiner")
-    request = {"refiner_checkpoint": sd15.need("sd15-b"), "refiner_switch_at": 0.5, "steps": STEPS}
-    plain = replayed_and_off(webui, {})
-    # The host loads a checkpoint twice in each generation: its weights lie elsewhere then.
-    on = run_on(webui, request)
-    assert_same(on, run_off(webui, request))
-    assert_different(plain, on, "the refiner")
-    assert_same(run_on(webui, {"steps": STEPS}), plain)
-
-
 def test_hires_pass_with_a_prompt_of_its_own(webui: WebUI, sd15: Models) -> None:
     need(webui, "hires fix")
     plain = replayed_and_off(webui, hires(webui, "Latent"), STEPS + 3)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy
 import pytest
 from test_in_progress import InBackground
-from test_reload import reload_ui
-from webui_client import PICTURE, Pictures, WebUI, gradient, largest_difference, one_run, start_from
+from webui_client import PICTURE, Pictures, WebUI, largest_difference, one_run
 from webui_models import Models
 
 PLOT = "x/y/z plot"
@@ -111,42 +110,6 @@ def test_a_preset_is_drawn_whatever_the_run_was_given(webui: WebUI, preset: str)
     assert_cell(grid, 0, alone(webui, {**options, "deepcache_interval": 3, "deepcache_depth": depth}))
 
 
-def test_ranges_of_numbers(webui: WebUI) -> None:
-    grid = webui.make(plotted(
-        webui, ("[OneDiff] Skip the negative prompt after", "0.4-1 (+0.3)"), ("[OneDiff] DeepCache depth", "1-5 [2]"),
-        **one_run(deepcache_interval=3),
-    ))
-    on = "on; deepcache_interval 3"
-    assert [onediff_in(grid, 1 + cell) for cell in range(6)] == [
-        f"{on}; guidance_end 0.4", f"{on}; guidance_end 0.7", on,
-        f"{on}; deepcache_depth 5; guidance_end 0.4", f"{on}; deepcache_depth 5; guidance_end 0.7",
-        f"{on}; deepcache_depth 5",
-    ]
-    options = {"deepcache_interval": 3, "guidance_end": 0.7, "deepcache_depth": 5}
-    assert_cell(grid, 4, alone(webui, options))
-
-
-def test_img2img(webui: WebUI) -> None:
-    request = {**start_from(gradient(64, 64)), "steps": 6}
-    alone(webui, {}, **request)  # Forge's first img2img after another request differs from its later ones.
-    before = alone(webui, {}, **request)
-    grid = webui.make(plotted(webui, (INTERVAL, "1, 3"), (VAE, "auto, bf16"), **request))
-    for cell, (vae, interval) in enumerate(product(("auto", "bf16"), (1, 3))):
-        assert_cell(grid, cell, alone(webui, {"deepcache_interval": interval, "vae_precision": vae}, **request))
-    assert len({grid.arrays[cell].tobytes() for cell in range(1, 5)}) == 4
-    assert largest_difference(alone(webui, {}, **request), before) == 0
-
-
-def test_axes_win_over_the_checkbox(webui: WebUI) -> None:
-    unticked = {"alwayson_scripts": {"OneDiff": {"args": [False]}}}
-    grid = webui.make(plotted(webui, (USE, "on, off"), (INTERVAL, "1, 3"), **unticked))
-    assert [onediff_in(grid, 1 + cell) for cell in range(4)] == [
-        "on", "off", "on; deepcache_interval 3", "off; deepcache_interval 3",
-    ]
-    assert_cell(grid, 2, alone(webui, {"deepcache_interval": 3}))
-    assert onediff_in(webui.make(plotted(webui, (INTERVAL, "3"), **unticked)), 1) == "off; deepcache_interval 3"
-
-
 def test_a_plot_that_cannot_be_is_refused_before_anything_is_drawn(webui: WebUI) -> None:
     def refused(x: Axis, y: Axis, told: str) -> None:
         before = webui.calls()
@@ -175,11 +138,3 @@ def assert_untouched(webui: WebUI, before: Pictures) -> None:
     assert largest_difference(after, before) == 0 and onediff_in(after) == onediff_in(before) == "on"
     assert largest_difference(alone(webui, {}), before) == 0
     assert webui.status()["enabled"] is True
-
-
-def test_a_reload_registers_them_anew(webui: WebUI, browser: Any) -> None:
-    before = {tab: axes_of(webui, tab) for tab in ("txt2img", "img2img")}
-    reload_ui(browser, webui)
-    assert {tab: axes_of(webui, tab) for tab in ("txt2img", "img2img")} == before
-    grid = webui.make(plotted(webui, (INTERVAL, "1, 3")))
-    assert [onediff_in(grid, cell) for cell in (1, 2)] == ["on", "on; deepcache_interval 3"]
