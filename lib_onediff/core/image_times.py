@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 from .call import CACHED
@@ -44,11 +45,6 @@ class ImageTimes:
         self.host_seconds: float | None = None
 
     @property
-    def are_hosts(self) -> bool:
-        """Whether the host's own UNet made all of it."""
-        return bool(self.steps) and all(step.kind == HOSTS for step in self.steps)
-
-    @property
     def hosts(self) -> set[Stopwatch]:
         """Whose steps are in it."""
         return {step.host for step in self.steps.copy() if step.host is not None}
@@ -65,14 +61,10 @@ class ImageTimes:
         steps = [(step, n) for step, n in self.steps.copy().items() if host is None or step.host is host]
         own, hosts = [(step.own, n) for step, n in steps], [(step.host, n) for step, n in steps]
         ratio = None if all(step.kind == HOSTS for step, _ in steps) else Ratio.of(timing_of(own), timing_of(hosts))
-        return Times(mean(own, median_of), mean(hosts, median_of), ratio)
+        return Times(mean(own, attrgetter("median_ms")), mean(hosts, attrgetter("median_ms")), ratio)
 
 
 Parts = list[tuple["Stopwatch | None", int]]
-
-
-def median_of(stopwatch: Stopwatch) -> float | None:
-    return stopwatch.median_ms
 
 
 def mean(parts: Parts, value: Callable[[Stopwatch], float | None]) -> float | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,14 +18,6 @@ OTHER_SAMPLER = "it is for the samplers Euler and DDIM (without added noise)"
 UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"
 
 
-def nothing_known() -> None:
-    return None
-
-
-def unknown_sampler() -> str:
-    return UNKNOWN_SAMPLER
-
-
 def time_of(timestep: Tensor) -> float | None:
     """The timestep of a call, (batch,), as a number; None where the batch has several. Waits for a GPU."""
     if timestep.dim() and timestep.stride(0) == 0:
@@ -33,6 +26,7 @@ def time_of(timestep: Tensor) -> float | None:
     return float(times[0]) if times and min(times) == max(times) else None
 
 
+@dataclass(eq=False)
 class Sampling:
     """One sampling. Another object: another sampling.
 
@@ -41,24 +35,18 @@ class Sampling:
     count: called likewise. Returns how many different timesteps will come, where times are not known and each step has
         one; else None.
     why_not: why none of its steps may be cut short, in one line for the user.
+    read: reads the timestep of a call as time_of does, without asking the GPU.
     why_no_forecast: called at each UNet call. Returns why an output does not follow from those before it, in one line;
         "" for samplers of the first order without added noise.
-    read: reads the timestep of a call as time_of does, without asking the GPU.
     guidance_scale: its CFG scale; 1 where the network has that built in; None where nobody knows.
     """
 
-    def __init__(
-        self, times: Callable[[], Sequence[float] | None] = nothing_known,
-        count: Callable[[], int | None] = nothing_known, why_not: str = "",
-        read: Callable[[Tensor], float | None] = time_of, why_no_forecast: Callable[[], str] = unknown_sampler,
-        guidance_scale: float | None = None,
-    ) -> None:
-        self.times = times
-        self.count = count
-        self.why_not = why_not
-        self.read = read
-        self.why_no_forecast = why_no_forecast
-        self.guidance_scale = guidance_scale
+    times: Callable[[], Sequence[float] | None] = lambda: None
+    count: Callable[[], int | None] = lambda: None
+    why_not: str = ""
+    read: Callable[[Tensor], float | None] = time_of
+    why_no_forecast: Callable[[], str] = lambda: UNKNOWN_SAMPLER
+    guidance_scale: float | None = None
 
 
 class Position(NamedTuple):
@@ -70,11 +58,12 @@ class Position(NamedTuple):
     walk: int
 
 
+@dataclass
 class Track:
     """The timeline of one sampling, which all networks walk that it uses: a refiner goes on where the first one was."""
 
-    def __init__(self, timeline: Timeline, walk: int) -> None:
-        self.timeline, self.walk = timeline, walk
+    timeline: Timeline
+    walk: int
 
 
 class Positions:

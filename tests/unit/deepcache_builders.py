@@ -23,9 +23,7 @@ from lib_onediff.weights.scan import HostTraits
 
 WEBUI = HostTraits()
 STEPS = [float(time) for time in range(951, 0, -50)]
-EVERY_THIRD: dict[str, Any] = {
-    "deepcache_interval": 3,
-}
+EVERY_THIRD: dict[str, Any] = {"deepcache_interval": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +47,6 @@ def counts(runtime: Any) -> dict[str, int]:
 def feature_bytes(rig: Rig) -> int:
     """The memory of what step policies keep for the rig's UNet."""
     return sum(memory.bytes() for memory in rig.runtime.managed_unet(rig.unet).step_memories.values())
-
-
-def cut_memories(managed: Any) -> list[Any]:
-    """The memories that graphs write and read at a cut."""
-    return [runner.runner.inputs.cut.memory for _, runner in managed.kept() if runner.runner.inputs.cut is not None]
 
 
 def prompt(name: str, tokens: int = 77) -> Tensor:

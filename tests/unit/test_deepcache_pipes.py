@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import ONE_LAYER_A_BLOCK, SD1, SMALL, a_call, diffusers_unet, served
+from builders import ONE_LAYER_A_BLOCK, SD1, SDXL, SMALL, a_call, diffusers_unet, relative_error, served
 from deepcache_builders import equal_distances, few_steps_suffice
+from grid import grid
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
@@ -100,3 +101,40 @@ def test_a_loop_of_ones_own_says_when_a_sampling_begins(is_known: bool) -> None:
     assert counted() == (2 * 4, 2 * 4)
     sample()
     assert counted() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(UNANNOUNCED)
+
+
+# --- its authors' package ---------------------------------------------------------------------------------------------
+
+
+def theirs(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
+    package = pytest.importorskip("DeepCache", reason="the package DeepCache is not installed")
+    helper = package.DeepCacheSDHelper(pipe=pipe)
+    helper.set_params(cache_interval=interval, cache_branch_id=branch)
+    helper.enable()
+    try:
+        return picture(pipe, steps)
+    finally:
+        helper.disable()
+
+
+def ours(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
+    lib_onediff.compile_pipe(pipe, ignores=("vae",), deepcache_interval=interval, deepcache_depth=branch + 1)
+    try:
+        return picture(pipe, steps)
+    finally:
+        lib_onediff.uncompile_pipe(pipe)
+
+
+@grid(layout=[SD1, SDXL], interval=[2, 3], branch=[0, 2, 5])
+def test_the_same_picture_as_the_packages(layout: dict[str, Any], branch: int, interval: int) -> None:
+    """Seven steps: the package's schedule of 2 and of 3 ends with a whole step. A sampler of a higher order has no line
+    through features."""
+    name = "StableDiffusionXLPipeline" if layout is SDXL else "StableDiffusionPipeline"
+    pipe = pipeline(name, layout, "DPMSolverMultistepScheduler")
+    before = lib_onediff.status()["deepcache"]
+    exact, expected = picture(pipe), theirs(pipe, 7, interval, branch)
+    found = ours(pipe, 7, interval, branch)
+    assert relative_error(found, expected) < 1e-4
+    assert relative_error(expected, exact) > 1e-3
+    after = lib_onediff.status()["deepcache"]
+    assert (after["full"] - before["full"], after["cached"] - before["cached"]) == {2: (4, 3), 3: (3, 4)}[interval]

@@ -1,7 +1,6 @@
 """Output forecast: which steps run the UNet, what the others answer, and why not."""
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
-from lib_onediff.steps.line import Line
 
 # Of 20 steps with interval 3: DeepCache's whole steps, the first three, and the last.
 WHOLE_OF_20 = {0, 1, 2, 3, 6, 9, 12, 16, 19}
@@ -108,31 +106,6 @@ def test_calls_without_forecasts(change: Callable[[UNetCall], UNetCall], why: st
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]
     assert found == [WHOLE] * 20 and why in ours.reason
-
-
-def test_tiles() -> None:
-    ours = Samplings.of("forecast")
-    ours.begin()
-    found = [ours.run(ours.call(time, seed=tile))[0] for time in STEPS for tile in range(2)]
-    assert found == [WHOLE] * 40 and "tiles" in ours.reason
-
-
-def test_a_fault_of_ours_costs_a_reason_and_a_log_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = Samplings.of("forecast")
-    ours.begin()
-
-    def fails(*args: Any) -> Tensor:
-        raise RuntimeError("the line broke")
-
-    monkeypatch.setattr(Line, "at", fails)
-    with caplog.at_level(logging.ERROR, logger="onediff"):
-        assert ours.sample() == [WHOLE] * 20
-    assert "the line broke" in caplog.text and "a fault of OneDiff" in ours.reason
-    monkeypatch.undo()
-    ours.begin()
-    assert ours.sample() == steps()
 
 
 def test_after_the_end_of_guidance_the_prompt_has_a_history_of_its_own() -> None:

@@ -1,9 +1,10 @@
-"""Guidance that ends early in whole diffusers pipelines, which call with the negative prompt's rows first."""
+"""Guidance that ends early, forecasts, and too few steps for either, in whole diffusers pipelines."""
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import diffusers
 import pytest
 import torch
 from builders import LCM, SMALL, SMALL_XL, a_call, diffusers_unet, relative_error, served
@@ -13,7 +14,8 @@ from torch import Tensor
 
 import lib_onediff
 from lib_onediff.core.rows import half_of
-from lib_onediff.core.sampling import UNANNOUNCED
+from lib_onediff.core.sampling import UNANNOUNCED, UNKNOWN_SAMPLER
+from lib_onediff.core.timeline import FEW_STEP_MODEL, FEW_STEPS, Step
 from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
 from lib_onediff.runtime.runtime import runtime
@@ -137,3 +139,79 @@ def test_a_unet_without_its_pipeline() -> None:
     assert told()[1] == f"Guidance end rests: {NO_PIPELINE}"
     served(unet, call)
     assert told()[1] == f"Guidance end rests: {UNANNOUNCED}"
+
+
+# --- forecasts --------------------------------------------------------------------------------------------------------
+
+
+def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[Tensor, int]:
+    """The latents, and how many UNet calls were forecast."""
+    pipe = pipeline("StableDiffusionPipeline", SMALL)
+    pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config, **arguments)
+    lib_onediff.compile_pipe(pipe, ignores=("vae",), **options)
+    before = runtime.status()["forecast"]["calls"]
+    return generate(pipe), runtime.status()["forecast"]["calls"] - before
+
+
+@pytest.mark.parametrize(("scheduler", "arguments", "forecasts"), [
+    ("EulerDiscreteScheduler", {}, 6), ("EulerDiscreteScheduler", {"use_karras_sigmas": True}, 6),
+    ("DDIMScheduler", {}, 6), ("EulerAncestralDiscreteScheduler", {}, 0), ("DPMSolverMultistepScheduler", {}, 0),
+    ("HeunDiscreteScheduler", {}, 0),
+])
+def test_schedulers_of_the_first_order(scheduler: str, arguments: dict[str, Any], forecasts: int) -> None:
+    exact, none = drawn(scheduler, arguments)
+    found, count = drawn(scheduler, arguments, deepcache_interval=3, deepcache_depth=0)
+    assert (none, count) == (0, forecasts)
+    distance = float((found - exact).norm() / exact.norm())
+    reason = lib_onediff.status()["forecast"]["reason"]
+    if forecasts:
+        assert distance > 1e-4 and reason == ""
+    else:
+        assert distance < 1e-5 and "Euler and DDIM" in reason
+
+
+def test_a_unet_alone_knows_no_sampler() -> None:
+    pipe = pipeline("StableDiffusionPipeline", SMALL)
+    lib_onediff.compile_unet(pipe.unet, deepcache_interval=3, deepcache_depth=0)
+    before = runtime.status()["forecast"]["calls"]
+    generate(pipe)
+    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNANNOUNCED}"
+    with lib_onediff.sampling(pipe.unet):
+        generate(pipe)
+    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNKNOWN_SAMPLER}"
+    assert runtime.status()["forecast"]["calls"] == before
+
+
+# --- too few steps ----------------------------------------------------------------------------------------------------
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "deepcache": {"deepcache_interval": 3}, "forecast": {"deepcache_interval": 3, "deepcache_depth": 0},
+}
+
+
+@pytest.mark.parametrize(("total", "guidance_scale", "reason"), [
+    (9, 7.0, FEW_STEPS), (9, 1.0, FEW_STEPS), (9, None, FEW_STEPS), (10, 7.0, ""), (10, None, ""),
+    (10, 1.0, FEW_STEP_MODEL), (15, 0.0, FEW_STEP_MODEL), (15, 2.0, FEW_STEP_MODEL), (15, 2.1, ""), (16, 1.0, ""),
+    (None, 1.0, ""),
+])
+def test_the_rule(total: int | None, guidance_scale: float | None, reason: str) -> None:
+    assert Step(0, total, 0.0, False).why_too_few(guidance_scale) == reason
+
+
+def why_whole(pipe: Any, cache: str, steps: int, scale: float) -> str:
+    runtime.stepping.policies = step_policies()
+    before = runtime.status()["forecast"]["calls"]
+    generate(pipe, steps, guidance_scale=scale)
+    reason: str = lib_onediff.status()[cache]["reason"]
+    spared = lib_onediff.status()["deepcache"]["cached"] + runtime.status()["forecast"]["calls"] - before
+    assert bool(spared) is (reason == "")
+    return reason.partition(" rests: ")[2]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_pipelines_guidance_scale(cache: str) -> None:
+    pipe = compiled("StableDiffusionPipeline", SMALL, guidance_end=1.0, **CACHES[cache])
+    assert why_whole(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
+    assert why_whole(pipe, cache, 12, 5.0) == ""
+    assert why_whole(pipe, cache, 16, 1.5) == ""
