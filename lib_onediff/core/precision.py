@@ -202,7 +202,7 @@ def tf32_is_on() -> bool:
 class AttentionOverflows:
     """Which networks' attention was seen to overflow, as SD 2.1's does in float16.
 
-    tuning_cache: remembers it on this machine; see ops.tuning_cache.TuningCache.
+    tuning_cache: remembers it on this machine; see core.tuning_cache.
     """
 
     tuning_cache: Any

@@ -21,7 +21,7 @@ def compile_kernels(
     users: Iterable[Any], dtype: torch.dtype, device: torch.device, configs: Launches | None = None,
     low_bit: Collection[Kind] = (),
 ) -> None:
-    """Launch every kernel that a network with these layers (model.layout) needs once, on a few numbers.
+    """Launch every kernel that a network with these layers (kernel_users of its layout) needs once, on a few numbers.
 
     configs: how they are launched, None for each one's first candidate. low_bit: also those for these kinds of eight
     bits. What was compiled before costs a millisecond. Raises what Triton raises.

@@ -22,7 +22,7 @@ from ..torch import operators as torch_ops
 
 
 class OneFlowOperators:
-    """See model.operators.Operators. Images are contiguous. fused_attention: see gate.Verdict."""
+    """See core.operators. Images are contiguous. fused_attention: see gate.Verdict."""
 
     def __init__(self, fused_attention: bool = False) -> None:
         self._fused_attention = fused_attention

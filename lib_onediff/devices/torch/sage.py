@@ -29,7 +29,7 @@ def why_no_sage(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class SageAttention:
-    """As ops.attention.Attention, lossy. Cross attention, wide heads and what is computed in float32 stay exact."""
+    """As attention.Attention, lossy. Cross attention, wide heads and what is computed in float32 stay exact."""
 
     def __init__(self, exact: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> None:
         self._exact = exact

@@ -1,4 +1,5 @@
-"""How each kernel cuts its work into programs: a choice for each class of shapes, measured once on a GPU.
+"""How each kernel cuts its work into programs, and by whom attention is computed: a choice for each class of shapes,
+measured once on a GPU.
 
 This knows no Triton: what was measured lies in the store, by names.
 """
@@ -20,6 +21,7 @@ from ....core.device import TimeMs
 from ....core.tuning_cache import TuningCache
 
 log = logging.getLogger("onediff")
+# Numbers that a kernel is launched with, or the name of an implementation.
 LaunchConfig = tuple[Any, ...]
 # Two measurements of one thing differ by less.
 WORTH_CHANGING = 0.97
@@ -48,7 +50,7 @@ APPLICATION = Kernel("group norm application", ((32, 4), (16, 1), (32, 2), (64, 
 ADDITION = Kernel("addition", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
 # (tokens, warps)
 LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
-# (queries, keys, warps, stages), or what ops.attention has chosen. Wide heads may not fit into a processor's memory.
+# (queries, keys, warps, stages), or what torch.attention has chosen. Wide heads may not fit into a processor's memory.
 LIBRARY: LaunchConfig = (0,)
 ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), (128, 128, 8, 1), LIBRARY))
 WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))

@@ -44,7 +44,7 @@ Image = Tensor | VirtualConcatenation
 
 
 class TritonOperators:
-    """See ops.Operators. Images are made channels-last where they are not."""
+    """See core.operators. Images are made channels-last where they are not."""
 
     def __init__(
         self, launches: Launches | None = None,

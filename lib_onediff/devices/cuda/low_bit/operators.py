@@ -1,4 +1,4 @@
-"""The operators of the native backend with the largest matrix products in eight bits: see model/low_bit.py for which.
+"""The operators of the native backend with the largest matrix products in eight bits: see weights/low_bit.py for which.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Choose = Callable[[Product, torch.dtype, Sequence[torch.dtype]], Kind | None]
 
 
 class LowBitOperators(TritonOperators):
-    """See ops.Operators. What is for a layer whose weight is there in eight bits is made in eight bits where it is
+    """See core.operators. What is for a layer whose weight is there in eight bits is made in eight bits where it is
     computed, if that pays. A weight that is there in eight bits alone is on torch's meta device."""
 
     def __init__(
