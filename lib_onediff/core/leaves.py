@@ -92,7 +92,7 @@ class TransformerBlock:
 
 @dataclass(frozen=True)
 class TimeEmbedding:
-    """Sinusoids of the timestep, then two linear layers. See devices.torch.operators.sinusoids for the parameters' meaning."""
+    """Sinusoids of the timestep, then two linear layers. See sinusoids in devices/torch/operators.py."""
 
     channels: int
     cosine_first: bool

@@ -42,7 +42,8 @@ COMPILED = Sizes(1, {cuts.SMALL: 4, cuts.LARGE: 4}, 4, 16, 16)
 def tune_kernels(
     launches: Launches, users: Iterable[Any], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> int:
-    """Measure every kernel and class of a network with these layers (kernel_users of its layout) that was not measured on this GPU.
+    """Measure every kernel and class of a network with these layers (its layout's kernel_users), where that was not
+    done on this GPU.
 
     Returns how many there were. Each compiles a few variants: seconds, once on a machine. Raises what Triton raises.
     """

@@ -1,5 +1,4 @@
-"""The operators of the native backend with the largest matrix products in eight bits: see weights/low_bit.py for which.
-"""
+"""The operators of the native backend with the largest matrix products in eight bits; weights/low_bit.py says which."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
