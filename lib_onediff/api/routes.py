@@ -137,10 +137,7 @@ class Routes:
             raise HTTPException(422, str(problem)) from problem
         if len(sizes) + sum(job.pending for job in self._warmup.jobs()) > MOST_PENDING:
             raise HTTPException(429, f"At most {MOST_PENDING} sizes wait in the queue; try again when it is shorter.")
-        jobs = self._warmup.add(sizes, SOURCE, tokens=body.tokens)
-        if body.order == "first":
-            for place, job in enumerate(jobs):
-                self._warmup.move(job.id, place)
+        jobs = self._warmup.add(sizes, SOURCE, tokens=body.tokens, first=body.order == "first")
         return json_answer({"jobs": list(map(job_values, jobs))}, 202)
 
     def jobs(self) -> Response:

@@ -59,11 +59,11 @@ class WarmUp:
         """The loaded model as the rows call it, which is what the queue makes ready."""
         return self._webui.model_name()
 
-    def add(self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS) -> list[Job]:
-        """Queue sizes; one that waits already keeps its place. Returns the job of every size.
+    def add(self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS, first: bool = False) -> list[Job]:
+        """Queue sizes; one that waits already keeps its job. Returns the job of every size.
 
-        tokens: the length of the context, 77 for each started 75 tokens of the prompt. Raises ValueError with a
-        sentence for a length that cannot be, and where OneDiff is switched off.
+        tokens: the length of the context, 77 for each started 75 tokens of the prompt. first: before what waits.
+        Raises ValueError with a sentence for a length that cannot be, and where OneDiff is switched off.
         """
         if not self._runtime.settings.enabled:
             raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be made ready.")
@@ -80,7 +80,11 @@ class WarmUp:
                 self._worker = threading.Thread(target=self._work, name="onediff-warm-up", daemon=True)
                 self._worker.start()
                 atexit.register(self.stop, SECONDS_AT_EXIT)
-            return [waiting[one] for one in wanted]
+            jobs = [waiting[one] for one in wanted]
+            if first:
+                asked = {job.id for job in jobs}
+                self._jobs = dict(sorted(self._jobs.items(), key=lambda item: is_queued(item) and item[0] not in asked))
+            return jobs
 
     def jobs(self) -> list[Job]:
         """The last jobs that are over and the one that runs, in the order of asking, then the queue in its own."""
@@ -98,19 +102,6 @@ class WarmUp:
             if job is None or not job.pending:
                 return False
             self._update(job, state=CANCELLED, what="", estimated_seconds=None)
-            return True
-
-    def move(self, job_id: int, to: int) -> bool:
-        """Give a queued job another place in the queue: 0 is the next one. False when it is not queued (any more)."""
-        with self._changed:
-            job = self._jobs.get(job_id)
-            if job is None or job.state != QUEUED:
-                return False
-            queued = [other for other in self._jobs.values() if other.state == QUEUED and other is not job]
-            queued.insert(max(0, to), job)
-            for other in queued:
-                self._jobs[other.id] = self._jobs.pop(other.id)
-            self._tell()
             return True
 
     def stop(self, seconds: float = 0.0) -> int:
@@ -145,7 +136,7 @@ class WarmUp:
         return job
 
     def _tell(self) -> None:
-        self._jobs = dict(sorted(self._jobs.items(), key=lambda item: item[1].state == QUEUED))
+        self._jobs = dict(sorted(self._jobs.items(), key=is_queued))
         self._version += 1
         self._changed.notify_all()
 
@@ -258,3 +249,7 @@ class WarmUp:
         self._advance(job, call, time.perf_counter() - began, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
         return status["reason"] if lacks_graph else ""
+
+
+def is_queued(item: tuple[int, Job]) -> bool:
+    return item[1].state == QUEUED

@@ -20,32 +20,16 @@ def queue() -> Iterator[WarmUp]:
     webui = LockOnly()
     queue = WarmUp(webui, runtime)
     with webui.lock:
-        queue.add([Size(width, 64) for width in (64, 72, 80, 88, 96)], "panel")
+        queue.add([Size(width, 64) for width in (64, 72, 80)], "panel")
         wait_until(lambda: queue.jobs()[0].state == RUNNING)
         yield queue
         queue.stop()
     queue.stop(SECONDS)
 
 
-def job_of(queue: WarmUp, width: int) -> Job:
-    return next(job for job in queue.jobs() if job.size.width == width)
-
-
-@pytest.mark.parametrize("moved, to, order", [
-    (96, 0, [96, 72, 80, 88]), (72, 2, [80, 88, 72, 96]), (80, 1, [72, 80, 88, 96]), (72, 99, [80, 88, 96, 72]),
-    (88, -5, [88, 72, 80, 96]),
-])
-def test_a_job_gets_another_place_behind_what_runs(queue: WarmUp, moved: int, to: int, order: list[int]) -> None:
-    version = queue.wait_for_change(-1, 1)
-    assert queue.move(job_of(queue, moved).id, to)
-    assert [job.size.width for job in queue.jobs()] == [64, *order]
-    assert queue.wait_for_change(version, 0) > version
-
-
-def test_only_what_is_queued_moves(queue: WarmUp) -> None:
-    cancelled = job_of(queue, 80).id
-    assert queue.cancel(cancelled) and not queue.move(cancelled, 1)
-    assert not queue.move(job_of(queue, 64).id, 1) and not queue.move(99, 0)
+def test_what_is_asked_for_first_stands_behind_what_runs(queue: WarmUp) -> None:
+    queue.add([Size(80, 64), Size(88, 64)], "API", first=True)
+    assert [job.size.width for job in queue.jobs()] == [64, 80, 88, 72]
 
 
 def a_row(resolution: str, model: str, state: str = "ready") -> ResolutionRow:
@@ -59,9 +43,9 @@ def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
     rows = [a_row("72x64", "SD1"), a_row("104x64", "SD1"), a_row("64x64", "SD1"), a_row("64x64", "SDXL")]
     told = rows_with_jobs(rows, jobs, "SD1")
     assert [(row.resolution, row.model, row.state) for row in told] == [
-        ("80x64", "SD1", "queued"), ("88x64", "SD1", "queued"), ("96x64", "SD1", "queued"), ("72x64", "SD1", "queued"),
-        ("104x64", "SD1", "ready"), ("64x64", "SD1", "warming 33 %"), ("64x64", "SDXL", "ready"),
+        ("80x64", "SD1", "queued"), ("72x64", "SD1", "queued"), ("104x64", "SD1", "ready"),
+        ("64x64", "SD1", "warming 33 %"), ("64x64", "SDXL", "ready"),
     ]
-    assert told[4] == rows[1] and told[0].shapes == () and told[0].bytes == 0
+    assert told[2] == rows[1] and told[0].shapes == () and told[0].bytes == 0
     queue.stop()
     assert rows_with_jobs(rows, queue.jobs(), "SD1") == rows
