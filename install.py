@@ -3,7 +3,7 @@
     python install.py
         Run by the WebUI at its start: installs nothing, prints one line about this Python and its GPU.
 
-    python install.py --demo [--model FILE_OR_FOLDER | --random] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
+    python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
         [--gradio-auth USER:PASSWORD]
         Makes .venv beside this file, installs what is missing and starts a small WebUI with OneDiff in it.
 
@@ -310,20 +310,13 @@ def why_failed(output: str) -> str | None:
 
 
 def demo_command(arguments: list[str]) -> list[str]:
-    """What starts the standalone host. Ends the process with a sentence where an argument makes no sense."""
-    parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False)
-    parser.add_argument("--model", type=model_path, metavar="FILE_OR_FOLDER", help="default: the one that comes along")
-    parser.add_argument("--random", action="store_true", help="without --model: emoji-sd with random weights")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: this machine only)")
-    parser.add_argument(
-        "--port", type=port_number, metavar="N", help="the port to listen on (default: the first free one from 7860)"
-    )
-    parser.add_argument("--gradio-auth", metavar="USER:PASSWORD[,...]", help="the accounts of the page and of the API")
-    parser.add_argument("--allowed-hosts", metavar="NAME[,...]", help="by which names browsers reach it, as a proxy's")
-    chosen = vars(parser.parse_args(arguments))
-    command = [str(VENV_PYTHON), "-m", "lib_onediff.demo", *["--random"] * chosen.pop("random")]
-    given = {name.replace("_", "-"): str(value) for name, value in chosen.items() if value is not None}
-    return command + [word for name, value in given.items() for word in (f"--{name}", value)]
+    """What starts the standalone host, which reads its arguments itself: --help names them. Ends the process with a
+    sentence where the model is not there."""
+    parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False, add_help=False)
+    parser.add_argument("--model", type=model_path)
+    chosen, others = parser.parse_known_args(arguments)
+    model = [] if chosen.model is None else ["--model", str(chosen.model)]
+    return [str(VENV_PYTHON), "-m", "lib_onediff.demo", *others, *model]
 
 
 def model_path(text: str) -> Path:
@@ -331,13 +324,6 @@ def model_path(text: str) -> Path:
     if not os.path.exists(text):
         raise argparse.ArgumentTypeError(f"there is no file or folder {text}")
     return Path(text).absolute()
-
-
-def port_number(text: str) -> int:
-    """A TCP port from 1 to 65535."""
-    if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"a port is a whole number from 1 to 65535, not {text!r}")
-    return int(text)
 
 
 def hand_over(command: list[str]) -> int:

@@ -33,13 +33,15 @@ class Gate:
     """ASGI middleware around the whole application, gradio's own routes included.
 
     identify: raises HTTPException, by a request's headers alone, for somebody who has not logged in where one must.
-    largest: how many bytes the body of everybody else may have.
+    largest: how many bytes the body of everybody else may have. page_policy: what the page may load, for browsers.
     """
 
     def __init__(
-        self, app: Any, origins: Origins, identify: Callable[[Request], None], largest: int = LARGEST_BODY
+        self, app: Any, origins: Origins, identify: Callable[[Request], None], largest: int = LARGEST_BODY,
+        page_policy: str = "",
     ) -> None:
         self.app, self.origins, self.identify, self.largest = app, origins, identify, largest
+        self.page_policy = page_policy
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +56,7 @@ class Gate:
         except HTTPException as refused:
             await refusal(refused.status_code, refused.detail, refused.headers)(scope, receive, send)
             return
-        await self.app(scope, bounded(receive, limit), harmless(scope["path"], send))
+        await self.app(scope, bounded(receive, limit), self.harmless(scope["path"], send))
 
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Raise HTTPException for a request that this server does not take."""
@@ -73,6 +75,24 @@ class Gate:
         except HTTPException:
             return LARGEST_LOGIN
         return self.largest
+
+    def harmless(self, path: str, send: Send) -> Send:
+        """send, which has browsers take an answer for what it says it is, and save files that they should not show."""
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(raw=message.setdefault("headers", []))
+                headers["x-content-type-options"] = "nosniff"
+                if path == "/" and self.page_policy:
+                    headers["content-security-policy"] = self.page_policy
+                if path.startswith(FILE_PATHS):
+                    headers["content-security-policy"] = NOTHING_RUNS
+                    if not re.match("|".join(SHOWN_FILES), headers.get("content-type", "")):
+                        headers["content-type"] = "application/octet-stream"
+                        headers["content-disposition"] = "attachment"
+            await send(message)
+
+        return send_marked
 
 
 def is_link(method: str, path: str, headers: Headers) -> bool:
@@ -98,20 +118,3 @@ def bounded(receive: Receive, limit: int) -> Receive:
 
 def too_large(limit: int) -> HTTPException:
     return HTTPException(413, f"The request body is larger than {limit} bytes.")
-
-
-def harmless(path: str, send: Send) -> Send:
-    """send, which has browsers take an answer for what it says it is, and save files that they should not show."""
-
-    async def send_marked(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(raw=message.setdefault("headers", []))
-            headers["x-content-type-options"] = "nosniff"
-            if path.startswith(FILE_PATHS):
-                headers["content-security-policy"] = NOTHING_RUNS
-                if not re.match("|".join(SHOWN_FILES), headers.get("content-type", "")):
-                    headers["content-type"] = "application/octet-stream"
-                    headers["content-disposition"] = "attachment"
-        await send(message)
-
-    return send_marked

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..core.logs import one_line
-from .listening import CannotListen, is_loopback, listen
+from ..core.refusal import Refusal
+from .listening import is_loopback, listen
 
 DEFAULT_DATA_DIR = Path(__file__).resolve().parents[2] / "outputs"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -24,7 +25,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m lib_onediff.demo",
+        prog="install.py --demo", allow_abbrev=False,
         description="A small WebUI around OneDiff: txt2img and img2img in the browser.",
     )
     parser.add_argument(
@@ -32,7 +33,6 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         help="a .safetensors checkpoint, or a folder in diffusers' layout, of Stable Diffusion 1.x, 2.x or "
         "XL; without it the small emoji-sd",
     )
-    parser.add_argument("--random", action="store_true", help="without --model: emoji-sd with random weights")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only); for "
                         "one that others can reach, an account is made up where none is given")
     parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
@@ -82,25 +82,21 @@ def main(words: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: os._exit(0))
     try:
         with listen(arguments.host, arguments.port) as listener:
-            return run(arguments, listener)
-    except CannotListen as problem:
-        print(one_line(str(problem)), file=sys.stderr)
-        return 1
-
-
-def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
-    """Load the model and serve until interrupted; 1 after a sentence about what is wrong."""
-    cache = Path(tempfile.gettempdir(), f"onediff-page-{secrets.token_hex(16)}")
-    stay_offline_and_quiet(str(cache))
-    from .errors import Refusal
-    from .models import load_model
-
-    print("Loading the model ...", flush=True)
-    try:
-        model = load_model(arguments.model, arguments.random)
+            run(arguments, listener)
+        return 0
     except Refusal as problem:
         print(one_line(str(problem)), file=sys.stderr)
         return 1
+
+
+def run(arguments: argparse.Namespace, listener: socket.socket) -> None:
+    """Load the model and serve until interrupted. Raises Refusal with a sentence about what is wrong."""
+    cache = Path(tempfile.gettempdir(), f"onediff-page-{secrets.token_hex(16)}")
+    stay_offline_and_quiet(str(cache))
+    from .models import load_model
+
+    print("Loading the model ...", flush=True)
+    model = load_model(arguments.model)
     from .modules import modules_importable
     from .offline import fetch_nothing, limit_pillow
     from .server import make_app, serve
@@ -117,7 +113,6 @@ def run(arguments: argparse.Namespace, listener: socket.socket) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             serve(app, listener)
         shutil.rmtree(cache, ignore_errors=True)
-    return 0
 
 
 def ask_for_an_account(arguments: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,13 +12,15 @@ from typing import Any
 import gradio as gr
 import torch
 
-from . import errors, limits
-from .errors import Refusal
+from ..core.guard import first_line
+from ..core.refusal import Refusal
+from . import limits
 from .modules import processing, sd_samplers, shared
 from .modules.call_queue import queue_lock
 from .modules.infotext_utils import connect_paste
 from .modules.processing import Processed
 
+log = logging.getLogger("onediff")
 # name of the field of a StableDiffusionProcessing -> component
 Inputs = dict[str, Any]
 # name of the field -> the infotext parameter that fills its component
@@ -61,7 +64,7 @@ def build_generation_tab(runner: Any, tab: str) -> None:
 
     generate.click(
         making_images(tab, list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
-        show_progress="hidden", api_name=False,
+        show_progress="hidden", api_name=False, concurrency_limit=1, concurrency_id="images",
     )
     fields = [(inputs[name], parameter) for name, parameter in PASTED.items() if name in inputs]
     connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
@@ -164,9 +167,8 @@ def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
     except Exception as error:
         if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
             raise Refusal("There is not enough memory for this image; try a smaller size or batch.") from error
-        errors.report("A generation failed", exc_info=True)
-        first_line = (str(error).strip() or "no details").splitlines()[0]
-        raise Refusal(f"The generation failed: {type(error).__name__}: {first_line}") from error
+        log.exception("a generation failed")
+        raise Refusal(f"The generation failed: {type(error).__name__}: {first_line(error)}") from error
 
 
 def progress_bar() -> str:

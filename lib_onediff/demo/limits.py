@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import Refusal
+from ..core.refusal import Refusal
 
-SIZE_STEP = 8
+SIZE_STEP, SIDES = 8, ("width", "height")
 SIDE = (64, 2048)
 # The least and the most.
 WHOLE = {
@@ -24,17 +24,15 @@ def checked(fields: dict[str, Any]) -> dict[str, Any]:
         value = fields.get(name, least)
         if value is None or not least <= value <= most:
             raise Refusal(f"{name} is {value}; it must be between {least} and {most}.")
-        if name in WHOLE and name in fields:
-            if value != int(value):
-                raise Refusal(f"{name} is {value}; it must be a whole number.")
-            found[name] = int(value)
-    for name in ("width", "height"):
-        side = found[name]
-        if side % SIZE_STEP:
-            below = side - side % SIZE_STEP
+        if name in WHOLE and value != int(value):
+            raise Refusal(f"{name} is {value}; it must be a whole number.")
+        if name in SIDES and value % SIZE_STEP:
+            below = int(value) - int(value) % SIZE_STEP
             raise Refusal(
-                f"{name} is {side}; it must be a multiple of {SIZE_STEP}, for example {below} or {below + SIZE_STEP}."
+                f"{name} is {value}; it must be a multiple of {SIZE_STEP}, for example {below} or {below + SIZE_STEP}."
             )
+        if name in fields:
+            found[name] = int(value) if name in WHOLE else value
     for name in ("prompt", "negative_prompt"):
         if len(found[name]) > LONGEST_PROMPT:
             raise Refusal(f"{name} has {len(found[name])} characters; it must have {LONGEST_PROMPT} at most.")

@@ -2,38 +2,29 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
+
+from ..core.refusal import Refusal
 
 FIRST_PORT, PORTS_TO_TRY = 7860, 100
 
 
-class CannotListen(Exception):
-    """There is no such address, or its ports are taken; the message is a sentence for the user."""
-
-
 def listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket on host and port; without a port on the first free one from FIRST_PORT."""
+    """A listening socket on host and port; without a port on the first free one from FIRST_PORT. Raises Refusal with a
+    sentence for the user where there is no such address, or its ports are taken."""
     ports = range(FIRST_PORT, FIRST_PORT + PORTS_TO_TRY) if port is None else range(port, port + 1)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise CannotListen(f"There is no address for the host name {host!r}: {error.strerror}.") from error
+        raise Refusal(f"There is no address for the host name {host!r}: {error.strerror}.") from error
     failure = ""
     for candidate in ports:
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if os.name == "posix":
-                # Lets a restarted host reuse its port at once; on Windows it would let two servers share one.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((str(address[0]), candidate))
-            listener.listen(128)
-            return listener
+            return socket.create_server((str(address[0]), candidate), family=family, backlog=128)
         except (OSError, OverflowError) as error:
-            listener.close()
             failure = str(error)
     tried = f"Port {port}" if port is not None else f"Every port from {ports[0]} to {ports[-1]}"
-    raise CannotListen(f"{tried} on {host} is refused ({failure}); choose another with --port.")
+    raise Refusal(f"{tried} on {host} is refused ({failure}); choose another with --port.")
 
 
 def url_of(listener: socket.socket) -> str:

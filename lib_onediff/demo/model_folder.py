@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..api.answers import readable
-from .errors import Refusal
+from ..core.refusal import Refusal
 
 NEEDED = ("unet", "vae", "scheduler")
 # By this transformers would load another model in the place of the one in the folder.

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ..core.logs import one_line
+from ..core.refusal import Refusal
 from . import SHIPPED
-from .errors import Refusal
 from .model_folder import load_folder
 from .single_file import load_checkpoint
 
-RANDOM_NAME, RANDOM_SEED, RANDOM_SIZE = "random", 15, 0.05
-ABOUT_SHIPPED = "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”."
-ABOUT_RANDOM = "Random weights: its images show nothing."
-OWN_MODEL = "Start with --model FILE_OR_FOLDER for your own."
+ABOUT_SHIPPED = (
+    "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”. "
+    "Start with --model FILE_OR_FOLDER for your own."
+)
 LATENT_CHANNELS = 4
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16 if torch.cuda.is_available() else torch.float32
@@ -82,37 +82,17 @@ class LoadedModel:
         return (decoded.float().cpu() / 2 + 0.5).clamp(0, 1)
 
 
-def load_model(path: str | None, random: bool = False) -> LoadedModel:
-    """The model at path, on the host's device; without a path the one that ships with us, or one of its shape with
-    random weights. Raises Refusal with a sentence for the user when it cannot be loaded."""
-    if path is None:
-        with loading(SHIPPED):
-            pipeline = load_folder(SHIPPED, DTYPE)
-        if random:
-            draw_weights(pipeline)
-            return on_device(pipeline, RANDOM_NAME, f"{ABOUT_RANDOM} {OWN_MODEL}")
-        return on_device(pipeline, SHIPPED.name, f"{ABOUT_SHIPPED} {OWN_MODEL}")
-    location = Path(path).expanduser()
+def load_model(path: str | None) -> LoadedModel:
+    """The model at path, on the host's device; without a path the one that ships with us. Raises Refusal with a
+    sentence for the user when it cannot be loaded."""
+    location = SHIPPED if path is None else Path(path).expanduser()
     if not location.exists():
         raise Refusal(f"There is no model file or folder {path}.")
     with loading(location):
-        if location.is_dir():
-            return on_device(load_folder(location, DTYPE), location.resolve().name)
-        return on_device(load_checkpoint(location, DTYPE), location.stem)
-
-
-@torch.no_grad()
-def draw_weights(pipeline: Any) -> None:
-    """Put random numbers into the places of a pipeline's weights."""
-    generator = torch.Generator().manual_seed(RANDOM_SEED)
-    for network in (pipeline.unet, pipeline.vae, pipeline.text_encoder):
-        for weight in network.parameters():
-            weight.normal_(std=RANDOM_SIZE, generator=generator)
-
-
-def on_device(pipeline: Any, name: str, about: str = "") -> LoadedModel:
-    """A pipeline on the host's device, with its name."""
-    return LoadedModel(pipeline.to(DEVICE, DTYPE), one_line(name), about)
+        is_folder = location.is_dir()
+        pipeline = (load_folder if is_folder else load_checkpoint)(location, DTYPE).to(DEVICE, DTYPE)
+    name = location.resolve().name if is_folder else location.stem
+    return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED if path is None else "")
 
 
 @contextmanager

@@ -4,70 +4,40 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
+import gradio.routes
 import httpx
+import jinja2
 from gradio import processing_utils
 from PIL import Image
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-
 FOREIGN_ELEMENTS = re.compile(
-    rb"""<link\s[^>]*rel="preconnect"[^>]*/?>|<script\s[^>]*src="https?://[^"]*"[^>]*>\s*</script>|<meta\s[^>]*content="https?://[^"]*"[^>]*/?>"""
-)
-POLICY = (
-    b"default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
-    b"style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'self'"
+    r"""<link\s[^>]*rel="preconnect"[^>]*/?>|<script\s[^>]*src="https?://[^"]*"[^>]*>\s*</script>|<meta\s[^>]*content="https?://[^"]*"[^>]*/?>"""
 )
 FORMATS = ("PNG", "JPEG", "WEBP")
 # Of the image that a file's header promises: a few KiB may hold gigabytes.
 MOST_PIXELS = 32 << 20
 
 
-class OwnResourcesOnly:
-    """ASGI middleware: takes references to other hosts out of the page and forbids the browser to follow any."""
+class OwnResourcesOnly(jinja2.FileSystemLoader):
+    """gradio's page without its references to other hosts."""
 
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/":
-            await self.app(scope, receive, send)
-            return
-        start: Message = {}
-        body = bytearray()
-
-        async def collect(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                start.update(message)
-                return
-            body.extend(message.get("body", b""))
-            if not message.get("more_body"):
-                page = FOREIGN_ELEMENTS.sub(b"", bytes(body))
-                kept = [header for header in start["headers"] if header[0].lower() != b"content-length"]
-                added = [(b"content-length", str(len(page)).encode()), (b"content-security-policy", POLICY)]
-                await send({**start, "headers": [*kept, *added]})
-                await send({"type": "http.response.body", "body": page})
-
-        await self.app(scope, receive, collect)
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple:
+        source, *more = super().get_source(environment, template)
+        return FOREIGN_ELEMENTS.sub("", source), *more
 
 
-class NoNetwork(httpx.BaseTransport, httpx.AsyncBaseTransport):
-    """What gradio sends its requests with: a file that a client names by an address is not there."""
-
-    def handle_request(self, request: httpx.Request) -> NoReturn:
-        raise httpx.ConnectError("This host fetches no addresses.", request=request)
-
-    async def handle_async_request(self, request: httpx.Request) -> NoReturn:
-        self.handle_request(request)
+def refuse(request: httpx.Request) -> NoReturn:
+    raise httpx.ConnectError("This host fetches no addresses.", request=request)
 
 
 def fetch_nothing() -> None:
-    """Keep gradio in this process from fetching the addresses that a request gives for files."""
-    processing_utils.sync_client = httpx.Client(transport=NoNetwork())
-    processing_utils.async_client = httpx.AsyncClient(transport=NoNetwork())
+    """Keep gradio in this process from leading a browser to other hosts, and from fetching the addresses that a request
+    gives for files."""
+    gradio.routes.templates.env.loader = OwnResourcesOnly(gradio.routes.STATIC_TEMPLATE_LIB)
+    processing_utils.sync_client = httpx.Client(transport=httpx.MockTransport(refuse))
+    processing_utils.async_client = httpx.AsyncClient(transport=httpx.MockTransport(refuse))
 
 
 def limit_pillow() -> None:

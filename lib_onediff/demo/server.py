@@ -18,9 +18,12 @@ from ..api.origins import Origins, host_name
 from .listening import url_of
 from .models import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
-from .offline import OwnResourcesOnly
 from .page import build_page
 
+PAGE_POLICY = (
+    "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'self'"
+)
 # Answers to what is under way are waited for so long; then connections are closed, which pages keep open for ever.
 SECONDS_FOR_ANSWERS = 1
 
@@ -54,8 +57,8 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
     )
     # Before the page takes every remaining path.
     script_callbacks.call_all("app_started", page, app)
-    app.add_middleware(OwnResourcesOnly)
-    app.add_middleware(Gate, origins=own_origins(arguments, only_this_machine), identify=check_login)
+    origins = own_origins(arguments, only_this_machine)
+    app.add_middleware(Gate, origins=origins, identify=check_login, page_policy=PAGE_POLICY)
     accounts = [tuple(account.split(":", 1)) for account in (arguments.gradio_auth or "").split(",") if account]
     # Requests beside the queue would take the threads that interrupt and progress need.
     queued = page.queue(default_concurrency_limit=4, api_open=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .errors import Refusal
+from ..core.refusal import Refusal
 
 log = logging.getLogger("onediff")
 Shapes = dict[str, tuple[int, ...]]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,6 @@ from fastapi.testclient import TestClient
 
 from lib_onediff.api import routes
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo.modules.call_queue import FIFOLock
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -28,7 +28,7 @@ class LockOnly:
     """A WebUI without a model. While its lock is held it makes a picture."""
 
     def __init__(self) -> None:
-        self.lock = FIFOLock()
+        self.lock = threading.Lock()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         raise Refusal("no model is loaded")

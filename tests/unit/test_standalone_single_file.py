@@ -16,8 +16,8 @@ pytest.importorskip("ldm", reason="stable-diffusion-sdkit is not installed")
 from builders import randomise
 from tiny_model import BYTE_TOKENS, write_byte_vocabulary
 
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo import single_file
-from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.models import load_model
 
 TEXT_WIDTH = 64

@@ -1,6 +1,7 @@
 """The pre-warm queue, with a real UNet behind the real runtime and a very small WebUI."""
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,6 @@ import builders
 import pytest
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo.modules.call_queue import FIFOLock
 from lib_onediff.hosts.contract import network_name
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.options.settings import Settings
@@ -27,7 +27,7 @@ class SmallWebUI:
 
     def __init__(self, unet: Any) -> None:
         self.unet = unet
-        self.lock = FIFOLock()
+        self.lock = threading.Lock()
         self.calls: list[tuple[int, int, int]] = []
         diffusers_host.attach(unet)
 

@@ -12,8 +12,8 @@ from PIL import Image, PngImagePlugin
 
 from lib_onediff.api.answers import SentenceRoute, json_answer, refusal
 from lib_onediff.api.auth import protection
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo import limits
-from lib_onediff.demo.errors import Refusal
 from lib_onediff.demo.generation_tab import make_images
 from lib_onediff.demo.modules import processing, script_callbacks, scripts, shared
 

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import errors
+log = logging.getLogger("onediff")
 
 
 class OptionInfo:
@@ -36,9 +37,10 @@ class OptionInfo:
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with value for this option, or None when it fits."""
-        same_kind = isinstance(value, type(self.default)) and isinstance(value, bool) == isinstance(self.default, bool)
-        number_for_float = isinstance(self.default, float) and isinstance(value, int) and not isinstance(value, bool)
-        if self.default is not None and not same_kind and not number_for_float:
+        kinds = (int, float) if isinstance(self.default, float) else type(self.default)
+        if self.default is not None and (
+            not isinstance(value, kinds) or isinstance(value, bool) != isinstance(self.default, bool)
+        ):
             return f"takes a {type(self.default).__name__}, not {value!r}"
         offered = self.arguments().get("choices") or ()
         choices = [choice[1] if isinstance(choice, tuple) else choice for choice in offered]
@@ -67,7 +69,7 @@ class Options:
         self.data_labels[key] = info
         problem = info.problem(self.data[key]) if key in self.data else None
         if problem:
-            errors.report(f"The saved option {key} {problem}; its default is used.")
+            log.warning("the saved option %s %s; its default is used", key, problem)
         if problem or (key not in self.data and not info.do_not_save):
             self.data[key] = info.default
 
@@ -78,12 +80,11 @@ class Options:
         if before == value or info.do_not_save:
             return False
         self.data[key] = value
-        if info.onchange is None:
-            return True
         try:
-            info.onchange()
+            if info.onchange is not None:
+                info.onchange()
         except Exception:
-            errors.report(f"Option {key} keeps its value; changing it to {value!r} failed.", exc_info=True)
+            log.exception("the option %s keeps its value; changing it to %r failed", key, value)
             self.data[key] = before
             return False
         return True
@@ -122,15 +123,10 @@ class Options:
         """Read values from a file made by save, before options are added; a damaged file is set aside."""
         path = Path(filename)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError("it does not hold a JSON object")
+            self.data.update(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
-            errors.report(f"The settings in {path.name} cannot be read ({error}); defaults are used.")
-            if path.is_file():
-                os.replace(path, path.with_suffix(".damaged"))
-                errors.report(f"The damaged file is kept as {path.stem}.damaged.")
-            return
-        self.data.update(values)
+        except (OSError, ValueError, TypeError) as error:
+            aside = path.with_suffix(".damaged")
+            os.replace(path, aside)
+            log.warning("the settings in %s cannot be read (%s) and are now %s; defaults are used", path, error, aside)

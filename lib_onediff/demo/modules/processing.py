@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..errors import Refusal
+from ...core.refusal import Refusal
 from . import shared
 from .infotext_utils import quote
 from .sd_samplers import make_scheduler

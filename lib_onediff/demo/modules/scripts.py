@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .. import errors
 from . import paths, script_callbacks
 
+log = logging.getLogger("onediff")
 # What a script's show() answers to take part in every generation.
 AlwaysVisible = object()
 
@@ -36,24 +36,27 @@ class Script:
         return True
 
 
+class ScriptClassData(NamedTuple):
+    """A script class that was found, and where."""
+
+    script_class: type[Script]
+    path: str
+    module: ModuleType
+
+
 class ScriptRunner:
     """The always-visible scripts of the txt2img or the img2img tab."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: list[ScriptClassData] | None = None, is_img2img: bool = False) -> None:
         self.alwayson_scripts: list[Any] = []
         self.infotext_fields: list[Any] = []
         # Position 0 of the arguments is the selectable script, of which there is none.
         self.inputs: list[Any] = [None]
-
-    def add(self, data: ScriptClassData, is_img2img: bool) -> None:
-        """Make an object of a script class."""
-        try:
+        for data in found or ():
             script = data.script_class()
             script.filename, script.is_img2img = data.path, is_img2img
             if script.show(is_img2img) is AlwaysVisible:
                 self.alwayson_scripts.append(script)
-        except Exception:
-            errors.report(f"Error initializing script of {data.path}", exc_info=True)
 
     def setup_ui(self) -> None:
         """Create the components of every script inside the gradio context that is open, and give them their places
@@ -61,14 +64,9 @@ class ScriptRunner:
         import gradio as gr
 
         for script in self.alwayson_scripts:
-            script.args_from = script.args_to = len(self.inputs)
-            try:
-                with gr.Group():
-                    controls = script.ui(script.is_img2img) or []
-                script.name = script.title().lower()
-            except Exception:
-                errors.report(f"Error creating UI for {script.filename}", exc_info=True)
-                continue
+            with gr.Group():
+                controls = script.ui(script.is_img2img) or []
+            script.name, script.args_from = script.title().lower(), len(self.inputs)
             self.infotext_fields += script.infotext_fields or []
             self.inputs += controls
             script.args_to = len(self.inputs)
@@ -89,15 +87,7 @@ def call_hook(script: Any, hook: str, *arguments: Any, **kwargs: Any) -> None:
         try:
             getattr(script, hook)(*arguments, **kwargs)
         except Exception:
-            errors.report(f"Error running {hook}: {script.filename}", exc_info=True)
-
-
-class ScriptClassData(NamedTuple):
-    """A script class that was found, and where."""
-
-    script_class: type[Script]
-    path: str
-    module: ModuleType
+            log.exception("%s of %s failed", hook, script.filename)
 
 
 scripts_data: list[ScriptClassData] = []
@@ -116,19 +106,16 @@ def load_scripts() -> None:
         try:
             module = load_module(str(path))
         except Exception:
-            errors.report(f"Error loading script: {path.name}", exc_info=True)
+            log.exception("the script %s failed", path.name)
             continue
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, Script)]
         scripts_data.extend(ScriptClassData(found, str(path), module) for found in classes if found is not Script)
-    scripts_txt2img, scripts_img2img = ScriptRunner(), ScriptRunner()
-    for data in scripts_data:
-        scripts_txt2img.add(data, is_img2img=False)
-        scripts_img2img.add(data, is_img2img=True)
+    scripts_txt2img, scripts_img2img = ScriptRunner(scripts_data), ScriptRunner(scripts_data, is_img2img=True)
 
 
 def load_module(path: str) -> ModuleType:
     """Run the script at path and return it as a module named after its file; what it raises is raised."""
-    spec = importlib.util.spec_from_file_location(os.path.basename(path), path)
+    spec = importlib.util.spec_from_file_location(Path(path).name, path)
     assert spec is not None and spec.loader is not None, "scripts are .py files"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

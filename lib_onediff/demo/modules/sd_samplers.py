@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..errors import Refusal
+from ...core.refusal import Refusal
 
 
 class Sampler(NamedTuple):

@@ -14,10 +14,8 @@ class State:
     """One generation at a time, as queue_lock guarantees; read by the page."""
 
     def __init__(self) -> None:
-        self.skipped = self.interrupted = False
-        self.job = ""
-        self.job_no = self.job_count = self.sampling_step = self.sampling_steps = 0
-        self.job_timestamp = "0"
+        self.begin()
+        self.end()
 
     def begin(self, job: str = "(unknown)") -> None:
         """Start a job; what was interrupted before is forgotten."""
@@ -49,7 +47,7 @@ class State:
 
 
 cmd_opts = argparse.Namespace(
-    api=True, nowebui=False, gradio_auth=None, data_dir=None, freeze_settings=False,
+    api=True, nowebui=False, gradio_auth=None, data_dir=None, freeze_settings=False
 )
 config_filename = ""
 opts = Options({})
