@@ -14,12 +14,28 @@ from typing import Any
 
 import torch
 
+from ..core.refusal import Refusal
 from ..options.option import parse_value
 from ..options.settings import Settings
 from . import images, models, steps
 from .steps import HOSTS, Row, Size
 
-EXAMPLES = """\
+COMMANDS = {
+    "step": steps.step, "cold": steps.cold, "image": images.image, "quality": images.quality, "webui": images.webui,
+}
+# What a command takes in the place of None.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "step": {"runs": 40, "batch": [2]}, "cold": {"batch": [2]}, "image": {"runs": 5, "batch": [1], "steps": 20},
+    "quality": {"steps": 30}, "webui": {"runs": 5, "steps": 20},
+}
+EPILOG = """\
+commands:
+  step      one UNet call by backend, side by side: time and error against float32
+  cold      first calls at every size in a fresh process: with empty caches, and in the next
+  image     whole images through diffusers: seconds, and difference from the host's
+  quality   how far images are from the host's in float32, on trained weights
+  webui     images of a running WebUI with OneDiff off and on, over its REST API
+
 examples:
   python -m lib_onediff.bench step --model sdxl sd15 --batch 2 8 --runs 40
   python -m lib_onediff.bench step --model sdxl --backend host native --set low_bit=fp8 --set low_bit=int8
@@ -50,59 +66,40 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
-    backends = next(option.metadata["choices"] for option in fields(Settings) if option.name == "backend")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--set", nargs="+", action="append", default=[], metavar="OPTION=VALUE",
-                        help="a row with these options of OneDiff; give it again for another row")
-    common.add_argument("--size", nargs="+", type=size_of, metavar="WxH", help="pixels (default: 1024x1024 or 512x512)")
-    common.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with all times, into this file")
-    local = argparse.ArgumentParser(add_help=False)
-    local.add_argument("--dtype", choices=list(steps.DTYPES), default="fp16" if gpu else "fp32")
-    random = argparse.ArgumentParser(add_help=False)
-    random.add_argument("--model", nargs="+", default=["sdxl", "sd15"] if gpu else ["tiny-sdxl", "tiny-sd15"],
-                        help=f"random weights of {', '.join(models.CONFIGURATIONS)}; or a checkpoint's file or folder")
-    calls = argparse.ArgumentParser(add_help=False)
-    everyone = [*HOSTS, *backends]
-    calls.add_argument("--backend", nargs="+", choices=everyone, metavar="NAME",
-                       default=[*HOSTS, "native", "cudagraph", "eager"] if gpu else ["host", "eager"],
-                       help=f"a row for each of: {', '.join(everyone)}")
-    calls.add_argument("--batch", nargs="+", type=int, default=[2], help="latents of a call; 2: an image with guidance")
-    calls.add_argument("--tokens", type=int, default=77, help="tokens of the prompt")
-
+    everyone = [*HOSTS, *next(option.metadata["choices"] for option in fields(Settings) if option.name == "backend")]
     parser = argparse.ArgumentParser(
-        prog="python -m lib_onediff.bench", description="Measure OneDiff beside the host.", epilog=EXAMPLES,
+        prog="python -m lib_onediff.bench", description="Measure OneDiff beside the host.", epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="step|cold|image|quality|webui")
-
-    step = commands.add_parser("step", parents=[common, local, random, calls],
-                               help="one UNet call by backend, side by side: time and error against float32")
-    step.add_argument("--runs", type=int, default=40, help="timed calls of each row")
-    step.add_argument("--patch", nargs="+", choices=list(models.PATCHES), default=["nothing"], metavar="NAME",
-                      help=f"what an extension has put on the UNet: {', '.join(models.PATCHES)}")
-
-    cold = commands.add_parser("cold", parents=[common, local, random, calls],
-                               help="first calls at every size in a fresh process: with empty caches, and in the next")
-    cold.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-
-    image = commands.add_parser("image", parents=[common, local, random],
-                                help="whole images through diffusers: seconds, and difference from the host's")
-    image.add_argument("--batch", nargs="+", type=int, default=[1], help="images by one call")
-    image.add_argument("--steps", type=int, default=20)
-    image.add_argument("--runs", type=int, default=5, help="timed images of each row")
-
-    quality = commands.add_parser("quality", parents=[common, local],
-                                  help="how far images are from the host's in float32, on trained weights")
-    quality.add_argument("--model", help="a diffusers folder (default: emoji-sd, which ships with OneDiff)")
-    quality.add_argument("--images", type=int, default=200)
-    quality.add_argument("--steps", type=int, default=30)
-
-    webui = commands.add_parser("webui", parents=[common],
-                                help="images of a running WebUI with OneDiff off and on, over its REST API")
-    webui.add_argument("url", help="its address, such as http://127.0.0.1:7860")
-    webui.add_argument("--steps", type=int, default=20)
-    webui.add_argument("--runs", type=int, default=5, help="timed images of each row")
+    parser.add_argument("command", choices=COMMANDS, metavar="|".join(COMMANDS))
+    parser.add_argument("url", nargs="?", help="webui: its address, such as http://127.0.0.1:7860")
+    parser.add_argument("--set", nargs="+", action="append", default=[], metavar="OPTION=VALUE",
+                        help="a row with these options of OneDiff; give it again for another row")
+    parser.add_argument("--size", nargs="+", type=size_of, metavar="WxH", help="pixels (default: 1024x1024 or 512x512)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with all times, into this file")
+    parser.add_argument("--dtype", choices=list(steps.DTYPES), default="fp16" if gpu else "fp32")
+    parser.add_argument("--model", nargs="+", help=f"random weights of {', '.join(models.CONFIGURATIONS)}; or a "
+                        "checkpoint's file or folder; for image and quality a diffusers folder")
+    parser.add_argument("--backend", nargs="+", choices=everyone, metavar="NAME",
+                        default=[*HOSTS, "native", "cudagraph", "eager"] if gpu else ["host", "eager"],
+                        help=f"step, cold: a row for each of: {', '.join(everyone)}")
+    parser.add_argument("--batch", nargs="+", type=int, help="step, cold: latents of a call, 2 is an image with "
+                        "guidance; image: images by one call")
+    parser.add_argument("--tokens", type=int, default=77, help="step, cold: tokens of the prompt")
+    parser.add_argument("--patch", nargs="+", choices=list(models.PATCHES), default=["nothing"], metavar="NAME",
+                        help=f"step: what an extension has put on the UNet: {', '.join(models.PATCHES)}")
+    parser.add_argument("--runs", type=int, help="timed calls of each row (default: step 40, else 5)")
+    parser.add_argument("--steps", type=int, help="image, quality, webui: of an image (default: 20, quality 30)")
+    parser.add_argument("--images", type=int, default=200, help="quality: how many")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    for name, value in DEFAULTS[options.command].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.model is None and options.command != "quality":
+        options.model = ["sdxl", "sd15"] if gpu else ["tiny-sdxl", "tiny-sd15"]
+    if (options.url is not None) != (options.command == "webui"):
+        parser.error("webui takes an address, and the other commands none")
     try:
         options.set = [options_of(words) for words in options.set]
     except ValueError as problem:
@@ -145,22 +142,19 @@ def main() -> int:
     options = parse()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if getattr(options, "child", None):
+    if options.child:
         print(json.dumps(steps.first_calls(options, device)))
         return 0
-    commands = {
-        "step": steps.step, "cold": steps.cold, "image": images.image, "quality": images.quality, "webui": images.webui,
-    }
     facts, rows, problem = machine(device), [], ""
     try:
-        for row in commands[options.command](options, device):
+        for row in COMMANDS[options.command](options, device):
             rows.append(row)
             # A run that is stopped has printed and written what it measured.
             print(", ".join(f"{name} {value}" for name, value in cells(row).items()), file=sys.stderr)
             if options.json:
                 document = {"command": sys.argv[1:], "machine": facts, "rows": rows}
                 options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, Refusal, RuntimeError, ValueError) as error:
         problem = str(error).splitlines()[0]
     if rows:
         print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n\n" + table(rows))

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from ..demo import SHIPPED
+from ..demo.model_folder import load_folder
 from ..public import compile_pipe, uncompile_pipe
-from ..quality.judge import Judge, load_judge
+from ..quality import compare
 from ..runtime.runtime import runtime
 from . import models
+from .judge import Judge, load_judge
 from .steps import DTYPES, HOST, Row, Size, free_memory, name_of_options, relative_error, served_by, sizes_of, timed
 
 # Compiling, checking and capturing are over after so many images that wait for kernels, and so many that do not.
@@ -35,7 +37,7 @@ class Drawing:
     """Draws images through a pipeline of diffusers, from the same numbers each time."""
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
-        """model: a configuration for random weights, or a diffusers folder. Raises ValueError with a sentence."""
+        """model: a configuration for random weights, or a diffusers folder. Raises Refusal."""
         self.device = device
         if model not in models.CONFIGURATIONS:
             self.pipe, self._prompt = load_pipeline(Path(model), dtype, device), {"prompt": PROMPT}
@@ -93,15 +95,13 @@ def random_prompt(unet: Any) -> dict[str, Any]:
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a diffusers folder, with Euler. Raises ValueError with a sentence."""
-    from diffusers import DiffusionPipeline, EulerDiscreteScheduler
+    """The pipeline of a diffusers folder, with Euler. Raises Refusal."""
+    from diffusers import EulerDiscreteScheduler
 
-    if not (folder / "model_index.json").is_file():
-        raise ValueError(f"{folder / 'model_index.json'} is not there: give a folder in diffusers' layout")
-    pipe: Any = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+    pipe = load_folder(folder, dtype).to(device)
     pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device)
+    return pipe
 
 
 def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -162,11 +162,8 @@ def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
 
 
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """How far the images of the host, of OneDiff and of each --set are from the host's in float32.
-
-    Raises ValueError with a sentence if the model is missing.
-    """
-    folder, steps, wanted = Path(options.model or SHIPPED), options.steps, held_out(options.images)
+    """How far the images of the host, of OneDiff and of each --set are from the host's in float32. Raises Refusal."""
+    folder, steps, wanted = Path((options.model or [SHIPPED])[0]), options.steps, held_out(options.images)
     exact = draw_prompts(load_pipeline(folder, torch.float32, device), wanted, steps)
     judge = partial(judged, load_judge(JUDGE, device), exact=exact, wanted=wanted)
     yield {"options": HOST32, **judge(exact)}
@@ -190,14 +187,8 @@ def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Ro
 
     PSNR in decibels: the median, and what 5 % are below.
     """
-    from skimage.metrics import structural_similarity
-
-    as_wang = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
-    squares = (images.double() - exact.double()).square().mean((1, 2, 3)).clamp_min(1e-10)
-    psnr = sorted((20 * torch.log10(255 / squares.sqrt())).tolist())
-    pairs = zip(exact.numpy(), images.numpy(), strict=True)
-    ssim = [structural_similarity(one, other, channel_axis=0, **as_wang) for one, other in pairs]
-    distances, hits = [], []
+    found = list(map(compare, exact, images))
+    psnr, distances, hits = sorted(each.psnr for each in found), [], []
     for image, other, case in zip(images, exact, wanted, strict=True):
         image, other = (pixels[None].to(judge.emoji.weight.device) / 127.5 - 1 for pixels in (image, other))
         distances.append(float(judge.distance(image, other)))
@@ -205,7 +196,7 @@ def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Ro
         hits.append({judge.names[index] for index in likely} == set(case["shows"]))
     return {
         "relative_error": relative_error(images, exact), "psnr_db": psnr[len(psnr) // 2],
-        "psnr_lowest_5": psnr[int(LOWEST * len(psnr))], "ssim": statistics.fmean(ssim),
+        "psnr_lowest_5": psnr[int(LOWEST * len(psnr))], "ssim": statistics.fmean(each.ssim for each in found),
         "distance": statistics.fmean(distances), "recognised": statistics.fmean(hits),
     }
 

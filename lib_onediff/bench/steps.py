@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import gc
 import itertools
@@ -303,15 +302,13 @@ def first_calls(options: argparse.Namespace, device: torch.device) -> list[Row]:
     for width, height in sizes_of(model, options):
         arguments = models.inputs(unet, width, height, options.batch[0], options.tokens, dtype)
         row: Row = {"size": f"{width}x{height}"}
-        with count_compilations() as built:
-            call, row["first_call_s"] = timed(partial(prepared, variant, unet, arguments), device)
-            row["full_speed_s"], row["calls"] = row["first_call_s"], 1
-            while row["calls"] == 1 or not variant.is_at_full_speed(device):
-                row["full_speed_s"] += timed(call, device)[1]
-                row["calls"] += 1
-                if row["calls"] == MOST_CALLS_UNTIL_FAST:
-                    return [*rows, {**row, "note": f"not at full speed: {served_by()}"}]
-        row["kernels"] = built.count
+        call, row["first_call_s"] = timed(partial(prepared, variant, unet, arguments), device)
+        row["full_speed_s"], row["calls"] = row["first_call_s"], 1
+        while row["calls"] == 1 or not variant.is_at_full_speed(device):
+            row["full_speed_s"] += timed(call, device)[1]
+            row["calls"] += 1
+            if row["calls"] == MOST_CALLS_UNTIL_FAST:
+                return [*rows, {**row, "note": f"not at full speed: {served_by()}"}]
         if variant.options is not None:
             row["served_by"] = served_by()
         rows.append(row)
@@ -324,35 +321,3 @@ def prepared(variant: Variant, unet: nn.Module, arguments: Arguments) -> Call:
     call = variant.prepare(unet, arguments)
     call()
     return call
-
-
-@dataclass
-class Compilations:
-    """count: kernels that were compiled, or read from Triton's cache on the disk; None without Triton."""
-
-    count: int | None = None
-
-
-@contextlib.contextmanager
-def count_compilations() -> Iterator[Compilations]:
-    """Counts while the body runs, by the hook that Triton calls for every kernel that it builds."""
-    try:
-        import triton
-    except ImportError:
-        yield Compilations()
-        return
-    settings: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
-    # Triton 3.4 and newer, and before.
-    new = hasattr(settings, "jit_post_compile_hook")
-    owner, name = (settings, "jit_post_compile_hook") if new else (triton.JITFunction, "compiled_hook")
-    before, counted = getattr(owner, name), Compilations(0)
-
-    def hook(*args: Any, **kwargs: Any) -> Any:
-        counted.count = (counted.count or 0) + 1
-        return None if before is None else before(*args, **kwargs)
-
-    setattr(owner, name, hook)
-    try:
-        yield counted
-    finally:
-        setattr(owner, name, before)

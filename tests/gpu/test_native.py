@@ -14,10 +14,10 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 import triton.language as tl
+from count_compilations import count_compilations
 from gpu_calls import arguments, host
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.bench.steps import count_compilations
 from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import triton
+from count_compilations import count_compilations
 from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 
 from lib_onediff.bench.models import CONFIGURATIONS
-from lib_onediff.bench.steps import count_compilations
 from lib_onediff.core.affine import Affine, QuantizedWeight, Weights
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.leaves import TransformerBlock, descriptions

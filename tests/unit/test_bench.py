@@ -31,7 +31,7 @@ SMALL = "--model tiny-sd15 --size 64x64 --runs 1 --backend host eager --dtype "
 def documented_commands() -> list[str]:
     """The arguments of the benchmark's commands in the documentation and in its own help."""
     pages = [ROOT / "README.md", *sorted((ROOT / ".readme").glob("*.md"))]
-    text = bench.EXAMPLES + "".join(page.read_text(encoding="utf-8") for page in pages)
+    text = bench.EPILOG + "".join(page.read_text(encoding="utf-8") for page in pages)
     # A command within a sentence ends with its backtick.
     found = re.findall(r"-m lib_onediff\.bench ([^`\n]*)", text)
     return [words for words in found if "--help" not in words and "|" not in words]

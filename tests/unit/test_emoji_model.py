@@ -9,12 +9,12 @@ from PIL import Image
 from test_standalone_host import generate
 
 from lib_onediff.bench.images import draw_prompts, load_pipeline
+from lib_onediff.bench.judge import Judge, load_judge
 from lib_onediff.demo import models
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 from lib_onediff.public import compile_pipe
 from lib_onediff.quality import DETAILS, FINE_DETAILS, IDENTICAL, UNLIKE, compare, pixels_of
-from lib_onediff.quality.judge import Judge, load_judge, verdicts
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000
@@ -35,7 +35,8 @@ def judge() -> Judge:
 def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
     """Of each image, the judge's first name and the background."""
     values = torch.stack([torch.tensor(pixels_of(image)).permute(2, 0, 1) / 127.5 - 1 for image in images])
-    return [(names[0], ground) for names, ground in verdicts(judge, values)]
+    emoji, ground = (likely.argmax(1).tolist() for likely in judge(values))
+    return [(judge.names[one], judge.backgrounds[other]) for one, other in zip(emoji, ground, strict=True)]
 
 
 @pytest.mark.parametrize("sampler", ["DPM++ 2M", "Euler", "DDIM"])

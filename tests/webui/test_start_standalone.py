@@ -80,5 +80,5 @@ def test_nan_weights_and_a_broken_extension_do_not_stop_the_host(tmp_path: Path)
         assert requests.get(f"{url}/sdapi/v1/options", timeout=60).status_code == 200
     finally:
         host.stop()
-    assert "Error loading script: onediff.py" in host.output
+    assert "the script onediff.py failed" in host.output
     assert "Traceback" not in host.output

@@ -15,7 +15,7 @@ from torch.nn import functional
 SIDE = 128
 WIDTHS = (32, 64, 128, 192)
 BLOCKS = (1, 1, 2, 1)
-LARGEST_BYTE, SCALE = 127, ".scale"
+SCALE = ".scale"
 
 
 class Residual(nn.Module):
@@ -71,24 +71,9 @@ class Judge(nn.Module):
             (unit(one.float()) - unit(other.float())).square().sum(1).mean((1, 2)) for one, other in pairs
         ]).sum(0)
 
-    def save(self, file: Path) -> None:
-        """A byte a weight, scaled for each row, and float32 for what has no rows."""
-        from safetensors.torch import save_file
-
-        stored: dict[str, Tensor] = {}
-        for name, value in self.state_dict().items():
-            if value.ndim > 1:
-                rows = value.flatten(1)
-                scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-8) / LARGEST_BYTE
-                stored[name] = (rows / scale).round().to(torch.int8).view_as(value)
-                stored[name + SCALE] = scale[:, 0].contiguous()
-            else:
-                stored[name] = value.float() if value.is_floating_point() else value
-        save_file(stored, file, {"names": "\n".join(self.names), "backgrounds": "\n".join(self.backgrounds)})
-
 
 def load_judge(file: Path, device: Any = "cpu") -> Judge:
-    """A judge that was saved, in float32."""
+    """A judge that was saved with a byte a weight and a scale for each row, in float32."""
     from safetensors import safe_open
 
     with safe_open(file, "pt") as read:
@@ -114,16 +99,3 @@ def at_its_size(images: Tensor) -> Tensor:
 
 def unit(values: Tensor) -> Tensor:
     return values / (values.norm(dim=1, keepdim=True) + 1e-6)
-
-
-@torch.no_grad()
-def verdicts(judge: Judge, images: Tensor) -> list[tuple[list[str], str]]:
-    """For each image the judge's first five names and its background. images: (n, 3, height, width) from -1 to 1."""
-    found = []
-    for part in images.split(128):
-        emoji, ground = judge(part)
-        best = emoji.topk(min(5, emoji.shape[1])).indices.tolist()
-        grounds = ground.argmax(1).tolist()
-        found += [([judge.names[number] for number in five], judge.backgrounds[one])
-                  for five, one in zip(best, grounds, strict=True)]
-    return found

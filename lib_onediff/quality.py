@@ -1,4 +1,4 @@
-"""How far two images are apart, by scikit-image, and what that means. judge.py: in the eyes of a classifier of emoji.
+"""How far two images are apart, by scikit-image, and what that means.
 
 Every WebUI brings scikit-image; for users of diffusers it is the extra `quality`.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.guard import first_line
+from .core.guard import first_line
 
 WHITE = 255
 # Where one verdict ends and the next begins was measured on images of emoji-sd beside the host's: 24 prompts, 256x256,
