@@ -1,4 +1,4 @@
-"""What users put on a UNet that our forward computes itself: image prompts, FreeU, perturbed attention."""
+"""What users put on a UNet that our forward computes itself: image prompts and FreeU."""
 from __future__ import annotations
 
 import hashlib
@@ -74,19 +74,6 @@ class FreeU:
     @cached_property
     def structure(self) -> str:
         return f"FreeU at stages {', '.join(map(str, sorted(self.stages)))}"
-
-
-@dataclass(frozen=True)
-class PerturbedAttention:
-    """Self attentions in which, from a row of the batch on, a token sees itself alone (PAG, Ahn et al. 2024, arXiv
-    2403.17377): values take the place of what attention makes of them. queries: the paths of their queries."""
-
-    queries: frozenset[str]
-    first_row: int
-
-    @cached_property
-    def structure(self) -> str:
-        return f"{len(self.queries)} attentions ({digest(self.queries)}) perturbed from row {self.first_row} on"
 
 
 def with_low_frequencies(skip: Tensor, factor: Tensor) -> Tensor:

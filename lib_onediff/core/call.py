@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .additions import FreeU, ImagePrompt, PerturbedAttention
+from .additions import FreeU, ImagePrompt
 from .patch_points import PatchPoints
 
 FULL, CACHED = "full", "cached"
@@ -102,7 +102,7 @@ class UNetCall:
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
     cut: where the UNet is cut in two for this call, else None.
     patches: functions of other extensions that run within it, else None.
-    image_prompts, freeu, perturbed: what is put on the UNet for this call and computed by our forward.
+    image_prompts, freeu: what is put on the UNet for this call and computed by our forward.
     """
 
     latent: Tensor
@@ -116,19 +116,18 @@ class UNetCall:
     patches: PatchPoints | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()
     freeu: FreeU | None = None
-    perturbed: PerturbedAttention | None = None
 
     @property
     def additions(self) -> tuple[str, ...]:
         """What our forward computes besides the UNet's own layers; equal for calls that compute the same way."""
-        present = (*self.image_prompts, self.freeu, self.perturbed)
+        present = (*self.image_prompts, self.freeu)
         return tuple(addition.structure for addition in present if addition is not None)
 
     @property
     def signature(self) -> Hashable:
         """What tells calls of one UNet apart by their inputs' shapes and types; microseconds."""
         latent, y, condition, cut = self.latent, self.y, self.timestep_condition, self.cut
-        added = bool(self.image_prompts) or (self.freeu or self.perturbed) is not None
+        added = bool(self.image_prompts) or self.freeu is not None
         return (
             latent.shape, latent.dtype, self.timestep.shape, self.context.shape, y is None or y.shape,
             condition is None or condition.shape, self.control.shapes if self.control else (),

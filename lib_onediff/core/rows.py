@@ -15,7 +15,6 @@ APART = "prompt and negative prompt come in calls of their own, or without the n
 OTHER_ROWS = "the call has other rows than those of prompt and negative prompt (tiles?)"
 # Why they cannot be computed alone.
 PATCHED = "other extensions compute within the UNet"
-PERTURBED = "perturbed attention tells the rows apart by their places"
 
 
 class PromptRows(NamedTuple):
@@ -41,9 +40,7 @@ def half_of(batch: int, is_first: bool) -> slice:
 
 def why_not_taken(call: UNetCall) -> str:
     """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
-    if call.patches is not None:
-        return PATCHED
-    return PERTURBED if call.perturbed is not None else ""
+    return "" if call.patches is None else PATCHED
 
 
 def take_rows(call: UNetCall, rows: slice) -> UNetCall:

@@ -23,28 +23,27 @@ FIRST_ORDER = ("sample_euler", "ddim")
 OWN_TIMESTEPS = "unipc"
 
 
-class Listener:
-    """Stands for one method of a sampler until it is called, and writes the answer into heard."""
+def listen(sampler: Any, method: str) -> list[float]:
+    """What a method of the sampler will answer when it is called next; empty until then. Whoever reads it keeps neither
+    the sampler alive, nor with it a model."""
+    standing: Callable[..., Tensor] = getattr(sampler, method)
+    # Forge announces the second pass twice.
+    below, heard = getattr(standing, "below", standing), list[float]()
 
-    def __init__(self, sampler: Any, method: str) -> None:
-        self._sampler, self._method = sampler, method
-        self._below: Callable[..., Tensor] = getattr(sampler, method)
-        if isinstance(self._below, Listener):
-            # Forge announces the second pass twice.
-            self._below = self._below._below
-        # Whoever reads it must not keep the sampler, and with it a model, alive.
-        self.heard: list[float] = []
-        setattr(sampler, method, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._sampler.__dict__.get(self._method) is self:
-            delattr(self._sampler, self._method)
-        answer = self._below(*args, **kwargs)
-        runtime.guard.attempt("reading the sampler's schedule", lambda: self._hear(answer))
+    def listening(*args: Any, **kwargs: Any) -> Tensor:
+        if vars(sampler).get(method) is listening:
+            delattr(sampler, method)
+        answer = below(*args, **kwargs)
+        runtime.guard.attempt("reading the sampler's schedule", lambda: hear(answer, heard))
         return answer
 
-    def _hear(self, answer: Tensor) -> None:
-        self.heard[:] = [float(value) for value in answer.flatten().tolist()]
+    vars(listening)["below"] = below
+    setattr(sampler, method, listening)
+    return heard
+
+
+def hear(answer: Tensor, heard: list[float]) -> None:
+    heard[:] = [float(value) for value in answer.flatten().tolist()]
 
 
 def sampling_of(p: Any) -> Sampling:
@@ -58,10 +57,10 @@ def sampling_of(p: Any) -> Sampling:
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
             return Sampling(why_not="the sampler's churn moves its steps")
-        sigmas, speaker = Listener(sampler, "get_sigmas").heard, weakref.ref(sampler)
+        sigmas, speaker = listen(sampler, "get_sigmas"), weakref.ref(sampler)
         return Sampling(lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
     if "timesteps" in takes and hasattr(sampler, "get_timesteps"):
-        timesteps, speaker = Listener(sampler, "get_timesteps").heard, weakref.ref(sampler)
+        timesteps, speaker = listen(sampler, "get_timesteps"), weakref.ref(sampler)
         if name in ALL_BUT_THE_LOWEST:
             return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
         if name == OWN_TIMESTEPS:

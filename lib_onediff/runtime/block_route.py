@@ -230,7 +230,7 @@ class BlockRoute:
         # Plain GEMMs: no operator of ours would make them otherwise.
         key_values = ContextProjections(layout, weights, torch_ops, call.context)
         return Layers(
-            weights, ops, shifts, key_values, call.upcast_attention, (), None, call.patches or PatchPoints(),
+            weights, ops, shifts, key_values, call.upcast_attention, (), call.patches or PatchPoints(),
             call.context.to(bound.binding.dtype),
         )
 

@@ -37,7 +37,7 @@ OUTERMOST = {
     "ClassPatch.__init__.<locals>.patched", "InstanceForward.__call__", "InstanceForward._guarded",
     "LoopAnnouncer.__call__", "AnnouncedLoop.__enter__", "AnnouncedLoop.__exit__", "AnnouncedLoop.__iter__",
     "AnnouncedLoop.__getattr__",
-    "StepWithSettings.__call__", "Listener.__call__", "status", "Runtime.status", "Routes.status",
+    "StepWithSettings.__call__", "listen.<locals>.listening", "status", "Runtime.status", "Routes.status",
     "SentenceRoute.get_route_handler.<locals>.handle_with_sentences",
 }
 DOORS = ("api/auth.py", "api/origins.py")

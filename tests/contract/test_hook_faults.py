@@ -48,7 +48,7 @@ FAULTS = {
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),
     "the schedule": Fault(lambda host: (host.adapter_module, "sampling_of"), HOSTS, BEGINNING, ALL),
     "hearing the schedule": Fault(
-        lambda host: (sampler_schedule.Listener, "_hear"), HOSTS, "reading the sampler's schedule", ()
+        lambda host: (sampler_schedule, "hear"), HOSTS, "reading the sampler's schedule", ()
     ),
     "after a run": Fault(lambda host: (host.adapter, "after_run"), HOSTS, "the end of a generation", ()),
     "a loaded model": Fault(

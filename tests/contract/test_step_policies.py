@@ -175,14 +175,6 @@ def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dic
     assert reason in rests(guided)
 
 
-@family
-def test_functions_within_the_unet_are_computed_whole(host: Host) -> None:
-    guided = Guided(host)
-    guided.options = {"patches": {"output_block_patch": [lambda h, skip, options: (1.1 * h, skip)]}}
-    guided.start()
-    assert rests(guided) == "other extensions compute within the UNet"
-
-
 @a1111
 @pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
     (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "calls of their own"), (1, 1, 3, "other rows"),

@@ -56,7 +56,7 @@ class Samplings:
     def host(self, call: UNetCall) -> Tensor:
         """diffusers' own forward; for what it takes in other ways, ours by a UNet of its own."""
         self.host_rows.append(call.latent.shape[0])
-        if call.control is None and call.perturbed is None:
+        if call.control is None:
             return diffusers_output(self.unet, call)
         return our_output(diffusers_unet(**self.config), call)
 

@@ -2,19 +2,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import uuid
 from typing import Any
 
 import pytest
 import torch
-from builders import a_call, our_output, relative_error, shared_ldm_unet
-from torch import Tensor, nn
+from torch import nn
 
-from lib_onediff.core.call import UNetCall
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.hosts.forge.call import HostCall, control_of, unet_call, unknown_options
+from lib_onediff.hosts.forge.call import HostCall, unet_call, unknown_options
 
 
 def by_forge(patch: Any) -> Any:
@@ -22,63 +19,11 @@ def by_forge(patch: Any) -> Any:
     return eval("lambda *arguments: None", {"__name__": patch})
 
 
-def test_our_forward_adds_the_residuals_where_forge_does() -> None:
-    unet = shared_ldm_unet()
-    call = a_call(unet)
-    skips: list[Tensor] = []
-    hooks = [block.register_forward_hook(lambda module, given, output: skips.append(output.clone()))
-             for block in (*unet.input_blocks, unet.middle_block)]
-    with torch.no_grad():
-        unet(call.latent, call.timestep, context=call.context)
-    for hook in hooks:
-        hook.remove()
-    generator = torch.Generator().manual_seed(1)
-    *adapter, middle = (torch.randn(skip.shape, generator=generator) for skip in skips)
-    output = [torch.randn(skip.shape, generator=generator) for skip in skips[:-1]]
-    # ControlNet's lists are in the order of the input blocks, an adapter's is reversed: both are popped from the end.
-    control = {"input": [*adapter[:3:-1], None, *adapter[2::-1]], "middle": [torch.ones(1), middle], "output": output}
-    kept = {part: list(values) for part, values in control.items()}
-    ours = our_output(unet, UNetCall(call.latent, call.timestep, call.context, control=control_of(control)))
-    assert relative_error(ours, popped_output(unet, call, copy.deepcopy(control))) < 1e-5
-    assert relative_error(ours, our_output(unet, call)) > 0.1 and control == kept
-    assert control_of({"input": [None], "middle": [], "output": []}) is None
-
-
-@torch.no_grad()
-def popped_output(unet: Any, call: UNetCall, control: dict[str, list[Tensor]]) -> Tensor:
-    """ldm's UNet, whose stages Forge shares, with residuals taken from the ends of the lists as Forge takes them."""
-    hooks = []
-
-    def add(part: str) -> Any:
-        def added(module: Any, given: Any, output: Tensor) -> Tensor:
-            residual = control[part].pop()
-            return output if residual is None else output + residual
-
-        return added
-
-    def add_to_skip(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        residual = control["output"].pop()
-        image = given[0].clone()
-        image[:, -residual.shape[1]:] += residual
-        return image, *given[1:]
-
-    hooks += [block.register_forward_hook(add("input")) for block in unet.input_blocks]
-    hooks += [unet.middle_block.register_forward_hook(add("middle"))]
-    hooks += [block.register_forward_pre_hook(add_to_skip) for block in unet.output_blocks]
-    try:
-        return unet(call.latent, call.timestep, context=call.context)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 HARMLESS: dict[str, Any] = {
     "cond_or_uncond": [1, 0], "sigmas": torch.ones(1), "cond_mark": torch.ones(2), "cond_indices": [1],
     "uncond_indices": [0], "original_shape": [2, 4, 8, 8], "transformer_index": 3, "block": ("last", 0),
     "block_index": 0, "controlnet_conditioning_modifiers": [len], "controlnet_model_function_wrapper": len,
 }
-
-
 # By which the forward of Forge's UNet asks for options and arguments.
 READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper", "num_frames"}
 

@@ -14,8 +14,8 @@ from grid import grid
 from samplings import ALONE, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.core.additions import PerturbedAttention
 from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
 
@@ -66,7 +66,7 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), {}, "different steps"),
     # As where somebody calls a pipeline's UNet himself.
     (lambda call: replace(call, latent=torch.randn_like(call.latent)), {}, "the same latents"),
-    (lambda call: replace(call, perturbed=PerturbedAttention(frozenset(), 1)), {}, "perturbed"),
+    (lambda call: replace(call, patches=PatchPoints()), {}, "other extensions"),
     (lambda call: call, {"why_not": "the sampler's churn moves its steps"}, "the sampler's churn moves its steps"),
     (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
 ])

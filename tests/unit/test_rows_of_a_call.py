@@ -8,10 +8,10 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, relative_error, shared_unet
 
-from lib_onediff.core.additions import ImagePrompt, PerturbedAttention
+from lib_onediff.core.additions import ImagePrompt
 from lib_onediff.core.call import Control, UNetCall
 from lib_onediff.core.patch_points import PatchPoints
-from lib_onediff.core.rows import PATCHED, PERTURBED, for_all_rows, half_of, take_rows, why_not_taken
+from lib_onediff.core.rows import PATCHED, for_all_rows, half_of, take_rows, why_not_taken
 
 
 def whole_call(batch: int = 4) -> UNetCall:
@@ -60,4 +60,3 @@ def test_what_tells_rows_apart_by_itself_is_refused() -> None:
     call = whole_call()
     assert why_not_taken(call) == ""
     assert why_not_taken(replace(call, patches=PatchPoints())) == PATCHED
-    assert why_not_taken(replace(call, perturbed=PerturbedAttention(frozenset(), 2))) == PERTURBED

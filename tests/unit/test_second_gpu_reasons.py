@@ -15,7 +15,6 @@ from two_cpus import (
     near,
 )
 
-from lib_onediff.core.additions import PerturbedAttention
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
@@ -38,7 +37,6 @@ def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
 
 
 @pytest.mark.parametrize(("more", "reason"), [
-    ({"perturbed": PerturbedAttention(frozenset(), 1)}, "perturbed attention"),
     ({"patches": PatchPoints()}, "other extensions compute within the UNet"),
     (
         {"latent": torch.zeros(1, 4, 8, 8), "timestep": torch.zeros(1), "context": torch.zeros(1, 77, 48)},

@@ -90,7 +90,7 @@ class Pass:
         shifts = block_shifts(layout, weights, ops, embedding if label is None else embedding + label)
         self.layers = Layers(
             weights, ops, shifts, ContextProjections(layout, weights, ops, call.context), call.upcast_attention,
-            call.image_prompts, call.perturbed, self.patches, call.context.to(self._dtype),
+            call.image_prompts, self.patches, call.context.to(self._dtype),
         )
 
     def whole(self) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ...core.additions import ImagePrompt, PerturbedAttention
+from ...core.additions import ImagePrompt
 from ...core.affine import Affine, Weights
 from ...core.leaves import Convolution, CrossAttention, GroupNorm, SelfAttention, TransformerBlock
 from ...core.operators import Image, Operators, Stream
@@ -21,7 +20,7 @@ class Layers:
 
     shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
     key_values: (batch, tokens, keys then values) of each cross attention, by the name of its fused layer.
-    image_prompts, perturbed: see UNetCall. patches: the functions of others, called where the host would; context, in
+    image_prompts: see UNetCall. patches: the functions of others, called where the host would; context, in
     the weights' dtype, is theirs alone.
     """
 
@@ -31,7 +30,6 @@ class Layers:
     key_values: Callable[[str], Tensor]
     upcast_attention: bool
     image_prompts: tuple[ImagePrompt, ...]
-    perturbed: PerturbedAttention | None
     patches: PatchPoints
     context: Tensor
 
@@ -166,14 +164,8 @@ class Layers:
 
     def _attend_to_itself(self, attention: SelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(batch, tokens, heads * width) each, and so is the mix of values."""
-        perturbed, rows = self.perturbed, query.shape[0]
-        if perturbed is not None and attention.query_key_value.members[0].path in perturbed.queries:
-            rows = perturbed.first_row
-        if rows == 0:
-            return value
-        queries, keys, values = (split_heads(part[:rows], attention.heads) for part in (query, key, value))
-        mixed = join_heads(self.ops.attention(queries, keys, values, self.upcast_attention))
-        return mixed if rows == query.shape[0] else torch.cat([mixed, value[rows:]])
+        queries, keys, values = (split_heads(part, attention.heads) for part in (query, key, value))
+        return join_heads(self.ops.attention(queries, keys, values, self.upcast_attention))
 
     def _attend_to_context(self, attention: CrossAttention, *projected: Tensor) -> Tensor:
         """Of queries, keys and values, (batch, tokens, heads * width) each, the mix of values: the context's and the

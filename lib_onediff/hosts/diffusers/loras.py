@@ -28,17 +28,6 @@ class Factors(NamedTuple):
     up: Any
     scaling: float | Tensor
 
-    def take_apart(self, facts: list[object], tensors: list[Tensor]) -> None:
-        """Add what it consists of; a microsecond."""
-        up, scaling = self.up._parameters, self.scaling
-        tensors += (self.down._parameters["weight"], up["weight"])
-        if up["bias"] is not None:
-            tensors.append(up["bias"])
-        if isinstance(scaling, Tensor):
-            tensors.append(scaling)
-            scaling = 0.0
-        facts += (self.name, scaling)
-
 
 class LoraReader:
     """weights.weight_functions.FunctionReader of one UNet.
@@ -62,9 +51,14 @@ class LoraReader:
             factors = at_work(layer)
             if factors:
                 parts.places.append(place)
-            for one in factors:
-                parts.objects += (one.down, one.up)
-                one.take_apart(parts.facts, parts.tensors)
+            for name, down, up, scaling in factors:
+                weights, swapped = up._parameters, isinstance(scaling, Tensor)
+                parts.objects += (down, up)
+                parts.facts += (name, 0.0 if swapped else scaling)
+                tensors: tuple[Any, ...] = (
+                    down._parameters["weight"], weights["weight"], weights["bias"], scaling if swapped else None,
+                )
+                parts.tensors += [tensor for tensor in tensors if tensor is not None]
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:

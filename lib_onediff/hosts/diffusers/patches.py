@@ -1,5 +1,5 @@
-"""What users put on a diffusers UNet: IP-Adapters, FreeU and perturbed attention, which our forward computes itself,
-and other attention processors, which are points of our forward."""
+"""What users put on a diffusers UNet: IP-Adapters and FreeU, which our forward computes itself, and other attention
+processors, which are points of our forward."""
 from __future__ import annotations
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.additions import FreeU, ImagePrompt, PerturbedAttention
+from ...core.additions import FreeU, ImagePrompt
 from ...core.leaves import TransformerBlock
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...core.refusal import Refusal
@@ -21,8 +21,6 @@ from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, has_ip_ada
 log = logging.getLogger("onediff")
 
 IP_ADAPTERS = {"IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0"}
-# In how many parts the batch comes; the last one is perturbed.
-PERTURBED = {"PAGIdentitySelfAttnProcessor2_0": 2, "PAGCFGIdentitySelfAttnProcessor2_0": 3}
 MASKS = "ip_adapter_masks"
 # The last part of an attention's path in the layout, and of its queries'.
 OUT, QUERY = ".to_out.0", ".to_q"
@@ -88,7 +86,6 @@ class Within(NamedTuple):
     patches: UNetPatches | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()
     freeu: FreeU | None = None
-    perturbed: PerturbedAttention | None = None
 
 
 def within(
@@ -100,28 +97,22 @@ def within(
         raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
     # What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each.
     tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
-    adapters, perturbed = of_classes(processors, IP_ADAPTERS), of_classes(processors, PERTURBED)
-    prompts, guidance, computed = tuple[ImagePrompt, ...](), None, list[Any]()
+    kinds = {
+        kind for kind in set(map(type, processors.values()))
+        if kind.__name__ in IP_ADAPTERS and kind.__module__.partition(".")[0] == "diffusers"
+    }
+    prompts: tuple[ImagePrompt, ...] = ()
     try:
-        if adapters:
+        if kinds:
+            adapters = {path: one for path, one in processors.items() if type(one) in kinds}
             found = adapters_of(adapters, latent, tokens, arguments.get(MASKS))
             prompts = tuple(one for adapter in found for one in image_prompts(adapter, latent, len(unet.down_blocks)))
-            computed += adapters.values() if prompts else ()
     except Refusal as reason:
         log.debug("diffusers' IP-Adapter processors run as they are: %s", reason)
-    if perturbed and (guidance := perturbed_attention(perturbed, latent.shape[0])):
-        computed += perturbed.values()
     factors = tuple(freeu_factors(index, block) for index, block in enumerate(unet.up_blocks) for _ in block.resnets)
     freeu = freeu_of(factors, latent.device) if any(factors) else None
-    patches = UNetPatches(unet, processors.values(), tokens, arguments, set(map(type, computed)))
-    return Within(patches if patches.structure else None, prompts, freeu, guidance)
-
-
-def of_classes(processors: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Those of diffusers' classes of these names."""
-    kinds = set(map(type, processors.values()))
-    wanted = {kind for kind in kinds if kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"}
-    return {path: one for path, one in processors.items() if type(one) in wanted} if wanted else {}
+    patches = UNetPatches(unet, processors.values(), tokens, arguments, kinds if prompts else ())
+    return Within(patches if patches.structure else None, prompts, freeu)
 
 
 class Adapter(NamedTuple):
@@ -218,12 +209,3 @@ def freeu_factors(index: int, block: Any) -> tuple[float, float] | None:
         return None
     s1, s2, b1, b2 = (float(getattr(block, name)) for name in FREEU_FACTORS)
     return (b2, s2) if index else (b1, s1)
-
-
-def perturbed_attention(processors: dict[str, Any], rows: int) -> PerturbedAttention | None:
-    """None where diffusers has to run these processors. rows: of the batch."""
-    parts = {PERTURBED[type(processor).__name__] for processor in processors.values()}
-    if len(parts) != 1 or rows % min(parts) or not all(path.endswith(SELF_ATTENTION) for path in processors):
-        return None
-    queries = frozenset(path + QUERY for path in processors)
-    return PerturbedAttention(queries, rows - rows // min(parts))
