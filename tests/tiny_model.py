@@ -28,17 +28,14 @@ TEXT_WIDTH = 64
 GROUPS = 32 // CHANNELS_PER_VALUE
 
 
-def tiny_sd15_pipeline(seed: int = DEFAULT_SEED, in_channels: int = 4) -> StableDiffusionPipeline:
-    """A random StableDiffusionPipeline in float32 with SD1.5's UNet topology; the same seed gives the same weights.
-
-    in_channels: 4, or 9 for the layout of an inpainting model.
-    """
+def tiny_sd15_pipeline(seed: int = DEFAULT_SEED) -> StableDiffusionPipeline:
+    """A random StableDiffusionPipeline in float32 with SD1.5's UNet topology; the same seed gives the same weights."""
     from diffusers import StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextModel
 
     with seeded(seed):
         unet: Any = UNet2DConditionModel(
-            sample_size=32, in_channels=in_channels, block_out_channels=(32, 64, 128, 128), norm_num_groups=GROUPS,
+            sample_size=32, block_out_channels=(32, 64, 128, 128), norm_num_groups=GROUPS,
             cross_attention_dim=TEXT_WIDTH, attention_head_dim=8,
         )
         shape_unet(unet)

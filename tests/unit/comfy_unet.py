@@ -12,13 +12,14 @@ from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Control, UNetCall
 
 
 @torch.no_grad()
-def patched_output(unet: Any, call: UNetCall, options: dict[str, Any]) -> Tensor:
-    """ldm's UNet with the functions in transformer_options, called as Forge's own forward calls them."""
-    return Comfy(unet, call, options).run()
+def patched_output(unet: Any, call: UNetCall, options: dict[str, Any] | None = None) -> Tensor:
+    """ldm's UNet with the functions in transformer_options, called as Forge's own forward calls them, and with the
+    residuals that the call's Control describes."""
+    return Comfy(unet, call, options or {}).run()
 
 
 class Comfy:
@@ -27,24 +28,25 @@ class Comfy:
         self.patches, self.replaced = options.get("patches", {}), options.get("patches_replace", {})
 
     def run(self) -> Tensor:
-        unet, options = self.unet, self.options
+        unet, options, control = self.unet, self.options, self.call.control or Control()
         options.update(original_shape=list(self.call.latent.shape), transformer_index=0)
         emb = unet.time_embed(timestep_embedding(self.call.timestep, unet.model_channels))
         emb = self.listed("emb_patch", emb, unet.model_channels, options)
         h, skips = self.call.latent, []
         for index, module in enumerate(unet.input_blocks):
-            h = self.stage(("input", index), module, h, emb)
+            h = added(self.stage(("input", index), module, h, emb), control.input[index:index + 1])
             h = self.listed("input_block_patch", h, options)
             skips.append(h)
             h = self.listed("input_block_patch_after_skip", h, options)
-        h = self.stage(("middle", 0), unet.middle_block, h, emb)
+        h = added(self.stage(("middle", 0), unet.middle_block, h, emb), control.middle)
         for index, module in enumerate(unet.output_blocks):
             options["block"] = ("output", index)
-            skip = skips.pop()
+            skip = added(skips.pop(), control.output[index:index + 1])
             for patch in self.patches.get("output_block_patch", ()):
                 h, skip = patch(h, skip, options)
-            following = skips[-1].shape[2:] if skips else None
-            h = self.stage(("output", index), module, torch.cat([h, skip], dim=1), emb, following)
+            # As A1111 does at odd sizes.
+            h = functional.interpolate(h, skip.shape[2:], mode="nearest")
+            h = self.stage(("output", index), module, torch.cat([h, skip], dim=1), emb)
         options["block"] = ("last", 0)
         return self.modified(unet.out[1:](self.normed(unet.out[0], self.modified(h, "before"))), "after")
 
@@ -62,7 +64,7 @@ class Comfy:
         wrapper = self.options.get("group_norm_wrapper")
         return norm(h) if wrapper is None else wrapper(norm, h, self.options)
 
-    def stage(self, block: tuple[str, int], module: Any, h: Tensor, emb: Tensor, following: Any = None) -> Tensor:
+    def stage(self, block: tuple[str, int], module: Any, h: Tensor, emb: Tensor) -> Tensor:
         self.options["block"] = block
         h = self.modified(h, "before")
         for layer in module:
@@ -74,7 +76,7 @@ class Comfy:
                 h = self.transformer(layer, h)
                 self.options["transformer_index"] += 1
             elif isinstance(layer, Upsample):
-                h = layer.conv(functional.interpolate(h, following or [2 * side for side in h.shape[2:]]))
+                h = layer.conv(functional.interpolate(h, scale_factor=2))
             else:
                 h = layer(h)
         return self.modified(h, "after")
@@ -106,6 +108,12 @@ class Comfy:
         replacement = by_block.get((*place, self.options["block_index"])) or by_block.get(place)
         mixed = attended(query, key, value, extra) if replacement is None else replacement(query, key, value, extra)
         return self.listed(f"{name}_output_patch", module.to_out(mixed), extra)
+
+
+def added(h: Tensor, residuals: tuple[Tensor | None, ...]) -> Tensor:
+    for residual in residuals:
+        h = h if residual is None else h + residual
+    return h
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:

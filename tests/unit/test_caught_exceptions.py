@@ -4,8 +4,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 EVERYTHING = {"Exception", "BaseException"}
 # log.exception, the guard's note and give_up (a traceback and a sentence), traceback.print_exc where nothing is logged
@@ -38,21 +36,9 @@ def tells(handler: ast.ExceptHandler) -> bool:
     )
 
 
-@pytest.mark.parametrize(("body", "is_silent"), [
-    ("return None", True), ("reason = str(error)", True), ("log.warning(error)", True), ("pass", True),
-    ("raise", False), ("raise ValueError(str(error)) from error", False), ("log.exception('failed')", False),
-    ("log.debug('failed', exc_info=True)", False), ("self.guard.note('a hook', error)", False),
-    ("traceback.print_exc()", False), ("future.set_exception(error)", False),
-    ("if error.errno:\n        raise\n    return 1", False),
-])
-def test_what_counts_as_told(body: str, is_silent: bool) -> None:
-    for caught in ("except Exception as error", "except (OSError, BaseException) as error", "except"):
-        assert silent(f"try:\n    work()\n{caught}:\n    {body}\n") == ([3] if is_silent else [])
-    assert silent(f"try:\n    work()\nexcept OSError as error:\n    {body}\n") == []
-
-
-@pytest.mark.parametrize("name", sources())
-def test_no_exception_is_kept_silent(name: str) -> None:
+def test_no_exception_is_kept_silent() -> None:
     """To pass: name what is expected, raise it again, or log it with its traceback (exc_info)."""
-    found = silent((REPOSITORY / name).read_text(encoding="utf-8"))
-    assert not found, f"{name}, lines {found}"
+    assert silent("try:\n    work()\nexcept Exception:\n    pass\n") == [3]
+    assert silent("try:\n    work()\nexcept Exception:\n    log.exception('failed')\n") == []
+    found = {name: silent((REPOSITORY / name).read_text(encoding="utf-8")) for name in sources()}
+    assert {name: lines for name, lines in found.items() if lines} == {}

@@ -1,5 +1,4 @@
-"""Control residuals: our slots against ldm's own blocks in a loop that is written out here, and diffusers' ControlNets
-and adapters through a compiled UNet."""
+"""Control residuals: our slots against ldm's own layers; diffusers' ControlNets and adapters by a compiled UNet."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as functional
 from builders import (
     POOLED_WIDTH,
     SD1,
     SDXL,
+    a1111_sizes,
     a_call,
     diffusers_unet,
     our_output,
@@ -20,6 +19,8 @@ from builders import (
     relative_error,
     shared_ldm_unet,
 )
+from comfy_unet import patched_output
+from grid import grid
 from torch import Tensor
 
 import lib_onediff
@@ -29,80 +30,40 @@ from lib_onediff.devices.torch import operators as torch_ops
 CLOSE = 1e-5
 
 
-@torch.no_grad()
-def ldm_with_control(unet: torch.nn.Module, call: UNetCall) -> Tensor:
-    """ldm's forward with the additions that Control describes."""
-    from ldm.modules.diffusionmodules.util import timestep_embedding
-
-    embedding = unet.time_embed(timestep_embedding(call.timestep, unet.model_channels))
-    control = call.control or Control()
-    image, skips = call.latent, []
-    for index, block in enumerate(unet.input_blocks):
-        image = block(image, embedding, call.context)
-        if index < len(control.input) and control.input[index] is not None:
-            image = image + control.input[index]
-        skips.append(image)
-    image = unet.middle_block(image, embedding, call.context)
-    if control.middle and control.middle[0] is not None:
-        image = image + control.middle[0]
-    for index, block in enumerate(unet.output_blocks):
-        skip = skips.pop()
-        if index < len(control.output) and control.output[index] is not None:
-            skip = skip + control.output[index]
-        image = functional.interpolate(image, skip.shape[-2:], mode="nearest")
-        image = block(torch.cat([image, skip], dim=1), embedding, call.context)
-    return unet.out(image)
-
-
-def skip_shapes(unet: torch.nn.Module, call: UNetCall) -> list[torch.Size]:
-    """The shape of every input block's output; the middle block's is the last one's."""
+def residuals_for(unet: torch.nn.Module, call: UNetCall, present: set[int]) -> dict[str, tuple[Tensor | None, ...]]:
+    """Random ones for the stages of these indices; those of the middle are as large as the last input stage's."""
     shapes: list[torch.Size] = []
     hooks = [block.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape)) for block in unet.input_blocks]
-    try:
-        ldm_with_control(unet, replace(call, control=None))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return shapes
+    with a1111_sizes(), torch.no_grad():
+        unet(call.latent, call.timestep, context=call.context)
+    for hook in hooks:
+        hook.remove()
+    slots = {"input": shapes, "middle": shapes[-1:], "output": shapes[::-1]}
+    return {
+        part: tuple(torch.randn(shape) if index in present or part == "middle" else None
+                    for index, shape in enumerate(slots[part][:max(present) + 1]))
+        for part in slots
+    }
 
 
-def residuals(shapes: list[torch.Size], present: set[int]) -> tuple[Tensor | None, ...]:
-    return tuple(torch.randn(shape) if index in present else None for index, shape in enumerate(shapes))
-
-
-@pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
-@pytest.mark.parametrize("part", ["input", "middle", "output", "all"])
-@pytest.mark.parametrize("present", [{0}, {11}, {0, 1, 2, 5, 8, 11}], ids=str)
+@grid(present=[{0}, {11}, {0, 1, 2, 5, 8, 11}], part=["input", "middle", "output", "all"], size=[(8, 8), (9, 11)])
 def test_residuals_are_added_where_control_says(present: set[int], part: str, size: tuple[int, int]) -> None:
+    """There may be fewer than stages."""
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
-    shapes = skip_shapes(unet, call)
-    parts = {
-        "input": residuals(shapes, present), "middle": residuals(shapes[-1:], {0}),
-        "output": residuals(shapes[::-1], present),
-    }
+    parts = residuals_for(unet, call, present)
     controlled = replace(call, control=Control(**(parts if part == "all" else {part: parts[part]})))
-    expected = ldm_with_control(unet, controlled)
+    expected = patched_output(unet, controlled)
     assert relative_error(our_output(unet, controlled), expected) < CLOSE
-    assert relative_error(expected, ldm_with_control(unet, call)) > 1e-3
-
-
-def test_fewer_residuals_than_stages_leave_the_rest_alone() -> None:
-    unet = shared_ldm_unet()
-    call = a_call(unet)
-    shapes = skip_shapes(unet, call)
-    short = Control(residuals(shapes[:2], {0, 1}), (None,), residuals(shapes[:-3:-1], {1}))
-    controlled = replace(call, control=short)
-    assert relative_error(our_output(unet, controlled), ldm_with_control(unet, controlled)) < CLOSE
+    assert relative_error(expected, patched_output(unet, call)) > 1e-3
 
 
 def test_residuals_of_another_precision_are_cast() -> None:
     unet = shared_ldm_unet()
     call = a_call(unet)
-    middle = torch.randn(skip_shapes(unet, call)[-1], dtype=torch.float64)
-    ours = our_output(unet, replace(call, control=Control(middle=(middle,))))
-    expected = ldm_with_control(unet, replace(call, control=Control(middle=(middle.float(),))))
-    assert relative_error(ours, expected) < CLOSE
+    (middle,) = residuals_for(unet, call, {0})["middle"]
+    ours = our_output(unet, replace(call, control=Control(middle=(middle.double(),))))
+    assert relative_error(ours, patched_output(unet, replace(call, control=Control(middle=(middle,))))) < CLOSE
 
 
 PICTURE = torch.linspace(0, 9, 2 * 3 * 64 * 96).reshape(2, 3, 64, 96).sin()

@@ -80,7 +80,7 @@ def test_ours_is_the_hosts_at_real_sizes(name: str, pixels: str) -> None:
     assert relative_error(our_output(unet, call), host_output(unet, call)) < CLOSE
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
 def test_a_timestep_of_any_type_is_understood(dtype: torch.dtype) -> None:
     unet = shared_unet("SD1")
     call = replace(a_call(unet), timestep=torch.tensor([981, 3]).to(dtype))
