@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
 # These open the OneDiff tab. Other files open a page too, and as many minutes of them.
-IN_THE_TAB = ("test_panel", "test_presets_tab", "test_compare_tab", "test_accessibility")
+IN_THE_TAB = ("test_panel", "test_compare_tab", "test_accessibility")
 TOGETHER = ("webui with a browser", "webui, its tab", "webui")
 # Each takes half a minute or more: none of them is to be begun when nothing is left for the other processes.
 LONG = (

@@ -1,6 +1,7 @@
 """The OneDiff tab and the accordion's button as they are put on a page."""
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ pytest.importorskip("gradio")
 import gradio
 from panel_builders import Seen, text_of
 
-from lib_onediff.options.settings import Settings
+from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -90,10 +91,14 @@ def test_the_accordions_button_warms_the_size_that_is_set(seen: Seen, order: lis
     assert (job.size, job.source) == (Size(128, 64, 2), "accordion")
 
 
-@pytest.mark.parametrize("values, part", [
-    ((None, 64, 1), "must be a number"), ((64.5, 64, 1), "whole number"), ((65, 64, 1), "multiple of 8"),
+@pytest.mark.parametrize("enabled, values, part", [
+    (True, (None, 64, 1), "must be a number"), (True, (64.5, 64, 1), "whole number"), (True, (65, 64, 1), "multiple"),
+    (False, (64, 64, 1), f"{html.escape(OFF_IN_SETTINGS)}, so nothing can be made ready."),
 ])
-def test_the_accordions_button_refuses_with_a_sentence(seen: Seen, values: tuple[Any, ...], part: str) -> None:
+def test_the_accordions_button_refuses_with_a_sentence(
+    seen: Seen, enabled: bool, values: tuple[Any, ...], part: str
+) -> None:
+    runtime.configure(Settings(enabled=enabled))
     page = page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"])
     assert [part in beside for _, beside in followed(page, *values)] == [True]
     assert seen.warmup.jobs() == []

@@ -1,9 +1,11 @@
 """The sizes that one click makes ready, those that this machine has used the most, and sizes as users write them."""
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from lib_onediff.options.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_size, parse_sizes
+from lib_onediff.options.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
 from lib_onediff.prewarm.presets import families_for, most_used
 from lib_onediff.store.history import HistoryRow
 
@@ -31,14 +33,10 @@ def test_the_most_used_come_first_each_once() -> None:
     assert most_used(rows, "SD1", 0) == [] == most_used([], "SD1", 9)
 
 
-@pytest.mark.parametrize("batch, pictures", [(1, 1), (2, 1), (3, 3), (4, 2), (16, 8)])
-def test_pictures_of_a_batch(batch: int, pictures: int) -> None:
-    assert most_used([row("512x512", 5, batch=batch)], "SD1", 1) == [(Size(512, 512, pictures), 77)]
-
-
-@pytest.mark.parametrize("tokens, wanted", [(154, 154), (231, 231), (308, 77), (75, 77)])
-def test_the_usual_length_of_the_prompt(tokens: int, wanted: int) -> None:
-    assert most_used([row("512x512", 5, tokens=tokens), row("512x512", 4)], "SD1", 1)[0].tokens == wanted
+@pytest.mark.parametrize("batch, tokens, wanted", [(1, 154, (1, 154)), (3, 308, (3, 77)), (16, 75, (8, 77))])
+def test_images_of_a_batch_and_the_usual_length_of_the_prompt(batch: int, tokens: int, wanted: Any) -> None:
+    rows = [row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4)]
+    assert most_used(rows, "SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 
 
 def test_what_no_user_could_ask_for_is_left_out() -> None:
@@ -48,11 +46,9 @@ def test_what_no_user_could_ask_for_is_left_out() -> None:
 
 @pytest.mark.parametrize("text, expected", [
     ("", []),
-    (" , ,", []),
     ("512x768", [Size(512, 768)]),
     ("1024x1024, 832x1216 x2", [Size(1024, 1024), Size(832, 1216, 2)]),
     ("64X64;4096×64\n72 x 88 X 3", [Size(64, 64), Size(4096, 64), Size(72, 88, 3)]),
-    ("512x512x2", [Size(512, 512, 2)]),
     ("512x512, 768x512, 512x512, 512x512 x2", [Size(512, 512), Size(768, 512), Size(512, 512, 2)]),
     (f"512x512 x{LARGEST_BATCH}", [Size(512, 512, LARGEST_BATCH)]),
 ])
@@ -61,20 +57,13 @@ def test_sizes_that_can_be(text: str, expected: list[Size]) -> None:
 
 
 @pytest.mark.parametrize("text, part", [
-    ("wide", "'wide' is not a size"),
-    ("512", "'512' is not a size"),
-    ("512x", "is not a size"),
+    ("wide", "'wide' is not a size"), ("9" * 10000, "'9999999999999999999999999999999999999999...' is not a size"),
     ("512x512x2x2", "is not a size"),
-    ("-512x512", "is not a size"),
-    ("512.0x512", "is not a size"),
     ("٥١٢x٥١٢", "is not a size"),
-    ("512x512 512x512", "is not a size"),
     ("1234567x512", "is not a size"),
     ("500x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),
     ("512x60", "the height must be a multiple of 8"),
-    ("512x0", "the height must be"),
     ("4104x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),
-    ("512x512 x0", "a batch has 1 to"),
     (f"512x512 x{LARGEST_BATCH + 1}", "a batch has 1 to"),
 ])
 def test_sizes_that_cannot_be(text: str, part: str) -> None:
@@ -91,9 +80,3 @@ def test_too_many_sizes() -> None:
     assert len(parse_sizes(", ".join(many[:-1]))) == MOST_SIZES
     with pytest.raises(ValueError, match=f"at most {MOST_SIZES}"):
         parse_sizes(", ".join(many))
-
-
-def test_a_long_text_is_not_quoted_whole() -> None:
-    with pytest.raises(ValueError) as caught:
-        parse_size("9" * 10000)
-    assert len(str(caught.value)) < 200

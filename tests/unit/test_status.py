@@ -13,7 +13,6 @@ import gradio
 
 from lib_onediff.hosts.contract import WebUI
 from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
-from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import accordion, run_settings, status
 
@@ -54,14 +53,14 @@ def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monk
     assert "its network is a Flux" in status.status_html(refused)
 
 
-def both_statuses() -> tuple[str, str]:
-    return "title", "status"
-
-
-def build_accordion(tab: str) -> list[Any]:
-    return accordion.build_accordion(
-        tab, both_statuses, lambda *values: run_settings.settings_of_run(values, Settings()),
-    )
+def tell(*values: Any) -> str:
+    """What the accordion says of a run with these script arguments."""
+    with gradio.Blocks() as page:
+        accordion.build_accordion(
+            "img2img", lambda: ("title", "status"), lambda *given: run_settings.settings_of_run(given, Settings()),
+        )
+    handlers = [function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"]
+    return handlers[0](*values, *SHOWN)[0]
 
 
 @pytest.mark.parametrize(("values", "said"), [
@@ -71,10 +70,7 @@ def build_accordion(tab: str) -> list[Any]:
     ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "the image is made without OneDiff"),
 ])
 def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str) -> None:
-    with gradio.Blocks() as page:
-        build_accordion("img2img")
-    tells = [function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"]
-    told, *_ = tells[0](*values, *SHOWN)
+    told = tell(*values)
     assert said in told
     assert ("onediff-wrong" in told) == ("This run:" not in told)
 
@@ -82,29 +78,8 @@ def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str)
 def test_the_accordion_says_where_onediff_is_switched_off() -> None:
     """Its checkbox is of the run, and stays as it was."""
     runtime.configure(Settings(enabled=False))
-    with gradio.Blocks() as page:
-        build_accordion("img2img")
-    tells = {function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"}
-    for tell in tells:
-        said, *_ = tell(True, "As in the settings", "", *SHOWN)
-        assert f"{html.escape(OFF_IN_SETTINGS)}." in said
+    assert f"{html.escape(OFF_IN_SETTINGS)}." in tell(True, "As in the settings", "")
     told = status.current_status(WebUI("SomeUI 3", ""))
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())
     assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
-
-
-def test_prewarming_while_onediff_is_switched_off_is_refused_with_the_reason() -> None:
-    runtime.configure(Settings(enabled=False))
-    warmup = WarmUp(NoWebUI(), runtime)
-    with gradio.Blocks() as page:
-        build_accordion("txt2img")
-        for name in ("width", "height", "batch_size"):
-            gradio.Number(elem_id=f"txt2img_{name}")
-        accordion.connect(gradio.Textbox(elem_id="generation_info_txt2img"), "txt2img", both_statuses, warmup)
-    begin = next(function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "begin")
-    assert f"{html.escape(OFF_IN_SETTINGS)}, so nothing can be made ready." in begin(512, 512, 1)[1]
-
-
-class NoWebUI:
-    """The page only asks of it what a click would."""

@@ -139,19 +139,3 @@ def test_fp8_with_loras_and_another_checkpoint(a1111: WebUI, sd15: Models, cache
     assert_near(a1111, {}, run_on(a1111, {}), run_off(a1111, {}))
     sd15.use("sd15")
     assert_near(a1111, {}, run_on(a1111, {}), run_off(a1111, {}))
-
-
-def test_fp8_with_a_controlnet(a1111: WebUI, sd15: Models, controlnet: str) -> None:  # noqa: F811
-    store(a1111, "Enable")
-    request, plain = controlled(a1111, controlnet), run_on(a1111, {})
-    try:
-        on = run_on(a1111, request, routes=ROUTES["a1111"])
-        off = run(a1111, request, enabled=False)
-        assert off.served(("graph", "plain", "blocks")) == 0, off.calls
-        assert assert_near(a1111, request, on, off) < distance(on, plain) / 2
-    finally:
-        # Its extension keeps a ControlNet in float8, with which it fails once the option is off, until it sees another
-        # checkpoint.
-        store(a1111, "Disable")
-        sd15.use("sd15-b")
-        run(a1111, request, enabled=False)
