@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__
+from .core.version import __version__
 
 if TYPE_CHECKING:
     from .options.settings import Settings

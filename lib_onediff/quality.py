@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from .core.guard import first_line
-
 WHITE = 255
 # Where one verdict ends and the next begins was measured on images of emoji-sd beside the host's: 24 prompts, 256x256,
 # 20 steps of Euler in float32.
@@ -87,7 +85,7 @@ def compare(first: Any, second: Any) -> ImageComparison:
         from skimage import color, measure, metrics
     except Exception as error:  # built for another NumPy, it raises ValueError
         raise ValueError(
-            f"Without scikit-image, images are not measured ({first_line(error)}). Install it with: "
+            f"Without scikit-image, images are not measured ({error}). Install it with: "
             "pip install scikit-image"
         ) from error
     one, other = pixels_of(first), pixels_of(second)

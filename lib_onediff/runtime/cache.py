@@ -10,6 +10,7 @@ from typing import Any
 from ..store import triton_cache
 from .call_stats import GRAPH, ROUTES
 from .graphs.accounting import MemorySnapshot
+from .machine import Fingerprint
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
 from .stepping import Stepping
@@ -91,7 +92,8 @@ class Cache:
 
     def open_cache(self, folder: Path) -> None:
         """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one."""
-        self._services.history.open(folder)
+        machine = Fingerprint.of()
+        self._services.history.open(folder, machine.gpu, machine.digest)
         triton_cache.keep_in(folder)
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 

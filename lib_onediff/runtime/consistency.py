@@ -23,7 +23,7 @@ import torch
 
 from ..options.presets import preset_options
 from ..options.settings import Settings
-from ..store.machine import Fingerprint
+from .machine import Fingerprint
 
 # Section to name to value, in the order in which they are shown.
 Facts = dict[str, dict[str, str]]

@@ -1,5 +1,5 @@
 """What outlives the process.
 
-store: rows in one SQLite file of the cache folder. history: what was used, checked, measured and pinned. machine: the
-fingerprint under which that holds. triton_cache: where Triton keeps what it compiles.
+store: rows in one SQLite file of the cache folder. history: what was used, checked, measured and pinned. triton_cache:
+where Triton keeps what it compiles.
 """

@@ -20,7 +20,6 @@ from ..core.card import card_name
 from ..core.image_times import Times
 from ..core.table import Entry
 from . import triton_cache
-from .machine import Fingerprint
 from .store import NotKept, Store
 
 # The one thing that says where the cache folder is.
@@ -108,13 +107,15 @@ class History:
         """Where is remembered; None: nowhere."""
         return None if self._store is None else self._store.folder
 
-    def open(self, folder: Path) -> None:
-        """Remember in this folder until close(), or the end of the process; safe to call again with the same one."""
+    def open(self, folder: Path, gpu: str = "cpu", machine: str = "") -> None:
+        """Remember in this folder until close(), or the end of the process; safe to call again with the same one.
+
+        gpu: whose times are kept. machine: what else they depend on, and verdicts and tuned choices, as a digest.
+        """
         if self.folder == folder:
             return
         self.close()
-        machine = Fingerprint.of()
-        self._store, self._gpu, self._machine = Store(folder), machine.gpu, machine.digest
+        self._store, self._gpu, self._machine = Store(folder), gpu, machine
         atexit.register(self.close)
         for kind, known in self._findings.items():
             self._findings[kind] = {**findings_of(self._store.read(FINDINGS, self._machine, kind)), **known}

@@ -7,30 +7,19 @@ from pathlib import Path
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry, Verdict
 from lib_onediff.store.history import History, HistoryRow
-from lib_onediff.store.machine import Fingerprint
 
 FILE, NEXT_FILE = "onediff-2-1.sqlite3", "onediff-2-2.sqlite3"
 
 
-def opened(folder: Path) -> History:
+def opened(folder: Path, machine: str = "") -> History:
     """A history in this folder, after what others have yet to write there."""
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer) and thread.name == "onediff-history":
             thread.cancel()
             thread.function()
     history = History()
-    history.open(folder)
+    history.open(folder, machine=machine)
     return history
-
-
-def opened_as(machine: Fingerprint, folder: Path) -> History:
-    """Another machine's, or another version's."""
-    here = Fingerprint.of
-    Fingerprint.of = lambda: machine  # type: ignore[method-assign]
-    try:
-        return opened(folder)
-    finally:
-        Fingerprint.of = here  # type: ignore[method-assign]
 
 
 def row(resolution: str = "512x512", architecture: str = "sd1", **values: float | None) -> HistoryRow:

@@ -24,7 +24,7 @@ from lib_onediff.runtime.consistency import (
     parse,
     report,
 )
-from lib_onediff.store.machine import source_digest
+from lib_onediff.runtime.machine import source_digest
 
 STATUS = {"backend": "eager", "route": "plain", "model": "SD1"}
 NAMES = st.text("abc XYZ.12", min_size=1, max_size=8).map(lambda text: " ".join(text.split())).filter(bool)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, diffusers_output, diffusers_unet, served, shared_unet
-from store_builders import FILE, checked, opened, opened_as, row, uses
+from store_builders import FILE, checked, opened, row, uses
 
 import lib_onediff
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry
+from lib_onediff.runtime.machine import Fingerprint, source_digest
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store import triton_cache
 from lib_onediff.store.history import History
-from lib_onediff.store.machine import Fingerprint, source_digest
 
 KEY = ShapeKey(
     architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
@@ -86,10 +86,12 @@ def test_without_a_folder_it_holds_in_this_process() -> None:
 # --- machines and versions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [part.name for part in dataclasses.fields(Fingerprint)])
-def test_another_machine_or_version_measures_for_itself(tmp_path: Path, part: str) -> None:
+def test_another_machine_or_version_measures_for_itself(tmp_path: Path) -> None:
     """Times, verdicts and choices are forgotten; what users do and pin is not."""
-    before = opened_as(dataclasses.replace(Fingerprint.of(), **{part: "another"}), tmp_path)
+    here = Fingerprint.of()
+    others = [dataclasses.replace(here, **{part.name: "another"}) for part in dataclasses.fields(Fingerprint)]
+    assert len({here.digest, *(other.digest for other in others)}) == 1 + len(others)
+    before = opened(tmp_path, others[0].digest)
     before.record(row(uses=30, step_ms=9.0))
     before.tune("tile", 64)
     before.keep_verdict(checked(KEY))

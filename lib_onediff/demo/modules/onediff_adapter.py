@@ -12,7 +12,6 @@ import torch
 
 from ...core.key import LATENT_PIXEL
 from ...core.refusal import Refusal
-from ...families.unet.layout import UNetLayout
 from ...hosts.contract import PROMPT_NOISE, TIMESTEP, WebUI, random_state_kept
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
@@ -93,7 +92,7 @@ class Standalone(WebUI):
 
 
 def random_inputs(
-    unet: Any, layout: UNetLayout, width: int, height: int, batch: int, tokens: int
+    unet: Any, layout: Any, width: int, height: int, batch: int, tokens: int
 ) -> dict[str, Any]:
     """The arguments of one call as a pipeline makes it, at a size in pixels."""
     noise = lambda *shape: torch.randn(shape, device=unet.device, dtype=unet.dtype)  # noqa: E731

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from ..core.version import __version__
 from ..devices.cuda.requirements import triton_here
-from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # What no UNet's output passes through. Everything else counts, what is added later too.
