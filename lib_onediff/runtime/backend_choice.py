@@ -32,7 +32,7 @@ class BackendChoice:
         candidates = self._devices.candidates(settings, device, call.latent.dtype, waits)
         managed.bound.reader = self._devices.contents_reader(device)
         managed.bound.refresh(
-            call, candidates.devices[0].traits.channels_last, lambda: self._graphs.room(budget, device)
+            call, candidates.devices[0].traits.channels_last, lambda: self._services.holdings.room(budget, device)
         )
         managed.refuse_call(call)
         if managed.kinds:

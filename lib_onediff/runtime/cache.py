@@ -48,19 +48,22 @@ class Cache:
 
     def totals(self) -> Totals:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
-        calls = self._services.call_stats.status()["calls"]
+        calls, holdings = self._services.call_stats.status()["calls"], self._services.holdings
         count = sum(calls.values())
         return Totals(
-            vram=self._look().vram, budget=self._services.graphs.allowed(self._services.settings.memory_budget),
+            vram=self._look().vram, budget=holdings.allowed(self._services.settings.memory_budget),
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            low_bit=self._services.graphs.low_bit_bytes(), low_bit_layers=self._services.graphs.low_bit_layers(),
-            offloaded=self._services.graphs.offloaded_bytes(),
+            low_bit=sum(held.bytes for held in holdings.low_bit()), low_bit_layers=self._low_bit_layers(),
+            offloaded=holdings.offloaded_bytes(),
             compiled={
                 one.name: count for one in self._services.devices.all
                 if (count := getattr(one, "count", None)) is not None
             },
             low_bit_errors=list(self._low_bit_errors()),
         )
+
+    def _low_bit_layers(self) -> int:
+        return sum(len(held.names()) for held in self._services.holdings.low_bit())
 
     def _low_bit_errors(self) -> Iterator[LowBitErrors]:
         """Of every checkpoint once: a second GPU's copy has the same."""
@@ -84,7 +87,7 @@ class Cache:
             "second_gpu": part(self._two_gpus.status, {}),
             "hint": part(self._services.devices.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
-            "low_bit_layers": part(self._services.graphs.low_bit_layers, 0),
+            "low_bit_layers": part(self._low_bit_layers, 0),
             "faults": part(lambda: self._services.guard.faults, []),
         }
 
@@ -156,7 +159,7 @@ class Cache:
         if self._services.lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
             try:
                 self._services.graphs.note_lost()
-                self._seen = self._services.graphs.memory()
+                self._seen = self._services.holdings.memory()
             finally:
                 self._services.lock.release()
         return self._seen

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +34,7 @@ TITLE = "OneDiff consistency report, format {}"
 FIRST_LINE = re.compile(r"OneDiff consistency report, format ([0-9]+)")
 SECTION = re.compile(r"\[([^\[\]]+)\]")
 LONGEST_VALUE, MOST_LINES = 160, 2000
-NOTHING, UNREADABLE = "none", "not known to this torch"
+NOTHING, UNREADABLE, UNTOLD = "none", "not known to this torch", "not told"
 SWITCHES = {True: "on", False: "off"}
 CHANGES_IMAGES, CHANGES_DIGITS, CHANGES_NOTHING = range(3)
 # Another model, other options of the WebUI; and all options of presets, but for these.
@@ -54,6 +55,22 @@ VARIABLES = (
     "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION",
     "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION", "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL",
 )
+TORCH_SWITCHES = {
+    "TF32 in products": "backends.cuda.matmul.allow_tf32", "TF32 in convolutions": "backends.cudnn.allow_tf32",
+    "float32 products": "get_float32_matmul_precision",
+    "fp16 reduced precision reduction": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "bf16 reduced precision reduction": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "fp16 accumulation": "backends.cuda.matmul.allow_fp16_accumulation",
+    "BLAS library": "backends.cuda.preferred_blas_library", "cuDNN": "backends.cudnn.enabled",
+    "cuDNN benchmark": "backends.cudnn.benchmark", "cuDNN benchmark limit": "backends.cudnn.benchmark_limit",
+    "cuDNN deterministic": "backends.cudnn.deterministic",
+    "Deterministic algorithms": "are_deterministic_algorithms_enabled",
+    "Flash attention": "backends.cuda.flash_sdp_enabled",
+    "Memory-efficient attention": "backends.cuda.mem_efficient_sdp_enabled",
+    "cuDNN attention": "backends.cuda.cudnn_sdp_enabled", "Plain attention": "backends.cuda.math_sdp_enabled",
+    "Plain attention in half precision": "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
+    "Default type": "get_default_dtype",
+}
 DIGITS = 12
 
 
@@ -62,32 +79,29 @@ DIGITS = 12
 
 def machine_facts() -> Facts:
     """The GPU, the versions, and PyTorch's switches as they stand now. Takes milliseconds."""
+    fingerprint = Fingerprint.of()
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
-        "Machine": hardware(), "Software": software(), "PyTorch": switches(),
+        "Machine": {**gpu_facts(fingerprint), "System": f"{platform.system()} {platform.machine()}",
+                    "CPU threads": str(torch.get_num_threads())},
+        "Software": {
+            "OneDiff": fingerprint.onediff, "torch": torch.__version__, "CUDA": as_fact(torch.version.cuda),
+            "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Triton": as_fact(fingerprint.triton),
+            "Python": platform.python_version(), **{name: package_version(name) for name in PACKAGES},
+        },
+        "PyTorch": {name: switch(path) for name, path in TORCH_SWITCHES.items()},
         "Environment": {name: as_fact(os.environ.get(name)) for name in VARIABLES},
     }
 
 
-def hardware() -> dict[str, str]:
-    fingerprint = Fingerprint.of()
-    facts = {"System": f"{platform.system()} {platform.machine()}", "CPU threads": str(torch.get_num_threads())}
+def gpu_facts(fingerprint: Fingerprint) -> dict[str, str]:
     if not torch.cuda.is_available():
-        return {"GPU": "none", **facts}
+        return {"GPU": NOTHING}
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "GPU": fingerprint.gpu, "Compute capability": f"{device.major}.{device.minor}",
         "Multiprocessors": str(device.multi_processor_count),
-        "GPU memory": f"{device.total_memory / 2**30:.0f} GiB", "Driver": as_fact(fingerprint.driver), **facts,
-    }
-
-
-def software() -> dict[str, str]:
-    fingerprint = Fingerprint.of()
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return {
-        "OneDiff": fingerprint.onediff, "torch": torch.__version__, "CUDA": as_fact(torch.version.cuda),
-        "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Triton": as_fact(fingerprint.triton),
-        "Python": platform.python_version(), **{name: package_version(name) for name in PACKAGES},
+        "GPU memory": f"{device.total_memory / 2**30:.0f} GiB", "Driver": as_fact(fingerprint.driver),
     }
 
 
@@ -98,38 +112,17 @@ def package_version(name: str) -> str:
         return NOTHING
 
 
-def switches() -> dict[str, str]:
-    """PyTorch's switches, those that a version does not have included."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    matmul = cuda.matmul
-    return {
-        "TF32 in products": read_switch(lambda: matmul.allow_tf32),
-        "TF32 in convolutions": read_switch(lambda: cudnn.allow_tf32),
-        "float32 products": read_switch(torch.get_float32_matmul_precision),
-        "fp16 reduced precision reduction": read_switch(lambda: matmul.allow_fp16_reduced_precision_reduction),
-        "bf16 reduced precision reduction": read_switch(lambda: matmul.allow_bf16_reduced_precision_reduction),
-        "fp16 accumulation": read_switch(lambda: matmul.allow_fp16_accumulation),
-        "BLAS library": read_switch(lambda: str(cuda.preferred_blas_library()).rsplit(".", 1)[-1]),
-        "cuDNN": read_switch(lambda: cudnn.enabled), "cuDNN benchmark": read_switch(lambda: cudnn.benchmark),
-        "cuDNN benchmark limit": read_switch(lambda: cudnn.benchmark_limit),
-        "cuDNN deterministic": read_switch(lambda: cudnn.deterministic),
-        "Deterministic algorithms": read_switch(torch.are_deterministic_algorithms_enabled),
-        "Flash attention": read_switch(cuda.flash_sdp_enabled),
-        "Memory-efficient attention": read_switch(cuda.mem_efficient_sdp_enabled),
-        "cuDNN attention": read_switch(lambda: cuda.cudnn_sdp_enabled()),
-        "Plain attention": read_switch(cuda.math_sdp_enabled),
-        "Plain attention in half precision": read_switch(lambda: cuda.fp16_bf16_reduction_math_sdp_allowed()),
-        "Default type": as_fact(str(torch.get_default_dtype()).removeprefix("torch.")),
-    }
-
-
-def read_switch(read: Callable[[], Any]) -> str:
-    """What a switch says. PyTorch raises where it has none of that name (torch 2.1 asserts it), and where newer
-    switches contradict it."""
+def switch(path: str) -> str:
+    """What a switch of torch says, or what a function of it returns. PyTorch raises where it has none of that name
+    (torch 2.1 asserts it), and where newer switches contradict it."""
     try:
-        return as_fact(read())
+        value = operator.attrgetter(path)(torch)
+        value = value() if callable(value) else value
     except (AttributeError, AssertionError, RuntimeError):
         return UNREADABLE
+    # An enumeration's, and a type's, without where it is defined.
+    is_plain = value is None or isinstance(value, (bool, int, str))
+    return as_fact(value if is_plain else str(value).rsplit(".", 1)[-1])
 
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
@@ -200,8 +193,7 @@ def parse(text: str) -> Facts:
     return facts
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A fact that differs. rank: CHANGES_IMAGES, CHANGES_DIGITS or CHANGES_NOTHING."""
 
     text: str
@@ -218,11 +210,10 @@ def rank_of(section: str, name: str) -> int:
 def differences(mine: Facts, theirs: Facts) -> list[Line]:
     """One line for every fact that is not the same in both, those that change images first and then in the order of
     mine; empty where nothing differs."""
-    lines = []
-    for section in {**mine, **theirs}:
-        here, there = mine.get(section, {}), theirs.get(section, {})
-        for name in {**here, **there}:
-            if here.get(name) != there.get(name):
-                values = f"here {here.get(name, 'not told')}, there {there.get(name, 'not told')}"
-                lines.append(Line(f"{section}, {name}: {values}", rank_of(section, name)))
+    pairs = dict.fromkeys((section, name) for facts in (mine, theirs) for section in facts for name in facts[section])
+    found = [(*pair, *(facts.get(pair[0], {}).get(pair[1], UNTOLD) for facts in (mine, theirs))) for pair in pairs]
+    lines = [
+        Line(f"{section}, {name}: here {here}, there {there}", rank_of(section, name))
+        for section, name, here, there in found if here != there
+    ]
     return sorted(lines, key=lambda line: line.rank)

@@ -85,7 +85,7 @@ class LowBitRoute:
         if lossy.only:
             if managed.fit_low_bit_alone(low_bit.quantizer(), wanted):
                 # What torch keeps unused is what was gained.
-                self._graphs.card.empty_cache()
+                self._services.holdings.card.empty_cache()
         elif not self._have(managed, wanted, left_out):
             raise Refusal(
                 "no class of layers in eight bits keeps this checkpoint within the error budget of "

@@ -12,6 +12,8 @@ from ..core.table import Entry, Ratio, State
 from ..devices.cuda.low_bit.sensitivity import ClassError
 from ..store.history import HistoryRow
 
+# (model, resolution).
+Name = tuple[str, str]
 GivesBack = Callable[[Collection[ShapeKey]], int]
 TimesOf = Callable[[Entry], "Times | None"]
 # The state of a resolution that only earlier processes have used.
@@ -131,7 +133,7 @@ class ResolutionRow:
 
 
 def rows_of(
-    entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[tuple[str, str]] = (),
+    entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[Name] = (),
     gives_back: GivesBack | None = None, times_of: TimesOf = lambda entry: None,
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
@@ -140,54 +142,40 @@ def rows_of(
     (model, resolution). gives_back: the GPU memory that comes back without these shapes; by default their sum.
     times_of: see CallStats.
     """
-    groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in sorted(entries, key=lambda entry: -entry.last_used):
-        groups.setdefault((entry.model, entry.key.resolution), []).append(entry)
-    remembered: dict[tuple[str, str], list[HistoryRow]] = {}
-    for row in sorted(history, key=lambda row: -row.last_used):
-        if (row.model, row.resolution) not in groups:
-            remembered.setdefault((row.model, row.resolution), []).append(row)
-    rows = [resolution_row(group, gives_back, times_of) for group in groups.values()]
-    rows += map(remembered_row, remembered.values())
-    pinned = [with_pin(row) if (row.model, row.resolution) in pins else row for row in rows]
-    return with_decodes_below(sorted(pinned, key=lambda row: -row.last_used))
+    groups = by_name(entries, lambda entry: (entry.model, entry.key.resolution))
+    rows = [resolution_row(group, name in pins, gives_back, times_of) for name, group in groups.items()]
+    for name, known in by_name(history, lambda row: (row.model, row.resolution)).items():
+        if name not in groups:
+            rows.append(row_of(name, ON_DISK, tuple(remembered_shape(row, name in pins) for row in known)))
+    return with_decodes_below(sorted(rows, key=lambda row: -row.last_used))
 
 
-def with_pin(row: ResolutionRow) -> ResolutionRow:
-    return replace(row, pinned=True, shapes=tuple(replace(shape, pinned=True) for shape in row.shapes))
+def by_name(found: Iterable[Any], name: Callable[[Any], Name]) -> dict[Name, list[Any]]:
+    """By model and resolution, the last used first."""
+    groups: dict[Name, list[Any]] = {}
+    for one in sorted(found, key=lambda one: -one.last_used):
+        groups.setdefault(name(one), []).append(one)
+    return groups
 
 
 def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
     """The VAE's rows move into those of the models that have used the same resolution, and stay where none has."""
-    decodes = {row.resolution: row for row in rows if row.is_decode}
+    decodes = {row.resolution: row.shapes for row in rows if row.is_decode}
     models = {row.resolution for row in rows if not row.is_decode}
     return [
-        row if row.is_decode or row.resolution not in decodes
-        else replace(row, shapes=row.shapes + decodes[row.resolution].shapes)
+        row if row.is_decode else replace(row, shapes=row.shapes + decodes.get(row.resolution, ()))
         for row in rows if not (row.is_decode and row.resolution in models)
     ]
 
 
-def remembered_row(history: list[HistoryRow]) -> ResolutionRow:
-    """The row of one model and resolution that this process has not used; the last used shape first."""
-    shapes = tuple(
-        ShapeRow(
-            batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
-            host_ms=row.host_ms, ratio=row.ratio, bytes=0, uses=row.uses, last_used=row.last_used,
-            relative_error=row.relative_error, control=False,
-        )
-        for row in history
-    )
-    return row_of_shapes(history[0].resolution, history[0].model, ON_DISK, shapes)
-
-
 def resolution_row(
-    entries: list[Entry], gives_back: GivesBack | None = None, times_of: TimesOf = lambda entry: None
+    entries: list[Entry], pinned: bool = False, gives_back: GivesBack | None = None,
+    times_of: TimesOf = lambda entry: None,
 ) -> ResolutionRow:
     """The row of one model and resolution; entries are its shapes, the last used first."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
-    shapes = tuple(map(shape_row, entries))
-    row = row_of_shapes(entries[0].key.resolution, entries[0].model, state, shapes)
+    shapes = tuple(shape_row(entry, pinned) for entry in entries)
+    row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
     times = times_of(entries[shapes.index(usual_shape(shapes))])
     if times is not None:
         row = replace(row, step_ms=times.step_ms, host_ms=times.host_ms, **ratio_values(times.ratio))
@@ -203,27 +191,35 @@ def usual_shape(shapes: tuple[ShapeRow, ...]) -> ShapeRow:
     return max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
 
 
-def row_of_shapes(resolution: str, model: str, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
-    usual = usual_shape(shapes)
+def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
+    usual, (model, resolution) = usual_shape(shapes), name
     return ResolutionRow(
-        resolution=resolution, model=model, state=state,
+        resolution=resolution, model=model, state=state, pinned=shapes[0].pinned,
         reason=next((shape.reason for shape in shapes if shape.reason), ""),
-        step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio,
+        step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio, ratio_range=usual.ratio_range,
         bytes=sum(shape.bytes for shape in shapes), uses=sum(shape.uses for shape in shapes),
         last_used=shapes[0].last_used, shapes=shapes, needs=max(shape.needs for shape in shapes),
-        ratio_range=usual.ratio_range,
     )
 
 
-def shape_row(entry: Entry) -> ShapeRow:
-    """One entry in plain values."""
+def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
+    """One that this process has not used."""
     return ShapeRow(
-        batch=entry.key.batch, tokens=entry.key.tokens, dtype=str(entry.key.dtype).removeprefix("torch."),
-        state=entry.state.value, reason=entry.reason or entry.no_graph or entry.waits,
-        step_ms=entry.own.median_ms, host_ms=entry.host.median_ms, **ratio_values(entry.ratio),
-        bytes=entry.bytes, uses=entry.uses, last_used=entry.last_used, relative_error=entry.relative_error,
-        control=bool(entry.key.control), needs=entry.needs, part=entry.key.part,
-        backend=entry.key.backend, lossy=str(entry.key.lossy),
+        batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
+        host_ms=row.host_ms, ratio=row.ratio, bytes=0, uses=row.uses, last_used=row.last_used,
+        relative_error=row.relative_error, control=False, pinned=pinned,
+    )
+
+
+def shape_row(entry: Entry, pinned: bool = False) -> ShapeRow:
+    """One entry in plain values."""
+    key = entry.key
+    return ShapeRow(
+        batch=key.batch, tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), state=entry.state.value,
+        reason=entry.reason or entry.no_graph or entry.waits, step_ms=entry.own.median_ms,
+        host_ms=entry.host.median_ms, **ratio_values(entry.ratio), bytes=entry.bytes, uses=entry.uses,
+        last_used=entry.last_used, relative_error=entry.relative_error, control=bool(key.control), needs=entry.needs,
+        pinned=pinned, part=key.part, backend=key.backend, lossy=str(key.lossy),
     )
 
 

@@ -21,6 +21,7 @@ from ..options.settings import Settings
 from ..store.history import History
 from .call_stats import CallStats
 from .generations import Generations
+from .graphs.accounting import Holdings
 from .graphs.cache import GraphCache
 from .graphs.memory_pressure import MemoryPressure
 from .managed_unet import ManagedUNet
@@ -55,16 +56,15 @@ class Services:
         self.call_stats = CallStats(self.generations)
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
-        self.graphs = GraphCache(
-            self.table, self.managed, lambda: self.history.pins(), self.devices.operators, self.families.output
-        )
+        self.holdings = Holdings(self.table, self.managed, lambda: self.history.pins(), self.families.output)
+        self.graphs = GraphCache(self.holdings, self.table, self.managed, self.devices.operators)
         self.is_between_graphs = False
         self._for_run: tuple[Settings, str] | None = None
         self.order = StreamOrder()
         self.lock = self.order.lock
         # Who needs GPU memory besides us asks here.
         self.pressure = MemoryPressure(
-            self.graphs, self.lock, self.guard, lambda: self.generations.innermost is not None
+            self.holdings, self.graphs, self.lock, self.guard, lambda: self.generations.innermost is not None
         )
 
     @contextlib.contextmanager

@@ -35,8 +35,8 @@ def int8(fresh_runtime: None, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_offloaded(monkeypatch)
     monkeypatch.setattr(runtime.devices.lossy.low_bit, "_lack", lambda kind, device, dtype: None)
     graphs = PretendedGraphs()
-    monkeypatch.setattr(runtime.services.graphs, "_graphs", graphs)
-    monkeypatch.setattr(runtime.services.graphs, "card", graphs.card)
+    monkeypatch.setattr(runtime.services.holdings, "made", graphs)
+    monkeypatch.setattr(runtime.services.holdings, "card", graphs.card)
 
 
 @pytest.fixture

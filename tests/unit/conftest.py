@@ -55,8 +55,8 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
 def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGraphs]:
     """Graphs, and the memory of a GPU, for the backends of weather."""
     graphs = PretendedGraphs()
-    monkeypatch.setattr(runtime.services.graphs, "_graphs", graphs)
-    monkeypatch.setattr(runtime.services.graphs, "card", graphs.card)
+    monkeypatch.setattr(runtime.services.holdings, "made", graphs)
+    monkeypatch.setattr(runtime.services.holdings, "card", graphs.card)
     yield graphs
 
 

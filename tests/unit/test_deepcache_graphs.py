@@ -94,7 +94,7 @@ def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(
         for names in prompts:
             rig.check(call_of(rig.unet, STEPS[index], names), names[0], deepcache)
             rehearsed = pretended.rehearsed
-            wanted = [CaptureRequest.of(held) for held in runtime.services.graphs.graphs()]
+            wanted = [CaptureRequest.of(held) for held in runtime.services.holdings.graphs()]
             for one in wanted:
                 # Whatever call came last.
                 one.inputs.latent.fill_(index)

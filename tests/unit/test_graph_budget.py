@@ -56,10 +56,10 @@ def entry(resolution: str) -> Entry:
 def test_a_row_says_what_its_purge_gives_back(unet: nn.Module, pretended: PretendedGraphs) -> None:
     make_ready(unet, LARGE, SMALL, MIDDLE)
     for resolution in ("128x128", "96x96"):
-        said, before, rest = row(resolution).bytes, runtime.services.graphs.shared(), set(states()) - {resolution}
+        said, before, rest = row(resolution).bytes, runtime.services.holdings.shared(), set(states()) - {resolution}
         freed = runtime.purge([resolution])
         assert said > LEAST_GAIN and abs(freed - said) <= 0.1 * said
-        assert freed == before - runtime.services.graphs.shared()
+        assert freed == before - runtime.services.holdings.shared()
         assert states() == dict.fromkeys(rest, "ready"), "those that stay were captured again"
         for size in {"96x96": (SMALL,), "128x128": (SMALL, MIDDLE)}[resolution]:
             assert error(unet, a_call(unet, *size, seed=5)) < CLOSE and now() == ("native", "graph")
@@ -120,7 +120,7 @@ def test_another_architecture_goes_first(unet: nn.Module, pretended: PretendedGr
     make_ready(other, MIDDLE)
     make_ready(unet, SMALL)
     assert set(states().values()) == {"ready"}, "there is room for both"
-    graphs = runtime.services.graphs
+    graphs = runtime.services.holdings
     budget = max(graphs.held_by(PoolKey.of(entry(name).key)) for name in ("64x64", "96x96")) + 4 * MEBIBYTE
     allow(budget // MEBIBYTE)
     make_ready(unet, (8, 10))
@@ -177,7 +177,7 @@ def make_ready_elsewhere(unet: nn.Module) -> None:
 
 def test_releasing_memory_keeps_what_was_proved(unet: nn.Module) -> None:
     make_ready(unet, LARGE, SMALL)
-    before = runtime.services.graphs.shared()
+    before = runtime.services.holdings.shared()
     assert runtime.release_memory() == before and held() == 0
     assert set(states().values()) == {"proved"} and {row.bytes for row in runtime.rows()} == {0}
     make_ready_again(unet)

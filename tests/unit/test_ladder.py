@@ -95,7 +95,7 @@ def test_whatever_a_capture_raises_the_call_has_its_answer(
         attempts.append(arguments)
         raise fault
 
-    monkeypatch.setattr(runtime.services.graphs._graphs, "prepare", fail)
+    monkeypatch.setattr(runtime.services.holdings.made, "prepare", fail)
     call = a_call(unet)
     for _ in range(4):
         assert error(unet, call) < CLOSE

@@ -57,14 +57,14 @@ def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
     emptied = card.emptied
     runtime.begin_sampling(unet)
     assert set(states().values()) == {"ready"} and card.emptied == emptied, "room enough costs nothing"
-    shared = runtime.services.graphs.shared()
+    shared = runtime.services.holdings.shared()
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
     assert states() == {"64x64": "ready", "128x128": "proved"}
-    assert runtime.services.graphs.shared() < 0.6 * shared, "the pinned one was captured again in less"
+    assert runtime.services.holdings.shared() < 0.6 * shared, "the pinned one was captured again in less"
     fill_after(card, 32 << 20)
     runtime.begin_sampling(unet)
-    assert set(states().values()) == {"proved"} and runtime.services.graphs.shared() == 0
+    assert set(states().values()) == {"proved"} and runtime.services.holdings.shared() == 0
 
 
 def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: PretendedCard) -> None:
@@ -90,7 +90,7 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
 
     def host() -> Tensor:
         attempts.append(states())
-        if runtime.services.graphs.devices():
+        if runtime.services.holdings.devices():
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return diffusers_output(unet, call)
 
@@ -109,11 +109,11 @@ def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: Pret
     runtime.purge(["80x64"])
     served(unet, a_call(unet, 8, 10))
     # Others take it while the graph is captured: nobody could see that before.
-    runtime.services.graphs._graphs.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
+    runtime.services.holdings.made.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
     runtime.services.graphs.free()
     assert error(unet, a_call(unet, 8, 10)) < CLOSE
     assert now() == ("native", "plain")
-    assert states() == {"80x64": "proved", "64x64": "proved"} and runtime.services.graphs.shared() == 0
+    assert states() == {"80x64": "proved", "64x64": "proved"} and runtime.services.holdings.shared() == 0
     assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
 
 

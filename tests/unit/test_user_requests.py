@@ -61,7 +61,7 @@ def test_five_hundred_ready_rows_are_little_work(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
     [entry] = runtime.table.entries()
-    [(managed, kept)] = [(held.managed, held.kept) for held in runtime.services.graphs.graphs()]
+    [(managed, kept)] = [(held.managed, held.kept) for held in runtime.services.holdings.graphs()]
     for height in range(1, 501):
         key = type(entry.key)(**{**vars(entry.key), "height": height})
         again = runtime.table.entry(key, entry.model)

@@ -12,6 +12,7 @@ from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.capture import CudaGraphs, Output
 from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
+from ...weights.low_bit import LowBitWeights
 from ..managed_unet import CachedRunner, ManagedUNet
 from .pool_size import MEBIBYTE, gives_back
 
@@ -48,19 +49,19 @@ def own_bytes(held: Iterable[GraphRecord]) -> int:
     return sum(graph.kept.runner.own_bytes for graph in held)
 
 
-class GraphRecords:
-    """Every graph that the UNets in our care have. Whoever asks holds the runtime's lock: a graph that somebody looks
-    at keeps the memory of all."""
+class Holdings:
+    """Every graph that the UNets in our care have, and what else they hold. Whoever asks holds the runtime's lock: a
+    graph that somebody looks at keeps the memory of all.
+
+    made: who makes graphs. card: the GPUs' memory.
+    """
 
     def __init__(
-        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
-        output: Output,
+        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins, output: Output
     ) -> None:
-        self._table = table
-        self._managed = managed
-        self._pins = pins
-        self._graphs = CudaGraphs(output)
-        self.card = Card()
+        """output: computes a call; see Families.output."""
+        self._table, self._managed, self._pins = table, managed, pins
+        self.made, self.card = CudaGraphs(output), Card()
 
     def allowed(self, budget: int, device: torch.device | None = None) -> int:
         """Bytes that all graphs of a device may hold, for a budget in MiB; 0 where there is no GPU. device: by default
@@ -74,20 +75,28 @@ class GraphRecords:
 
     def devices(self) -> set[torch.device]:
         """Those that hold graphs."""
-        return self._graphs.devices()
+        return self.made.devices()
 
     def shared(self) -> int:
         """Bytes that the graphs of all devices share."""
-        return sum(map(self._graphs.bytes, self.devices()))
+        return sum(map(self.made.bytes, self.devices()))
 
     def held(self, device: torch.device) -> int:
         """Bytes that all graphs of a device hold, with what was made of functions that hosts apply to their weights."""
         own = own_bytes(held for held in self.graphs() if held.key.device == device)
-        return self._graphs.bytes(device) + own + self.applied_bytes(device)
+        return self.made.bytes(device) + own + self.applied_bytes(device)
 
     def applied_bytes(self, device: torch.device) -> int:
         """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these."""
         return sum(managed.applied_bytes(device) for managed in self._managed.values())
+
+    def low_bit(self) -> list[LowBitWeights]:
+        """The weights in eight bits of every UNet that uses some: they lie beside the hosts' own or stand for them."""
+        return [held for managed in self._managed.values() if (held := managed.low_bit) is not None]
+
+    def offloaded_bytes(self) -> int:
+        """The computer's memory that hosts' own weights take meanwhile."""
+        return sum(managed.bound.offloaded.bytes for managed in self._managed.values())
 
     def room(self, budget: int, device: torch.device) -> int:
         """Bytes that may be used beside what is held, for a budget in MiB. Without a GPU, 0 is no limit."""
@@ -100,11 +109,11 @@ class GraphRecords:
         if pool.architecture is None:
             return 0
         own = own_bytes(held for held in self.graphs() if PoolKey.of(held.key) == pool)
-        return self._graphs.bytes(*pool) + own
+        return self.made.bytes(*pool) + own
 
     def left(self, device: torch.device) -> int:
         """Bytes of a card that anybody can have: what torch keeps unused is among it, but not in the graphs' memory."""
-        return self.card.free(device) + max(0, self.card.unused(device) - self._graphs.bytes(device))
+        return self.card.free(device) + max(0, self.card.unused(device) - self.made.bytes(device))
 
     def keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""

@@ -16,11 +16,10 @@ from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
-from ...devices.cuda.graphs.capture import Output
 from ...devices.cuda.graphs.inputs import own_inputs
 from ...weights.offload import empty_pinned_cache
 from ..managed_unet import ManagedUNet
-from .accounting import GetPins, GraphRecords, PoolKey
+from .accounting import Holdings, PoolKey
 from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
 from .recapture import CaptureRequest, capture_again, in_time
 
@@ -31,16 +30,15 @@ NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' leaves no room for graphs be
 PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
 
 
-class GraphCache(GraphRecords):
+class GraphCache:
     """Keeps each UNet's graphs with its ManagedUNet, and the table's states true to them. Whoever makes or drops any
     holds the runtime's lock."""
 
     def __init__(
-        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins,
-        operators_of: Callable[[str, bool, str], Operators], output: Output,
+        self, holdings: Holdings, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet],
+        operators_of: Callable[[str, bool, str], Operators],
     ) -> None:
-        """output: computes a call; see Families.output."""
-        super().__init__(table, managed, pins, output)
+        self._now, self._table, self._managed = holdings, table, managed
         self._operators_of = operators_of
         self._shared_noticed = 0
 
@@ -50,13 +48,13 @@ class GraphCache(GraphRecords):
         """work(), a plain call of this shape, which tells once what the shape's graph will need."""
         if entry.needs:
             return work()
-        result, peak = self._graphs.peak(entry.key.device, work)
-        entry.needs = needs_of(peak, self._graphs.in_one_piece(entry.key.device))
+        result, peak = self._now.made.peak(entry.key.device, work)
+        entry.needs = needs_of(peak, self._now.made.in_one_piece(entry.key.device))
         return result
 
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
         """See CudaGraphs.time_ms."""
-        return self._graphs.time_ms(device, dtype, work)
+        return self._now.made.time_ms(device, dtype, work)
 
     def capture(
         self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall
@@ -67,7 +65,7 @@ class GraphCache(GraphRecords):
         Where it does not fit, entry.no_graph says so, and entry.waits where it may later.
         Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
         """
-        device, allowed = entry.key.device, self.allowed(budget, entry.key.device)
+        device, allowed = entry.key.device, self._now.allowed(budget, entry.key.device)
         if not fits(memory_of([entry.needs]), allowed):
             entry.no_graph = too_large(memory_of([entry.needs]), allowed)
             return
@@ -77,9 +75,9 @@ class GraphCache(GraphRecords):
         inputs = own_inputs(call)
         wanted = CaptureRequest(managed, entry, managed.bound.generation, inputs)
         self._make(wanted)
-        if not fits(self.held(device), allowed):
+        if not fits(self._now.held(device), allowed):
             self._compact(PoolKey.of(entry.key), allowed, wanted)
-        if not fits(self.held(device), allowed):
+        if not fits(self._now.held(device), allowed):
             self._without_the_others(wanted, allowed)
         if entry.key.patches and entry.state is not State.READY and not entry.no_graph:
             # What is captured again makes no calls, and its functions are called in calls alone.
@@ -88,25 +86,25 @@ class GraphCache(GraphRecords):
     def _why_wait(self, entry: Entry, allowed: int) -> str:
         """Make room for a graph that would fit alone; why that is not possible now, if so."""
         pool, device = PoolKey.of(entry.key), entry.key.device
-        growth = max(0, memory_of([entry.needs]) - self._graphs.bytes(*pool))
-        others = self.others(pool)
-        while others and not fits(self.held(device) + growth, allowed):
+        growth = max(0, memory_of([entry.needs]) - self._now.made.bytes(*pool))
+        others = self._now.others(pool)
+        while others and not fits(self._now.held(device) + growth, allowed):
             self.drop(others.pop(0))
-        if not fits(self.held(device) + growth, allowed) and self.held(device) - self.held_by(pool) > 0:
+        if not fits(self._now.held(device) + growth, allowed) and self._now.held(device) - self._now.held_by(pool) > 0:
             return PINNED_TAKE_IT
-        while others and growth and self.left(device) < growth + self.card.spare(device):
+        while others and growth and self._now.left(device) < growth + self._now.card.spare(device):
             self.drop(others.pop(0))
-        if growth and self.left(device) < growth + self.card.spare(device):
+        if growth and self._now.left(device) < growth + self._now.card.spare(device):
             return CARD_IS_FULL
-        if growth > self.card.free(device):
+        if growth > self._now.card.free(device):
             # A capture cannot ask torch for what it keeps unused.
-            self.card.empty_cache()
+            self._now.card.empty_cache()
         return ""
 
     def _make(self, wanted: CaptureRequest) -> None:
         entry, key = wanted.entry, wanted.entry.key
-        before = self._graphs.bytes(key.device, key.architecture)
-        runner = self._graphs.prepare(
+        before = self._now.made.bytes(key.device, key.architecture)
+        runner = self._now.made.prepare(
             key.architecture, *self._computed_by(wanted.managed, key), wanted.inputs,
             entry.needs,
         )
@@ -114,31 +112,31 @@ class GraphCache(GraphRecords):
         grown = max(0, runner.memory.bytes - before)
         if grown:
             # What the plain calls before it left in torch's cache is not needed beside the graph's own memory.
-            self.card.empty_cache()
+            self._now.card.empty_cache()
         # What was captured into a new memory has shown exactly what it needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
         entry.state, entry.waits = State.READY, ""
         wanted.managed.keep(key, runner)
-        self._shared_noticed = self.shared()
+        self._shared_noticed = self._now.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
         """Make the graphs of a device hold no more than a budget in MiB, which may be another than when they were made.
         pool: whose UNet is used now; the graphs of others go first."""
-        device, allowed = pool.device, self.allowed(budget, pool.device)
-        others = self.others(pool)
-        while others and not fits(self.held(device), allowed):
+        device, allowed = pool.device, self._now.allowed(budget, pool.device)
+        others = self._now.others(pool)
+        while others and not fits(self._now.held(device), allowed):
             self.drop(others.pop(0))
-        for one in {PoolKey.of(key) for key in self.keys() if key.device == device}:
-            if not fits(self.held(device), allowed):
+        for one in {PoolKey.of(key) for key in self._now.keys() if key.device == device}:
+            if not fits(self._now.held(device), allowed):
                 self._compact(one, allowed)
 
     def _compact(self, pool: PoolKey, allowed: int, first: CaptureRequest | None = None) -> None:
         """Give the memory of an architecture up, and make it anew for the graph that is wanted now, the pinned, and as
         many of those used last as fit and an image can wait for."""
-        pinned = self.pinned()
-        older = [held for held in self.graphs() if PoolKey.of(held.key) == pool]
+        pinned = self._now.pinned()
+        older = [held for held in self._now.graphs() if PoolKey.of(held.key) == pool]
         older.sort(key=lambda held: (held.key in pinned, held.entry.last_used), reverse=True)
-        room = allowed - (self.held(pool.device) - self.held_by(pool))
+        room = allowed - (self._now.held(pool.device) - self._now.held_by(pool))
         new = [] if first is None else [first]
         again = [CaptureRequest.of(held) for held in older if not new or held.entry is not new[0].entry]
         wanted = [*new, *in_time(again, pinned, room, new)]
@@ -151,23 +149,23 @@ class GraphCache(GraphRecords):
     def _without_the_others(self, wanted: CaptureRequest, allowed: int) -> None:
         """The last try: the graph alone. Where even that is too much, there is none."""
         entry, pool = wanted.entry, PoolKey.of(wanted.entry.key)
-        self._drop({key for key in self.keys() if PoolKey.of(key) == pool})
+        self._drop({key for key in self._now.keys() if PoolKey.of(key) == pool})
         self._make(wanted)
-        if not fits(self.held(pool.device), allowed):
-            needed = self.held_by(pool)
+        if not fits(self._now.held(pool.device), allowed):
+            needed = self._now.held_by(pool)
             self._drop({entry.key})
             entry.needs, entry.no_graph = needed, too_large(needed, allowed)
 
     def capture_again(self, wanted: Collection[CaptureRequest], allowed: int = 0) -> None:
         """Capture what was dropped a moment ago; see recapture.capture_again."""
         capture_again(
-            wanted, self._make, self._rehearse, lambda device: fits(self.held(device), allowed),
-            self.card.empty_cache,
+            wanted, self._make, self._rehearse, lambda device: fits(self._now.held(device), allowed),
+            self._now.card.empty_cache,
         )
 
     def _rehearse(self, one: CaptureRequest) -> None:
         computed_by = self._computed_by(one.managed, one.entry.key)
-        self._graphs.rehearse(*computed_by, one.inputs)
+        self._now.made.rehearse(*computed_by, one.inputs)
 
     def _computed_by(self, managed: ManagedUNet, key: ShapeKey) -> tuple[Source, Operators]:
         operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
@@ -178,37 +176,37 @@ class GraphCache(GraphRecords):
     def drop(self, keys: Collection[ShapeKey]) -> None:
         """Drop the graphs of these shapes and give their memory back: those that share it are captured again in less,
         where that is worth it. The next call at a dropped shape captures anew."""
-        again = set(self.memory().captured_again_without(keys))
-        wanted = [CaptureRequest.of(held) for held in self.graphs() if held.key in again]
+        again = set(self._now.memory().captured_again_without(keys))
+        wanted = [CaptureRequest.of(held) for held in self._now.graphs() if held.key in again]
         self._drop({*keys, *again})
         self.capture_again(wanted)
 
     def forget(self, keys: Collection[ShapeKey]) -> int:
         """Drop the graphs and the entries of these shapes. Returns the bytes that came back."""
         # What torch keeps unused would be counted as if these graphs had held it.
-        self.card.empty_cache()
-        reserved = self.card.reserved()
+        self._now.card.empty_cache()
+        reserved = self._now.card.reserved()
         self.drop(keys)
         self._table.forget(keys)
-        return max(0, reserved - self.card.reserved())
+        return max(0, reserved - self._now.card.reserved())
 
     def free(self) -> int:
         """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
         Returns the bytes that came back."""
-        reserved = self.card.reserved()
+        reserved = self._now.card.reserved()
         for managed in self._managed.values():
             managed.step_memories.clear()
             self._drop_low_bit_weights(managed)
             managed.bound.drop_applied()
-        self._drop({*self.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
-        return max(0, reserved - self.card.reserved())
+        self._drop({*self._now.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
+        return max(0, reserved - self._now.card.reserved())
 
     def drop_low_bit(self, managed: ManagedUNet) -> None:
         """Drop what a UNet's calls in eight bits need, and give the memory back. Raises what restore raises."""
         if managed.low_bit is not None or managed.bound.offloaded:
             self._drop_low_bit_weights(managed)
             self.restore(managed)
-            self.card.empty_cache()
+            self._now.card.empty_cache()
             empty_pinned_cache()
 
     def restore(self, managed: ManagedUNet) -> None:
@@ -232,35 +230,23 @@ class GraphCache(GraphRecords):
         self._drop({key for key in managed.ready_keys() if key.lossy.low_bit})
         managed.low_bit = None
 
-    def low_bit_bytes(self) -> int:
-        """GPU memory of all weights in eight bits, which lie beside the hosts' own or stand for them."""
-        return sum(held.bytes for managed in self._managed.values() if (held := managed.low_bit) is not None)
-
-    def low_bit_layers(self) -> int:
-        """How many layers have weights in eight bits now."""
-        return sum(len(held.names()) for managed in self._managed.values() if (held := managed.low_bit) is not None)
-
-    def offloaded_bytes(self) -> int:
-        """The computer's memory that hosts' own weights take meanwhile."""
-        return sum(managed.bound.offloaded.bytes for managed in self._managed.values())
-
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
         table say so, and give their memory back."""
         for managed in self._managed.values():
             managed.let_go_if_moved()
-        held = self.keys()
+        held = self._now.keys()
         for entry in self._table.entries():
             if entry.state is State.READY and entry.key not in held:
                 entry.state, entry.bytes = State.PROVED, 0
-        if self.shared() < self._shared_noticed:
-            self.card.empty_cache()
-        self._shared_noticed = self.shared()
+        if self._now.shared() < self._shared_noticed:
+            self._now.card.empty_cache()
+        self._shared_noticed = self._now.shared()
 
     def _drop(self, keys: Collection[ShapeKey]) -> None:
-        for device in self.devices():
+        for device in self._now.devices():
             # The last replay may not be over, and its memory is about to go.
-            self.card.wait(device)
+            self._now.card.wait(device)
         for managed in self._managed.values():
             managed.drop_runners(keys)
         for key, entry in self._table.by_key().items():
@@ -268,5 +254,5 @@ class GraphCache(GraphRecords):
                 entry.bytes = 0
                 if entry.state is State.READY:
                     entry.state = State.PROVED
-        self.card.empty_cache()
-        self._shared_noticed = self.shared()
+        self._now.card.empty_cache()
+        self._shared_noticed = self._now.shared()

@@ -11,7 +11,7 @@ import torch
 
 from ...core.guard import Guard
 from ...core.key import LATENT_PIXEL
-from .accounting import PoolKey
+from .accounting import Holdings, PoolKey
 from .cache import GraphCache
 
 log = logging.getLogger("onediff")
@@ -26,26 +26,23 @@ class MemoryPressure:
     """Asked wherever somebody else is about to need GPU memory; nothing of it is asked at every step."""
 
     def __init__(
-        self, graphs: GraphCache, lock: threading.RLock, guard: Guard, is_busy: Callable[[], bool] = lambda: False
+        self, holdings: Holdings, graphs: GraphCache, lock: threading.RLock, guard: Guard, is_busy: Callable[[], bool]
     ) -> None:
         """is_busy: whether the host is making an image."""
-        self._graphs = graphs
-        self._is_busy = is_busy
-        self._guard = guard
-        self._lock = lock
+        self._now, self._graphs, self._lock, self._guard, self._is_busy = holdings, graphs, lock, guard, is_busy
         self._watcher: threading.Thread | None = None
 
     def before_sampling(self, architecture: str | None, budget: int) -> None:
         """A UNet of this architecture is about to be sampled; None: of one that is not known yet. budget: what graphs
         may hold, in MiB; 0: a quarter of the card."""
-        for device in self._graphs.devices():
+        for device in self._now.devices():
             self._relieve(PoolKey(device, architecture))
             with self._lock:
                 self._graphs.keep_within(budget, PoolKey(device, architecture))
 
     def before_decode(self, latent: torch.Tensor) -> None:
         """A latent, (batch, channels, h, w), is about to be decoded; a host may need several GiB for that."""
-        if latent.device in self._graphs.devices():
+        if latent.device in self._now.devices():
             batch, _, height, width = latent.shape
             pixels = batch * height * width * LATENT_PIXEL**2
             wanted = pixels * VALUES_PER_DECODED_PIXEL * latent.element_size()
@@ -56,7 +53,7 @@ class MemoryPressure:
         try:
             return host()
         except torch.cuda.OutOfMemoryError:
-            if not self._graphs.devices():
+            if not self._now.devices():
                 raise
         # Only now is everything gone that the host had computed before it failed.
         log.warning("The GPU's memory is full: OneDiff gives its graphs up, and the WebUI tries once more.")
@@ -67,12 +64,12 @@ class MemoryPressure:
     def watch(self) -> None:
         """Notice in a thread, as long as there are graphs, when the host takes their UNet off the GPU or unloads it
         between images: no host says so, and it does that for the memory."""
-        if self._graphs.devices() and (self._watcher is None or not self._watcher.is_alive()):
+        if self._now.devices() and (self._watcher is None or not self._watcher.is_alive()):
             self._watcher = threading.Thread(target=self._watch, name="onediff-memory", daemon=True)
             self._watcher.start()
 
     def _watch(self) -> None:
-        while self._graphs.devices():
+        while self._now.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
             self._guard.attempt("watching the GPU's memory", self._note_lost)
 
@@ -86,14 +83,14 @@ class MemoryPressure:
     def _relieve(self, pool: PoolKey, wanted: int = 0) -> None:
         """Where less than wanted bytes and some to spare are left of a card, drop graphs: those of other architectures,
         then all that are not pinned, then those. Some 100 microseconds where enough is left."""
-        graphs, enough = self._graphs, wanted + self._graphs.card.spare(pool.device)
+        now, graphs, enough = self._now, self._graphs, wanted + self._now.card.spare(pool.device)
         with self._lock:
             graphs.note_lost()
-            here = {key for key in graphs.keys() if key.device == pool.device}
-            pinned = here & graphs.pinned()
+            here = {key for key in now.keys() if key.device == pool.device}
+            pinned = here & now.pinned()
             others = {key for key in here - pinned if PoolKey.of(key) != pool}
             for doomed in (others, here - pinned - others, pinned):
-                left = graphs.left(pool.device)
+                left = now.left(pool.device)
                 if left >= enough:
                     return
                 if doomed:

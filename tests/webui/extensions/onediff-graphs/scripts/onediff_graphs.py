@@ -133,7 +133,7 @@ class Switch:
         self.put(BackendChoice, "begin", counting)
         self.put(runtime.devices.named("cudagraph"), "refuse", lambda *args: None)
         self.put(native, "refuse", refuse)
-        self.put(runtime.services.graphs, "_graphs", replaying_graphs())
+        self.put(runtime.services.holdings, "made", replaying_graphs())
 
     def put(self, holder: Any, name: str, value: Any) -> None:
         self._undo.append((holder, name, getattr(holder, name)))
