@@ -11,7 +11,6 @@ from ..core.call import UNetCall
 from ..core.key import ShapeKey
 from ..core.policy import Served
 from ..core.precision import autocast_dtype, is_autocast_on
-from ..core.refusal import Refusal
 from ..core.table import Entry, State
 from ..options.settings import Settings
 from .call_stats import GRAPH
@@ -33,7 +32,7 @@ class Session:
     """The calls of one UNet, by the same settings, in the same autocast mode, over the same weights in the same places.
 
     It ends with other settings, as those of a generation inside this one, with another autocast mode, with an announced
-    sampling, and with any change that the UNet's look finds (BoundUNet.begin_look). A call of another shape, or with
+    sampling, and with any change that the UNet's look finds (BoundUNet.during). A call of another shape, or with
     other ControlNet residuals, or cut elsewhere, has another signature. A runner that was purged is not found. Calls
     that decide anew at each step (Low-bit while it is measured, OneFlow) are never noted.
     """
@@ -81,12 +80,8 @@ class Session:
             if runner is None or known.entry.verdict.state is not State.READY:
                 return None
             bound, cut = managed.bound, call.cut
-            try:
-                stands = bound.begin_look()
-            except Refusal:
-                return None
-            output = known.entry.timed(self._device, partial(runner.run, call), GRAPH)
-            if not stands() or (known.key.lossy.low_bit and not managed.low_bit_stands()):
+            output = bound.during(partial(known.entry.timed, self._device, partial(runner.run, call), GRAPH))
+            if output is None or (known.key.lossy.low_bit and not managed.low_bit_stands()):
                 return None
             if cut is not None and cut.reads and cut.edition != bound.edition:
                 return None

@@ -6,9 +6,9 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.affine import Weights
 from ..core.call import UNetCall
@@ -20,10 +20,10 @@ from .contents import PART, Contents, Place, Reader, digest_of_values, few_rows
 from .offload import OffloadedWeights
 from .on_the_fly import News, OnTheFly
 from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
-from .watch import Parameters, Tree
+from .watch import Parameters, Tree, during, no_object
 
 log = logging.getLogger("onediff")
-CHANGED = "the weights are not where the last look has found them"
+Result = TypeVar("Result")
 
 
 class BoundUNet:
@@ -119,67 +119,59 @@ class BoundUNet:
 
     # --- has anything changed? ------------------------------------------------------------------------------------
 
-    def begin_look(self) -> Callable[[], bool]:
-        """Whether everything stands as the last refresh has found it, told by the function that this returns. What has
-        to be read on a GPU is launched now, before the replay that it is for; the rest is looked at while that runs.
-
-        Raises Refusal where what a graph reads is not alive or not where it was: then nothing may be replayed.
-        """
-        parameters, tree, lora = self._parameters, self._tree, self.host_traits.wanted_lora
-        if self._refusal is not None or parameters is None or tree is None or (lora and lora() != self._lora):
-            raise Refusal(CHANGED)
-        found = parameters.lie_still()
-        if found is None:
-            raise Refusal(CHANGED)
-        count_edits, on_the_fly = self._begin_edits(found), self.on_the_fly
+    def during(self, work: Callable[[], Result]) -> Result | None:
+        """What work() returns, a replay; None where anything is not as the last refresh has found it. What has to be
+        read on a GPU is launched before the replay, and the rest is looked at while that runs. Nothing is replayed
+        where what a graph reads is not alive or not where it was."""
+        parameters, tree, unet, lora = self._parameters, self._tree, self._unet(), self.host_traits.wanted_lora
+        if self._refusal is not None or parameters is None or tree is None or unet is None:
+            return None
+        if lora is not None and lora() != self._lora:
+            return None
+        contents, read, on_the_fly = self._contents, self._begin_contents(), self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
+        found = during(work, unet, tree, parameters, read)
+        if found is None:
+            return None
+        result, now, edited = found
+        self._count_edits(contents, now, edited)
+        # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
+        if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
+            return None
+        return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
 
-        def stands() -> bool:
-            unet = self._unet()
-            if unet is None or parameters is not self._parameters or not tree.stands(unet):
-                return False
-            try:
-                count_edits()
-            except Refusal:
-                return False
-            # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
-            if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
-                return False
-            return applied is None or (applied() and on_the_fly.stands(self.binding))
-
-        return stands
-
-    def _begin_edits(self, found: list[Any] | None = None) -> Callable[[], None]:
-        """Launch what has to be read on a GPU. What this returns counts an edit of values, if there was any since the
-        last time; it raises Refusal where the weights lie elsewhere by now. found: see Parameters.edited."""
-        parameters, contents = self._parameters, self._contents
-        read = None
-        if contents is not None:
+    def _begin_contents(self) -> Callable[[], Tensor | None]:
+        """Launch what has to be read on a GPU; told by what this returns, None where it is gone or nobody asks."""
+        if self._contents is not None:
             with contextlib.suppress(ReferenceError):
-                read = contents.begin()
+                return self._contents.begin()
+        return no_object
 
-        def count_edits() -> None:
-            if parameters is None:
-                raise Refusal(CHANGED)
-            now, edited = None if read is None else read(), set[int]()
-            if contents is not None:
-                edited.update(range(len(parameters)) if now is None else contents.changed(now))
-            # Last: it counts each edit once.
-            edited.update(parameters.edited(found))
-            if edited:
-                self.edition += 1
-                if contents is not None and now is not None:
-                    contents.known = now
-                if self._edited is not None:
-                    self._edited |= edited
+    def _look_for_edits(self) -> None:
+        """Count edits of values since the last time. Raises Refusal where the weights lie elsewhere by now."""
+        now = self._begin_contents()()
+        if self._parameters is None:
+            raise Refusal("the weights are not where the last look has found them")
+        # Last: it tells of each edit once.
+        self._count_edits(self._contents, now, self._parameters.edited())
 
-        return count_edits
+    def _count_edits(self, contents: Contents | None, now: Tensor | None, edited: list[int]) -> None:
+        """edited: the parameters that torch says were edited since the last time. now: what is in all of them."""
+        found = set(edited)
+        if contents is not None:
+            found.update(range(len(self._parameters or ())) if now is None else contents.changed(now))
+        if found:
+            self.edition += 1
+            if contents is not None and now is not None:
+                contents.known = now
+            if self._edited is not None:
+                self._edited |= found
 
     def edition_now(self) -> int:
         """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
         now."""
         try:
-            self._begin_edits()()
+            self._look_for_edits()
         except Refusal:
             return self.edition + 1
         return self.edition
@@ -266,7 +258,7 @@ class BoundUNet:
             self._lora = traits.wanted_lora()
         before, binding.cast_to = binding.cast_to, self.on_the_fly.cast_to(binding, call.latent.dtype)
         if self.unmoved() and channels_last == self.channels_last and binding.cast_to == before:
-            self._begin_edits()()
+            self._look_for_edits()
         else:
             self._bind(channels_last)
         news = self.on_the_fly.refresh(binding, self.edition == self._refreshed, room, self.reader)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import UNetCall
-from ..core.refusal import Refusal
 from ..families.unet.layout import UNetLayout
 from .binding import Binding
-from .bound import CHANGED, BoundUNet
+from .bound import BoundUNet, Result
 from .scan import HostTraits
 
 
@@ -55,12 +54,10 @@ class MirrorUNet(BoundUNet):
         """The source's: these are its weights."""
         return self._source.identity()
 
-    def begin_look(self) -> Callable[[], bool]:
+    def during(self, work: Callable[[], Result]) -> Result | None:
         """Our own parameters lie where they lay. Whoever computes on both cards asks is_true, once the source was
         looked at."""
-        if self._parameters is None:
-            raise Refusal(CHANGED)
-        return lambda: True
+        return None if self._parameters is None else work()
 
     def _copy_changes(self) -> None:
         now, before = self._source.edition, self._copied

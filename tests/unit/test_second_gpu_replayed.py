@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL, SMALL_XL, diffusers_unet
+from builders import SMALL_XL, diffusers_unet
 from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from graph_builders import PretendedGraphs
 from ladder_builders import EAGER, NATIVE
@@ -39,8 +39,8 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
 
 @pytest.fixture
 def image_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Image]:
-    def make(traits: HostTraits = WEBUI, config: dict[str, Any] = SMALL_XL, **options: Any) -> Image:
-        cards, unet = TwoCpus(), diffusers_unet(**config)
+    def make(traits: HostTraits = WEBUI, **options: Any) -> Image:
+        cards, unet = TwoCpus(), diffusers_unet(**SMALL_XL)
         monkeypatch.setattr(runtime.two_gpus, "cards", cards)
         runtime.adopt(unet, Settings(**{"backend": NATIVE, "second_gpu": "auto", **options}), traits)
         image = Image(runtime, unet, cards)
@@ -69,12 +69,11 @@ def ready(image: Image, traits: HostTraits) -> list[UNetCall]:
 
 
 @HOSTS
-@pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_later_calls_are_looked_up_on_both_cards_the_second_first(
-    traits: HostTraits, config: dict[str, Any], found_out: list[int], image_of: Callable[..., Image],
-    pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch,
+    traits: HostTraits, found_out: list[int], image_of: Callable[..., Image], pretended: PretendedGraphs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    image = image_of(traits, config)
+    image = image_of(traits)
     calls = ready(image, traits)
     found_out.clear()
     order: list[str] = []
@@ -89,6 +88,10 @@ def test_later_calls_are_looked_up_on_both_cards_the_second_first(
     assert image.second["split"] == "cpu + cpu:1, 1+1 rows" and image.runtime.call_stats.route == "graph"
 
 
+def change_by_loading(unet: Any) -> None:
+    unet.load_state_dict(diffusers_unet(7, **SMALL_XL).state_dict())
+
+
 @HOSTS
 @pytest.mark.parametrize("begins", [True, False], ids=["between samplings", "within a sampling"])
 def test_nothing_stale_is_replayed(
@@ -97,8 +100,8 @@ def test_nothing_stale_is_replayed(
     """Neither of the weights nor of the prompts."""
     image = image_of(traits)
     calls = ready(image, traits)
-    changes = change_in_place, change_one_layer, change_by_data
-    for number, (call, change) in enumerate(zip(calls[4:7], changes, strict=True)):
+    changes = change_in_place, change_one_layer, change_by_data, change_by_loading
+    for number, (call, change) in enumerate(zip(calls[4:], changes, strict=True)):
         with torch.no_grad():
             change(image.unet)
         if begins:

@@ -15,7 +15,7 @@ from ...core.call import UNetCall
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
-from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet
+from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts
 from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, replaced_by
@@ -28,7 +28,7 @@ from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
 
-UPCASTING = "AttnProcessor"
+UNET, UPCASTING = "UNet2DConditionModel", "AttnProcessor"
 
 
 def why_weights_stay(unet: nn.Module) -> str:
@@ -51,13 +51,14 @@ class DiffusersForward(InstanceForward):
         self.pipeline: Callable[[], Any] = no_object
 
     def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
+        kind: Any = type(module)
         try:
-            check_class(module)
+            names = names_of(kind, kind.forward)
         except Refusal as reason:
             runtime.note_host(str(reason), module)
             return runtime.pressure.run_host(lambda: host(module, *args, **kwargs))
         # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
-        given = {**dict(zip(names_of(type(module).forward), args)), **kwargs}  # noqa: B905
+        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
         return_dict = given.pop("return_dict", True)
         by_host = lambda: sample_of(host, module, given)  # noqa: E731
         try:
@@ -115,15 +116,15 @@ class DiffusersForward(InstanceForward):
             raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(sorted(arguments))})")
         if scale != 1.0 or self.loras.scale != 1.0:
             self.loras.use_scale(unet, scale, whole=inside.patches is None)
+        residuals = (
+            down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
+        )
         # The host computes attention scores in float32 by its older processor alone.
         upcasts = bool(processors) and type(processors[0]).__name__ == UPCASTING and attentions[0].upcast_attention
         return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, added_cond_kwargs), timestep_condition=timestep_cond,
-            control=control_of(
-                unet, sample, down_block_additional_residuals, mid_block_additional_residual,
-                down_intrablock_additional_residuals,
-            ),
+            control=control_of(unet, sample, *residuals) if any(one is not None for one in residuals) else None,
             upcast_attention=bool(upcasts), **inside._asdict(),
         )
 
@@ -138,16 +139,13 @@ class DiffusersForward(InstanceForward):
         return found
 
 
-def check_class(unet: Any) -> None:
-    """Raise Refusal where this UNet's forward is not diffusers' own."""
-    if not is_diffusers_unet(unet):
-        raise Refusal(f"{type(unet).__name__} is not a UNet that OneDiff knows")
-    if (replaced := replaced_by(type(unet))) is not None:
-        raise Refusal(f"UNet2DConditionModel.forward was replaced by {replaced}")
-
 @lru_cache(maxsize=8)
-def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """What a forward takes besides the module."""
+def names_of(kind: type, forward: Callable[..., Any]) -> tuple[str, ...]:
+    """What this class's forward takes besides the module. Raises Refusal where it is not the one of diffusers' UNet."""
+    if kind.__name__ != UNET:
+        raise Refusal(f"{kind.__name__} is not a UNet that OneDiff knows")
+    if (replaced := replaced_by(kind)) is not None:
+        raise Refusal(f"{UNET}.forward was replaced by {replaced}")
     return tuple(inspect.signature(forward).parameters)[1:]
 
 

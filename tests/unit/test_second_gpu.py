@@ -1,0 +1,294 @@
+"""Calls on two cards: how rows are split, computed and joined, when one computes and why, and what the second card's
+copy of the weights follows."""
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL, diffusers_output, diffusers_unet, our_output
+from deepcache_builders import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
+from torch import Tensor, nn
+from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
+
+from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.core.rows import PromptRows, half_of, take_rows
+from lib_onediff.options.settings import Settings
+from lib_onediff.runtime import two_gpus
+from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
+from lib_onediff.runtime.effects import Machine, why_no_effect
+
+
+@pytest.mark.parametrize(("names", "rows"), [
+    (("cat", "ugly"), "1+1"), (("cat", "dog", "ugly"), "2+1"), (("a", "b", "c", "d", "e", "f"), "3+3"),
+])
+def test_each_card_computes_its_rows_and_they_come_back_in_their_places(names: Any, rows: str) -> None:
+    image = Image.of()
+    image.begin()
+    first = image.call(names=names)
+    for time in (901.0, 501.0, 101.0):
+        call = replace(image.call(time, names), context=first.context, y=first.y)
+        output = image.run(call)
+        assert output.shape == call.latent.shape and near(output, exact(image, call))
+        assert image.second["split"] == f"cpu + cpu:1, {rows} rows"
+    assert image.second["calls"] == 3 and image.second["reason"] == ""
+    assert SECOND in image.cards.launched and len(image.copies) == 1
+    assert image.runtime.call_stats.total == 3 and image.runtime.guard.faults == []
+
+
+def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
+    shapes: list[torch.Size] = []
+    hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
+    for block in unet.down_blocks:
+        hooks.append(block.register_forward_hook(lambda module, args, out: shapes.extend(o.shape for o in out[1])))
+    hooks.append(unet.mid_block.register_forward_hook(lambda module, args, out: shapes.append(out.shape)))
+    with torch.no_grad():
+        diffusers_output(unet, call)
+    for hook in hooks:
+        hook.remove()
+    residuals = [torch.randn(rows, *shape[1:]) for shape in shapes]
+    return Control(middle=(residuals[-1],), output=tuple(reversed(residuals[:-1])))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.usefixtures("unchecked")
+def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
+    one, two = Image.of(second_gpu="off"), Image.of()
+    call = two.call()
+    controlled = replace(call, control=control_of(two.unet, call, rows))
+    for image in (one, two):
+        image.begin()
+
+    def host() -> Tensor:
+        return our_output(diffusers_unet(**SMALL), controlled)
+
+    output = two.run(controlled, host)
+    assert two.second["split"] and near(output, one.run(controlled, host))
+    assert not near(output, exact(two, call))
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_first_use_is_checked_in_every_row(row: int) -> None:
+    """A host that answers otherwise in one row is what an error of ours there looks like."""
+    image = Image.of()
+    image.begin()
+    call = image.call(names=("cat", "dog", "ugly"))
+    wrong = exact(image, call)
+    wrong[row] += 1
+    image.run(call, lambda: wrong)
+    assert "differs from the model's own forward" in image.second["reason"] and image.second["calls"] == 0
+
+
+def test_two_threads_get_their_own_rows() -> None:
+    image = Image.of()
+    image.begin()
+    calls = [image.call(time) for time in STEPS]
+    expected = [exact(image, call) for call in calls]
+    found: list[Tensor | None] = [None] * len(calls)
+
+    def work(start: int) -> None:
+        for place in range(start, len(calls), 2):
+            found[place] = image.run(calls[place])
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(output is not None and near(output, one) for output, one in zip(found, expected, strict=True))
+    assert image.second["calls"] == len(calls) and image.runtime.guard.faults == []
+
+
+# --- when one computes ------------------------------------------------------------------------------------------
+
+
+def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
+    image = Image.of(guidance_end=0.5)
+    image.begin()
+    splits = []
+    for time in STEPS:
+        call = image.call(time)
+        half = PromptRows(half_of(2, True), lambda call=call: exact(image, take_rows(call, half_of(2, True))))
+        call = replace(call, latent=call.latent[:1].repeat(2, 1, 1, 1))
+        image.run(call, guidance=lambda half=half: half)
+        splits.append(bool(image.second["split"]))
+    assert splits == [True] * 10 + [False] * 10 and image.second["reason"] == two_gpus.ONE_ROW
+
+
+@pytest.mark.parametrize(("more", "reason"), [
+    ({"patches": PatchPoints()}, "other extensions compute within the UNet"),
+    (
+        {"latent": torch.zeros(1, 4, 8, 8), "timestep": torch.zeros(1), "context": torch.zeros(1, 77, 48)},
+        two_gpus.ONE_ROW,
+    ),
+])
+def test_what_tells_rows_apart_or_is_foreign_has_one_card(more: dict[str, Any], reason: str) -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    assert image.second["calls"] == 1
+    call = replace(image.call(), **more)
+    image.run(call)
+    assert image.second["calls"] == 1 and reason in image.second["reason"]
+
+
+def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> None:
+        raise RuntimeError("peer access is broken")
+
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    monkeypatch.setattr(two_gpus.Pair, "rows", fails)
+    for _ in range(3):
+        image.begin()
+        call = image.call()
+        assert near(image.run(call), exact(image, call))
+        assert "peer access is broken" in image.second["reason"] and image.second["bytes"] == 0
+    assert len(image.runtime.guard.faults) == 1 and not image.runtime.guard.suspended
+
+
+@pytest.mark.parametrize(("cards", "reason"), [(TwoCpus([FIRST]), NO_SECOND), (Cards(), "this UNet is on the CPU")])
+def test_a_refused_card_costs_no_second_computation(cards: TwoCpus, reason: str) -> None:
+    image = Image.of(cards=cards)
+    image.begin()
+    for time in STEPS[:4]:
+        image.run(image.call(time))
+    assert image.second["reason"] == reason
+    (entry,) = image.runtime.table.entries()
+    assert entry.key.batch == 2 and entry.uses == 4
+
+
+@pytest.mark.parametrize(("batch", "times", "share"), [
+    (2, (), 1), (3, (), 1), (8, (10.0, 10.0), 4), (2, (10.0, 25.0), 0), (8, (10.0, 30.0), 2), (8, (30.0, 10.0), 6),
+    (2, (25.0, 10.0), 1), (8, (10.0, 10.2), 4), (8, (10.0, 1000.0), 0),
+])
+def test_shares_are_whole_rows_that_end_together(batch: int, times: tuple[float, ...], share: int) -> None:
+    assert second_share(batch, *times) == share
+
+
+THREE = [torch.device("cuda", index) for index in range(3)]
+
+
+@pytest.mark.parametrize(("option", "first", "rooms", "expected"), [
+    ("auto", 0, (9, 9, 9), 1), ("auto", 1, (9, 9, 9), 0), ("auto", 0, (9, 1, 9), 2), ("2", 0, (9, 9, 9), 2),
+    ("0", 0, (9, 9, 9), "GPU 0 is the one that computes already"),
+    ("5", 0, (9, 9, 9), "there is no GPU 5: PyTorch sees 3, 0 to 2"),
+    ("2", 0, (9, 9, 1), "the weights take 4.0 GiB, cuda:2 has room for 1.0 GiB"),
+    ("auto", 0, (9, 1, -2), "the weights take 4.0 GiB, cuda:1 has room for 1.0 GiB, cuda:2 has room for 0.0 GiB"),
+])
+def test_the_second_card_is_the_one_named_or_the_next_with_room(
+    option: str, first: int, rooms: tuple[int, ...], expected: int | str
+) -> None:
+    class Machine(TwoCpus):
+        def room(self, device: torch.device) -> int:
+            return rooms[device.index] << 30
+
+    try:
+        assert second_card(option, THREE[first], 4 << 30, Machine(THREE)) == THREE[expected]  # type: ignore[index]
+    except Refusal as refusal:
+        assert str(refusal) == expected
+
+
+@pytest.mark.parametrize(("value", "gpus", "reason"), [
+    ("off", 0, None), ("auto", 0, "PyTorch sees no GPU here."), ("auto", 1, "PyTorch sees one GPU here."),
+    ("1", 2, None), ("2", 2, "PyTorch sees 2 GPUs here, 0 to 1."), ("auto", 2, None),
+])
+def test_the_settings_say_where_the_option_has_no_effect(value: str, gpus: int, reason: str | None) -> None:
+    machine = Machine("2.11.0", "GPU", (9, 0), False, frozenset(), gpus=gpus)
+    assert why_no_effect("second_gpu", value, machine) == reason
+
+
+# --- the copy of the weights ------------------------------------------------------------------------------------
+
+
+def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
+    image = Image.of()
+    weights = sum(parameter.nbytes for parameter in image.unet.parameters())
+    for _ in range(3):
+        image.begin()
+        image.run(image.call())
+    (copy,) = image.copies
+    assert image.second["bytes"] == weights
+    assert {parameter._version for parameter in copy.parameters()} == {1}
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in image.unet.parameters()}
+    assert all(tensor.untyped_storage().data_ptr() not in theirs for tensor in copy.parameters())
+
+
+def test_another_checkpoint_has_a_copy_of_its_own_and_a_gone_one_leaves_none() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    other = diffusers_unet(seed=3)
+    image.runtime.adopt(other, host_traits=WEBUI)
+    second = replace(image, unet=other)
+    second.begin()
+    assert near(second.run(call := second.call()), exact(second, call))
+    assert image.second["bytes"] == 2 * sum(parameter.nbytes for parameter in other.parameters())
+    del image
+    second.runtime.release(other)
+    assert second.second["bytes"] == 0
+
+
+def test_switched_off_the_second_card_is_given_back_at_once() -> None:
+    image = Image.of()
+    image.begin()
+    image.run(image.call())
+    image.runtime.configure(Settings())
+    assert not image.copies and image.second == {"calls": 1, "split": "", "reason": "", "bytes": 0}
+
+
+def test_out_of_memory_on_the_second_card_leaves_one_until_something_changes() -> None:
+    image = Image.of()
+    image.cards.full = True
+    image.begin()
+    call = image.call()
+    assert near(image.run(call), exact(image, call))
+    assert "out of memory on cpu:1" in image.second["reason"] and image.second["split"] == ""
+    assert image.second["bytes"] == 0 and not image.copies
+    image.cards.full = False
+    for _ in range(2):
+        image.begin()
+        image.run(call)
+        assert "out of memory on cpu:1" in image.second["reason"]
+    with torch.no_grad():
+        change_in_place(image.unet)
+    image.begin()
+    image.run(call)
+    # The call that finds the change out is computed by one.
+    image.run(call)
+    assert image.second["split"] == "cpu + cpu:1, 1+1 rows"
+
+
+def test_weights_whose_edits_nobody_counts_are_copied_at_every_sampling() -> None:
+    image = Image.of()
+    with torch.inference_mode():
+        unet = diffusers_unet(seed=5)
+    image.runtime.adopt(unet, host_traits=WEBUI)
+    image = replace(image, unet=unet)
+    for _ in range(3):
+        image.begin()
+        for time in (901.0, 501.0):
+            call = image.call(time)
+            assert near(image.run(call), exact(image, call)) and image.second["split"]
+        with torch.inference_mode():
+            change_in_place(unet)
+    (copy,) = image.copies
+    assert {parameter._version for parameter in copy.parameters()} == {3}
+
+
+def test_tiling_goes_to_both_cards_and_back() -> None:
+    image = Image.of()
+    call, outputs = image.call(), []
+    for mode in ("zeros", "circular", "zeros"):
+        for module in image.unet.modules():
+            if isinstance(module, nn.Conv2d):
+                module.padding_mode = mode
+        image.begin()
+        outputs.append(image.run(call))
+        assert image.second["split"] and near(outputs[-1], exact(image, call)) and len(image.copies) == 1
+    assert not near(outputs[0], outputs[1]) and near(outputs[0], outputs[2])
