@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +104,8 @@ class Runtime:
                 managed = services.managed[unet] = ManagedUNet(
                     unet, settings, host_traits, families=services.families
                 )
-                managed.bound.offloaded.restore_all = partial(self._restore_present, weakref.ref(unet))
+                present = weakref.ref(unet)
+                managed.bound.offloaded.restore_all = lambda: self.restore(present())
             else:
                 known.settings = settings
                 known.no_room_for_low_bit, known.why_not_offloaded = False, ""
@@ -154,18 +154,13 @@ class Runtime:
             if begun is not None:
                 yield begun
 
-    def restore(self, unet: nn.Module) -> None:
-        """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. Raises
-        torch.cuda.OutOfMemoryError."""
-        managed = self.managed_unet(unet)
+    def restore(self, unet: nn.Module | None) -> None:
+        """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. None: one that
+        is gone. Raises torch.cuda.OutOfMemoryError."""
+        managed = None if unet is None else self.managed_unet(unet)
         if managed is not None and managed.bound.offloaded:
             with self.computing(managed.bound.offloaded.device):
                 self.services.graphs.restore(managed)
-
-    def _restore_present(self, unet: weakref.ref[nn.Module]) -> None:
-        present = unet()
-        if present is not None:
-            self.restore(present)
 
     # --- samplings ------------------------------------------------------------------------------------------------
 
@@ -240,8 +235,6 @@ class Runtime:
             reason = self.guard.give_up("looking a UNet up", error)
         else:
             return compute(call, host).output
-        if reason is OUT_OF_MEMORY:
-            self.free_graphs()
         return self.by_host(unet, reason, host)
 
     def _is_plain(self, settings: Settings) -> bool:
@@ -271,25 +264,10 @@ class Runtime:
             raise Refusal(TRAINING)
         return managed, settings
 
-    def by_ours(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: HostFunction,
-        was_looked_at: bool,
-    ) -> Answer:
-        """The output by one card or two. was_looked_at, what it raises: see CardRoute.answer."""
-        if settings.second_gpu != ONE_GPU:
-            answer = self.two_gpus.answer(unet, managed, settings, call, host)
-            if answer is not None:
-                return answer
-        elif self.two_gpus.in_use:
-            self.two_gpus.forget(unet)
-        self.call_stats.begin()
-        answer = self.by_card.answer(managed, settings, call, host, was_looked_at=was_looked_at)
-        if answer.served is not None:
-            self.call_stats.note_served(answer.served)
-        return answer
-
     def by_host(self, unet: nn.Module, reason: str, host: Host) -> Tensor:
         """Run the host's forward, with the reason for the user."""
+        if reason is OUT_OF_MEMORY:
+            self.free_graphs()
         self.call_stats.note(HOST, reason)
         self._leave_as_found(unet)
         return self.pressure.run_host(host)
@@ -320,11 +298,12 @@ class Runtime:
 
 
 class OursOrHosts:
-    """Computes a UNet's calls; by the host where OneDiff refuses. It is a core.policy.Compute."""
+    """Computes a UNet's calls, by one card or two; by the host where OneDiff refuses. It is a core.policy.Compute."""
 
     def __init__(
         self, runtime: Runtime, unet: nn.Module, managed: ManagedUNet, settings: Settings, was_looked_at: bool
     ) -> None:
+        """was_looked_at: see CardRoute.answer."""
         self._runtime, self._unet, self._managed, self._settings = runtime, unet, managed, settings
         self._was_looked_at = was_looked_at
 
@@ -332,7 +311,7 @@ class OursOrHosts:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
         runtime, host = self._runtime, HostFunction(host)
         try:
-            return runtime.by_ours(self._unet, self._managed, self._settings, call, host, self._was_looked_at)
+            return self._ours(call, host)
         except Refusal as refusal:
             reason = str(refusal)
         except torch.cuda.OutOfMemoryError:
@@ -342,9 +321,22 @@ class OursOrHosts:
                 raise
             reason = runtime.guard.give_up("the UNet's forward", error)
         # Only now is everything gone that our forward had computed before it failed.
-        if reason is OUT_OF_MEMORY:
-            runtime.free_graphs()
         return Answer(runtime.by_host(self._unet, reason, host))
+
+    def _ours(self, call: UNetCall, host: HostFunction) -> Answer:
+        """Raises what CardRoute.answer raises."""
+        two_gpus, call_stats, settings = self._runtime.two_gpus, self._runtime.call_stats, self._settings
+        if settings.second_gpu != ONE_GPU:
+            split = two_gpus.answer(self._unet, self._managed, settings, call, host)
+            if split is not None:
+                return split
+        elif two_gpus.in_use:
+            two_gpus.forget(self._unet)
+        call_stats.begin()
+        answer = self._runtime.by_card.answer(self._managed, settings, call, host, was_looked_at=self._was_looked_at)
+        if answer.served is not None:
+            call_stats.note_served(answer.served)
+        return answer
 
     def check(self, call: UNetCall, served: Served) -> None:
         raise Refusal("policies for whole batches compare nothing")
