@@ -17,8 +17,6 @@ from .hosts.diffusers.instance_forward import unwrapped
 from .hosts.diffusers.schedule import no_longer_announce
 from .options.settings import Settings
 from .runtime.runtime import runtime
-from .steps.deepcache import depth_of
-from .store.history import chosen_folder
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -40,9 +38,8 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     ONEDIFF_CACHE says, else nowhere.
     """
     must_be_network(unet, "compile_unet")
-    chosen, folder = settings_of(settings, options), chosen_folder()
-    if folder is not None:
-        runtime.guard.attempt("opening the cache", lambda: runtime.open_cache(folder))
+    chosen = settings_of(settings, options)
+    runtime.guard.attempt("opening the cache", runtime.open_cache)
     network = unwrapped(unet)
     try:
         read_layout(network)
@@ -164,6 +161,21 @@ def deepcache_options(
     layers = getattr(getattr(unet, "config", None), "layers_per_block", 2)
     depth = depth_of(cache_layer_id or 0, cache_block_id or 0, layers if isinstance(layers, int) else max(layers))
     return {"deepcache_depth": depth, **({} if cache_interval is None else {"deepcache_interval": cache_interval})}
+
+
+def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:
+    """OneDiff's cache_layer_id and cache_block_id as a depth.
+
+    They name the deepest layer that runs at every step: the down block (0: the outermost), and the residual block in
+    it, or its downsampler (cache_block_id = layers_per_block). Raises ValueError for what is none.
+    """
+    if cache_layer_id < 0 or not 0 <= cache_block_id <= layers_per_block:
+        raise ValueError(
+            f"cache_layer_id is 0 or more and cache_block_id 0 to {layers_per_block} for this UNet, "
+            f"not {cache_layer_id} and {cache_block_id}."
+        )
+    # The first input stage is the convolution before all blocks.
+    return 1 + cache_layer_id * (layers_per_block + 1) + cache_block_id + 1
 
 
 def compile_half(half: nn.Module, settings: Settings) -> None:

@@ -10,7 +10,7 @@ from modules import script_callbacks, scripts, shared
 
 from lib_onediff.core.logs import show_on_console
 from lib_onediff.hosts import this_webui
-from lib_onediff.hosts.host_facts import checkpoint_name
+from lib_onediff.hosts.host_facts import checkpoint_name, host_facts
 from lib_onediff.options import infotext, xyz
 from lib_onediff.options.settings import Settings
 from lib_onediff.options.sizes import USUAL_NUMBER, parse_prewarm
@@ -177,7 +177,10 @@ def add_options() -> None:
 
 @guard.hook("building the OneDiff tab", otherwise=[])
 def tabs() -> list[tuple[Any, str, str]]:
-    tab = onediff_tab.build_onediff_tab(runtime, warmup, webui, OneDiffScript, standing_settings)
+    facts = partial(host_facts, webui.release)
+    tab = onediff_tab.build_onediff_tab(
+        runtime, warmup, webui.exclusively, OneDiffScript, standing_settings, facts
+    )
     return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 
 
@@ -185,7 +188,7 @@ def tabs() -> list[tuple[Any, str, str]]:
 def add_routes(app: Any) -> None:
     from lib_onediff.api import routes
 
-    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui, current_status, readiness.why_not)
+    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui.exclusively, current_status, readiness.why_not)
 
 
 @guard.hook("keeping other sites' pages from the events of the page")

@@ -16,16 +16,15 @@ from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import JSONResponse
 
 from ..core.guard import outcome_of
+from ..core.refusal import NotKept
 from ..options.sizes import Size, parse_sizes
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow, ShapeRow, Totals
-from ..store.store import NotKept
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection
 
 if TYPE_CHECKING:
-    from ..hosts.contract import WebUI
     from ..prewarm.worker import WarmUp
     from ..runtime.runtime import Runtime
 
@@ -45,16 +44,17 @@ JobId = Path(..., ge=1, le=models.LARGEST_NUMBER, description="As GET jobs names
 
 
 def add_routes(
-    app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status,
-    why_not_ready: Callable[[], str],
+    app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any],
+    status: Status, why_not_ready: Callable[[], str],
 ) -> None:
     """Serve the API from app where the WebUI serves its own, which it does with --api and with --nowebui.
 
-    cmd_opts: the WebUI's command line. status: what GET status answers, beside why_not_ready(): "" or a sentence.
+    cmd_opts: the WebUI's command line. exclusively: runs work while no image is being made. status: what GET status
+    answers, beside why_not_ready(): "" or a sentence.
     """
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
-    routes = Routes(runtime, warmup, webui, status, why_not_ready)
+    routes = Routes(runtime, warmup, exclusively, status, why_not_ready)
     checked, busy, unknown = protection(app, cmd_opts), {409: "An image is being made."}, {404: "Not known."}
     full = {507: "Done, but the disk does not keep it."}
 
@@ -90,10 +90,11 @@ class Routes:
     """What the routes do; the docstrings stand in the host's /docs."""
 
     def __init__(
-        self, runtime: Runtime, warmup: WarmUp, webui: WebUI, status: Status, why_not_ready: Callable[[], str]
+        self, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any], status: Status,
+        why_not_ready: Callable[[], str],
     ) -> None:
         self._runtime, self._warmup, self._status, self._why_not_ready = runtime, warmup, status, why_not_ready
-        self._exclusively, self._turn = webui.exclusively, threading.Lock()
+        self._exclusively, self._turn = exclusively, threading.Lock()
 
     def status(
         self, probe: bool = Query(False, description="Answer 503 while not ready, for what looks at the status alone."),

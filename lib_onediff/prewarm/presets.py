@@ -5,10 +5,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..options.sizes import TOKEN_CHOICES, TOKENS, Size, parse_size
-from ..store.history import HistoryRow
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class WantedSize(NamedTuple):
     tokens: int
 
 
-def most_used(rows: Iterable[HistoryRow], model: str | None, count: int) -> list[WantedSize]:
-    """The sizes that this model ("SD1") has made the most UNet calls at, the most used first.
+def most_used(rows: Iterable[Any], model: str | None, count: int) -> list[WantedSize]:
+    """The sizes that this model ("SD1") has made the most UNet calls at, the most used first. rows: of History.used().
 
     Each resolution once, with the number of images and the prompt's length that were the most usual there.
     """

@@ -1,7 +1,8 @@
 """Whether this process may be sent images: what a load balancer asks before it does."""
 from __future__ import annotations
 
-from ..hosts.contract import WebUI
+from typing import Any
+
 from ..options.sizes import parse_prewarm
 from ..runtime.runtime import Runtime
 from .idle import SOURCE as IDLE
@@ -15,7 +16,7 @@ class Readiness:
     """Whether what the settings or users want ready is so. Idle warm-up counts for nothing: it gives way to every
     image, and where it did, a machine without images would never get one."""
 
-    def __init__(self, webui: WebUI, warmup: WarmUp, runtime: Runtime) -> None:
+    def __init__(self, webui: Any, warmup: WarmUp, runtime: Runtime) -> None:
         self._webui, self._warmup, self._runtime = webui, warmup, runtime
         self._had_checkpoint = False
 

@@ -19,7 +19,6 @@ import torch
 from ..core.guard import first_line
 from ..core.refusal import Refusal
 from ..core.table import State
-from ..hosts.contract import WebUI
 from ..options.settings import OFF_IN_SETTINGS
 from ..options.sizes import TOKENS, Size
 from ..runtime.runtime import Runtime
@@ -40,9 +39,10 @@ CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing 
 
 
 class WarmUp:
-    """The queue and its one worker thread, which lives while there is work. Safe to use from any thread."""
+    """The queue and its one worker thread, which lives while there is work. Safe to use from any thread. webui: see
+    hosts.contract.WebUI."""
 
-    def __init__(self, webui: WebUI, runtime: Runtime) -> None:
+    def __init__(self, webui: Any, runtime: Runtime) -> None:
         self._webui = webui
         self._runtime = runtime
         # What is not queued any more stands before what is; the order of that is the queue's.

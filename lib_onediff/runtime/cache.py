@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..store import triton_cache
+from ..store.history import chosen_folder
 from .call_stats import GRAPH, ROUTES
 from .graphs.accounting import MemorySnapshot
 from .machine import Fingerprint
@@ -93,8 +94,12 @@ class Cache:
 
     # --- to keep --------------------------------------------------------------------------------------------------
 
-    def open_cache(self, folder: Path) -> None:
-        """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one."""
+    def open_cache(self, folder: Path | None = None) -> None:
+        """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one.
+        By default, in the one that the environment names, if it does."""
+        folder = folder or chosen_folder()
+        if folder is None:
+            return
         machine = Fingerprint.of()
         self._services.history.open(folder, machine.gpu, machine.digest)
         triton_cache.keep_in(folder)

@@ -25,7 +25,6 @@ from ..options.sizes import parse_sizes
 from ..prewarm.presets import most_used
 from ..public import compile_pipe
 from ..runtime.runtime import runtime
-from ..store.history import CACHE_VARIABLE
 from .groups import Groups, Limits, Refused, Request
 
 # Warm: checked, captured, replayed.
@@ -63,7 +62,7 @@ class Painter:
         # One thread for all: what CUDA keeps for a thread is warm too.
         self._thread, self._failures, self._group = ThreadPoolExecutor(1), 0, asyncio.Lock()
         if config.cache:
-            os.environ[CACHE_VARIABLE] = config.cache
+            os.environ["ONEDIFF_CACHE"] = config.cache
         self._pipe = self._thread.submit(lambda: compile_pipe(load(config), **config.options)).result()
         self._pipe.set_progress_bar_config(disable=True)
         known = most_used(runtime.history.used(), network_name(self._pipe.unet), count=8)

@@ -135,18 +135,3 @@ class Passes:
 
     def _cut(self, reads: bool) -> UNetCall:
         return replace(self.moment.call, cut=Cut(self.depth, reads, self.place.memory, self.record.edition))
-
-
-def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:
-    """OneDiff's cache_layer_id and cache_block_id as a depth.
-
-    They name the deepest layer that runs at every step: the down block (0: the outermost), and the residual block in
-    it, or its downsampler (cache_block_id = layers_per_block). Raises ValueError for what is none.
-    """
-    if cache_layer_id < 0 or not 0 <= cache_block_id <= layers_per_block:
-        raise ValueError(
-            f"cache_layer_id is 0 or more and cache_block_id 0 to {layers_per_block} for this UNet, "
-            f"not {cache_layer_id} and {cache_block_id}."
-        )
-    # The first input stage is the convolution before all blocks.
-    return 1 + cache_layer_id * (layers_per_block + 1) + cache_block_id + 1

@@ -18,9 +18,10 @@ from typing import Any
 
 from ..core.card import card_name
 from ..core.image_times import Times
+from ..core.refusal import NotKept
 from ..core.table import Entry
 from . import triton_cache
-from .store import NotKept, Store
+from .store import Store
 
 # The one thing that says where the cache folder is.
 CACHE_VARIABLE = "ONEDIFF_CACHE"

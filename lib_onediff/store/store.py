@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.refusal import NotKept
+
 Statement = tuple[str, Sequence[Any]]
 
 APPLICATION_ID = 0x0D1FF001
@@ -37,10 +39,6 @@ REFUSALS = ("is locked", "locking protocol", "is full", "readonly", "unable to o
 STORES_TRIED, PENDING = 3, 4096
 # A lock that did not go away while we waited must not hold up every image.
 BUSY_SECONDS, BUSY_SECONDS_IN_TROUBLE = 5.0, 0.05
-
-
-class NotKept(Exception):
-    """What a user asked for is not on the disk; the message is a sentence for the user."""
 
 
 class Unusable(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.guard import first_line, outcome_of
-from ..store.store import NotKept
+from ..core.refusal import NotKept
 
 log = logging.getLogger("onediff")
 # Runs work while the WebUI makes no image, and returns what work returns.

@@ -6,13 +6,12 @@ from typing import Any
 
 import gradio as gr
 
-from ..hosts.contract import WebUI
-from ..hosts.host_facts import host_facts
 from ..options.settings import Settings
 from ..prewarm.worker import WarmUp
 from ..runtime.consistency import Facts, machine_facts, onediff_facts, report
 from ..runtime.runtime import Runtime
 from .cache.panel import build_cache_tab
+from .chore import Exclusively
 from .compare.tab import ComparePanel, build_compare_page
 from .compare.text_to_image import TextToImage
 from .consistency import build_facts_page
@@ -22,25 +21,26 @@ TITLE, ELEM_ID = "OneDiff", "onediff"
 
 
 def build_onediff_tab(
-    runtime: Runtime, warmup: WarmUp, webui: WebUI, make_script: Callable[[], Any],
-    standing: Callable[[], Settings],
+    runtime: Runtime, warmup: WarmUp, exclusively: Exclusively, make_script: Callable[[], Any],
+    standing: Callable[[], Settings], host_facts: Callable[[], Facts],
 ) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
-    make_script: our script's class. standing: the settings tab's settings.
+    make_script: our script's class. standing: the settings tab's settings. host_facts: what of the WebUI decides about
+    the last digits of an image.
     """
 
     def facts() -> Facts:
         tuned = runtime.history.tuned()
         return {
-            **machine_facts(), **host_facts(webui.release), **onediff_facts(standing(), runtime.status(), tuned),
+            **machine_facts(), **host_facts(), **onediff_facts(standing(), runtime.status(), tuned),
         }
 
     maker = TextToImage(make_script, runtime.status)
-    panel = ComparePanel(maker, webui.exclusively, standing, lambda: report(facts()))
+    panel = ComparePanel(maker, exclusively, standing, lambda: report(facts()))
     with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
         with gr.Tab("Cache", elem_id="onediff_page_cache"):
-            build_cache_tab(runtime, warmup, webui.exclusively)
+            build_cache_tab(runtime, warmup, exclusively)
         with gr.Tab("Compare", elem_id="onediff_page_compare"):
             build_compare_page(panel)
         with gr.Tab("Consistency", elem_id="onediff_page_consistency") as page:

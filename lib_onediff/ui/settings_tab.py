@@ -22,11 +22,10 @@ from ..options.presets import PRESETS
 from ..options.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.effects import Machine, described
 from ..runtime.runtime import runtime
-from ..store.history import CACHE_VARIABLE
 from .events import HIDDEN
 
 SECTION = ("onediff", "OneDiff")
-FOLDER_IS_SET_BY = f"Only the environment variable {CACHE_VARIABLE} sets it, when the WebUI starts."
+FOLDER_IS_SET_BY = "Only the environment variable ONEDIFF_CACHE sets it, when the WebUI starts."
 # A slider cannot tell more.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
@@ -116,8 +115,7 @@ def tell_of_trouble() -> None:
     """Say at the start that the cache folder cannot be used, not when something is lost."""
     if runtime.history.trouble:
         log.warning(
-            "%s Set the environment variable %s to a folder that can be written.", runtime.history.trouble,
-            CACHE_VARIABLE,
+            "%s Set the environment variable ONEDIFF_CACHE to a folder that can be written.", runtime.history.trouble,
         )
 
 

@@ -5,7 +5,6 @@ import html
 from functools import partial
 from typing import Any
 
-from ..hosts.contract import WebUI
 from ..options.settings import OFF_IN_SETTINGS
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
@@ -33,7 +32,7 @@ OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
 
 
-def current_status(webui: WebUI) -> dict[str, Any]:
+def current_status(webui: Any) -> dict[str, Any]:
     """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
     its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call: what
     another model's took says nothing of this one."""

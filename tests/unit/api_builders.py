@@ -62,7 +62,8 @@ class Api:
 
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
         """The same app, with the API where cmd_opts lets it."""
-        routes.add_routes(app, cmd_opts, runtime, self.warmup, self.webui, lambda: STATUS, self.readiness.why_not)
+        exclusively = self.webui.exclusively
+        routes.add_routes(app, cmd_opts, runtime, self.warmup, exclusively, lambda: STATUS, self.readiness.why_not)
         return app
 
     def get(self, path: str, status: int = 200) -> Any:

@@ -77,7 +77,7 @@ def test_what_is_no_json_becomes_null() -> None:
     app = FastAPI()
     from lib_onediff.api import routes as rest
 
-    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, lambda: odd, str)
+    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, lambda: odd, str)
     answer = TestClient(app).get("/onediff/v1/status")
     assert answer.status_code == 200
     said = {"ratio": None, "reason": "half \ud800", "3": [None, [1.5, None, True]]}
@@ -94,7 +94,7 @@ def test_a_fault_of_ours_is_one_sentence_and_in_the_log(
     app = FastAPI()
     from lib_onediff.api import routes as rest
 
-    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui, dict, str)
+    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, dict, str)
     answer = TestClient(app, raise_server_exceptions=False).get("/onediff/v1/jobs")
     assert answer.status_code == 500 and set(answer.json()) == {"detail"} and "secret" not in answer.text
     assert "secret" in caplog.text

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lib_onediff.core.timeline import Step, timeline_of
-from lib_onediff.steps.deepcache import depth_of
+from lib_onediff.public import depth_of
 from lib_onediff.steps.schedule import early, is_whole, last_whole
 
 KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)

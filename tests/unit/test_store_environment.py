@@ -15,16 +15,16 @@ import pytest
 from store_builders import FILE, opened, row
 
 import lib_onediff
+from lib_onediff.core.refusal import NotKept
 from lib_onediff.store import store as store_module
 from lib_onediff.store import triton_cache
-from lib_onediff.store.store import NotKept
 
 REPOSITORY = Path(lib_onediff.__file__).parents[1]
 SCRIPT = """
 import json, subprocess, sys
 from pathlib import Path
+from lib_onediff.core.refusal import NotKept
 from lib_onediff.store.history import History, HistoryRow
-from lib_onediff.store.store import NotKept
 
 disk, way = Path(sys.argv[1]), sys.argv[2]
 
