@@ -205,9 +205,6 @@ def test_the_next_process_knows(on_a_gpu: Weather, passes: list[int], tmp_path: 
     assert len(passes) == 24, "what was purged from the disk is measured again"
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 # --- the choice by itself ---------------------------------------------------------------------------------------------
 
 

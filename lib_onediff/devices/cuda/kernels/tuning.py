@@ -104,11 +104,12 @@ def compilations(
     norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
     by_width = {norm.channels // norm.groups: norm for norm in norms}
     by_block = {triton_group_norm.join_block(width): norm for width, norm in by_width.items()}
+    chosen = (
+        (trial, launches.of(trial.kernel, trial.shape_class, dtype)) for trial in trials(users, make, COMPILED)
+        if trial.kernel not in (cuts.STATISTICS, cuts.APPLICATION)
+    )
     return [
-        *(
-            partial(trial.run, launches.of(trial.kernel, trial.shape_class, dtype))
-            for trial in trials(users, make, COMPILED) if trial.kernel not in (cuts.STATISTICS, cuts.APPLICATION)
-        ),
+        *(partial(trial.run, config) for trial, config in chosen if config != cuts.LIBRARY),
         lambda: triton_images.resize(image(norms[0].channels), 8, 8),
         partial(large, norms[0], cuts.LARGE),
         *(partial(large, norm, cuts.SMALL) for norm in by_block.values()),
