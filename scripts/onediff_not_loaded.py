@@ -21,10 +21,7 @@ def why_not_loaded() -> str | None:
     except Exception as error:
         # The WebUI has printed it for scripts/onediff.py.
         log.debug("OneDiff could not be loaded", exc_info=True)
-        try:
-            installed = f"torch {metadata.version('torch')}, gradio {gr.__version__}"
-        except metadata.PackageNotFoundError:
-            installed = "no torch"
+        installed = f"torch {metadata.version('torch')}, gradio {gr.__version__}"
         lines = str(error).splitlines() or [type(error).__name__]
         return f"OneDiff could not be loaded and changes nothing: {lines[0]} ({installed}; OneDiff needs torch 2.1.2)."
     return None

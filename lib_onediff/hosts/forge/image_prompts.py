@@ -6,7 +6,6 @@ like any other (patches.py). The first use of a shape is compared with the host,
 from __future__ import annotations
 
 import ast
-import dataclasses
 import hashlib
 import inspect
 import logging
@@ -62,19 +61,16 @@ def read_image_prompts(
     if options.get("ad_params") is not None or not all(places.values()):
         raise Refusal("they are not where an image prompt is")
     of_rows = [part for part in order for _ in range(rows // len(order))]
-    prompts = (image_prompt(functions, places, index, of_rows, latent, len(order)) for index in range(count))
-    return tuple(
-        at_sigma(prompt, (float(first.sigma_start[index]), float(first.sigma_end[index])), options.get("sigmas"))
-        for index, prompt in enumerate(prompts)
-    )
+    sigmas, parts = options.get("sigmas"), len(order)
+    return tuple(image_prompt(functions, places, index, of_rows, latent, parts, sigmas) for index in range(count))
 
 
 def image_prompt(
     functions: Mapping[Any, Any], places: Mapping[Any, list[str]], index: int, of_rows: list[int], latent: Tensor,
-    parts: int,
+    parts: int, sigmas: Tensor | None,
 ) -> ImagePrompt:
     """What one adapter adds. places: the paths of the queries at each place. of_rows: for each row of the batch, which
-    prompt it has: 0 or 1. parts: of the batch."""
+    prompt it has: 0 or 1. parts: of the batch. sigmas: of the step."""
     first = next(iter(functions.values()))
     cond, uncond, mask, weight = first.conds[index], first.unconds[index], first.masks[index], first.weights[index]
     same = all(settings_of(one, index) == settings_of(first, index) for one in functions.values())
@@ -95,6 +91,11 @@ def image_prompt(
         columns |= dict.fromkeys(places[key], (width, taken))
         width += taken
     key_values = torch.cat(projected, dim=-1)[of_rows].to(latent)
+    start, end = float(first.sigma_start[index]), float(first.sigma_end[index])
+    if (start, end) != ANY_SIGMA:
+        # Values of 0 add nothing, and nobody waits for the GPU to tell the sigma.
+        sigma = torch.tensor(ANY_SIGMA[0]) if sigmas is None else sigmas[0].double()
+        key_values = key_values * ((sigma <= start) & (sigma >= end)).to(key_values)
     return ImagePrompt(key_values, columns, {} if mask is None else masks_of(mask, latent, parts))
 
 
@@ -105,16 +106,6 @@ def settings_of(function: Any, index: int) -> tuple[Any, ...]:
         function.weights, function.weight_type, function.sigma_start, function.sigma_end, function.unfold_batch
     )
     return (*(id(of[index]) for of in tensors), *(of[index] for of in numbers))
-
-
-def at_sigma(prompt: ImagePrompt, between: tuple[float, float], sigmas: Tensor | None) -> ImagePrompt:
-    """The image prompt at a step: values of 0 add nothing. Does not wait for the GPU to tell the sigma."""
-    first, last = between
-    if between == ANY_SIGMA:
-        return prompt
-    sigma = torch.tensor(ANY_SIGMA[0]) if sigmas is None else sigmas[0].double()
-    is_there = ((sigma <= first) & (sigma >= last)).to(prompt.key_values)
-    return dataclasses.replace(prompt, key_values=prompt.key_values * is_there)
 
 
 @lru_cache(maxsize=64)
