@@ -2,7 +2,6 @@
 computed by our forward; each against the host's own forward."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,46 +128,18 @@ def test_other_functions_are_applied_to_copies_once(host: Host, monkeypatch: pyt
 def test_a_function_of_another_extension_runs_at_every_call(host: Host) -> None:
     """Nobody knows of what it makes its weight."""
     factor = 1.0
-
-    def scaled(weight: Tensor) -> Tensor:
-        nonlocal factor
-        return weight.mul_(factor)
-
-    def changing(generate: Callable[[], Any]) -> Any:
-        nonlocal factor
-        factor = 1.0
-
-        def count(*_: Any) -> None:
-            nonlocal factor
-            factor += 0.5
-
-        handle = host.unet.register_forward_pre_hook(count)
-        try:
-            return generate()
-        finally:
-            handle.remove()
-
-    plain = host.generate()
-    layer = host.unet.get_submodule(LINEAR[0])
-    extension = lambda patcher: setattr(layer, "weight_function", [copied(scaled)])  # noqa: E731
-    keep = host.checkpoint.forge_objects.unet
-    keep.take_off = lambda layer: None
-    host.checkpoint.forge_objects_after_applying_lora.unet = keep
-    extension(None)
-    expected = changing(host.generate)
-    assert relative_error(expected.latent, plain.latent) > 1e-3
+    plain, expected = host.generate(), {}
+    patcher = host.checkpoint.forge_objects.unet
+    patcher.take_off = lambda layer: None
+    host.checkpoint.forge_objects_after_applying_lora.unet = patcher
+    host.unet.get_submodule(LINEAR[0]).weight_function = [lambda weight: factor * weight]
+    for factor in (1.0, 1.5, 2.0):
+        expected[factor] = host.generate()
+    assert same(expected[1.0], plain) and relative_error(expected[2.0].latent, plain.latent) > 1e-3
     host.start()
-    for _ in range(2):
-        made, calls = calls_of(lambda: changing(host.generate))
-        assert calls == OURS and close(made, expected), runtime.status()["reason"]
-    layer.weight_function = []
-    made, calls = calls_of(host.generate)
-    assert calls == OURS and close(made, plain)
-
-
-def copied(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """For a host that hands over the weight itself."""
-    return lambda weight: function(weight.clone())
+    for factor in (1.5, 2.0, 1.5, 1.0):
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, expected[factor]), runtime.status()["reason"]
 
 
 @family
