@@ -1,11 +1,9 @@
 """The memory of graphs on a real GPU: within the budget whatever is used, as rows say, and given up in time."""
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +20,6 @@ from lib_onediff.devices.cuda.graphs.allocations import peak
 from lib_onediff.devices.cuda.graphs.device_memory import empty_cache
 from lib_onediff.options.settings import Settings
 from lib_onediff.public import status
-from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.graphs.pool_size import memory_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -32,9 +29,6 @@ MIB = 2**20
 CLOSE = 1e-2
 SMALL, MIDDLE, LARGE = (512, 512), (768, 512), (960, 720)
 SIDES = {"512x512": SMALL, "768x512": MIDDLE}
-NEEDS_A_LIMIT = pytest.mark.skipif(
-    not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch does not tell its own limit"
-)
 
 
 @torch.no_grad()
@@ -59,30 +53,6 @@ def row(size: tuple[int, int]) -> Any:
 
 def states() -> dict[str, str]:
     return {row.resolution: row.state for row in runtime.rows()}
-
-
-@contextlib.contextmanager
-def at_most(size: int) -> Iterator[None]:
-    """torch gets no more than so many bytes of the card."""
-    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@contextlib.contextmanager
-def full_but_for(left: int) -> Iterator[None]:
-    """A card of which so many bytes are left: also what torch holds unused, between the weights, is taken."""
-    taken = []
-    with at_most(reserved()):
-        for size in (256 * MIB, 64 * MIB, 16 * MIB, 4 * MIB, MIB):
-            with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                while True:
-                    taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-    with at_most(torch.cuda.memory_reserved() + left):
-        yield
-    del taken
 
 
 @pytest.mark.parametrize("order", [(SMALL, MIDDLE, LARGE), (LARGE, SMALL, MIDDLE)])
@@ -123,18 +93,6 @@ def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
     assert states()["512x512"] == "ready" and row(SMALL).pinned
     assert reserved() - before <= (allowed + 64) * MIB
     use(unet, SMALL, 1)
-    assert status()["route"] == "graph"
-
-
-@NEEDS_A_LIMIT
-def test_graphs_wait_while_the_card_is_full(unet: nn.Module) -> None:
-    use(unet, SMALL, 2)
-    runtime.release_memory()
-    # What the plain forward needs, and less than what should be left of the card besides.
-    with full_but_for(600 * MIB):
-        use(unet, SMALL, 2)
-        assert status()["route"] == "plain" and status()["reason"] == CARD_IS_FULL
-    use(unet, SMALL)
     assert status()["route"] == "graph"
 
 
