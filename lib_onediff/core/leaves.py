@@ -91,6 +91,16 @@ class TransformerBlock:
 
 
 @dataclass(frozen=True)
+class ResidualBlock:
+    in_norm: GroupNorm
+    in_convolution: Convolution
+    embedding: Linear
+    out_norm: GroupNorm
+    out_convolution: Convolution
+    skip: Linear | None
+
+
+@dataclass(frozen=True)
 class TimeEmbedding:
     """Sinusoids of the timestep, then two linear layers. See sinusoids in devices/torch/operators.py."""
 

@@ -46,7 +46,7 @@ class ManagedUNet:
         """bound: the UNet, where it is bound in another way than a host's."""
         self._families = families
         self.settings = settings
-        self.bound = bound or BoundUNet(unet, host_traits, families.read)
+        self.bound = bound or BoundUNet(unet, families.read, host_traits)
         self.served_last = False
         self.session: Any = None
         self.step_memories: dict[str, StepMemory] = {}

@@ -18,7 +18,6 @@ from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution
 from ..core.refusal import Refusal
 from ..core.tuners import layer_within
-from ..families.unet.layout import UNetLayout
 from .fused_storage import fuse, joined, joined_affine, shares_storage
 from .watch import present_in
 
@@ -57,7 +56,7 @@ class Binding:
         self.cast_to: torch.dtype | None = None
         self.offloaded: Container[str] = ()
 
-    def follow(self, module: nn.Module, layout: UNetLayout) -> bool:
+    def follow(self, module: nn.Module, layout: Any) -> bool:
         """Take what has been put around the layers of a module, and taken from there; returns whether they are the same
         layers, in the same order. layout: the module's as it is now."""
         if replace(layout, foreign=()) != replace(self.layout, foreign=()):

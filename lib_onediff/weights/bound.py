@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ..core.affine import Weights
 from ..core.call import UNetCall
 from ..core.refusal import Refusal
-from ..families.registry import read_layout
-from ..families.unet.layout import UNetLayout
 from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values, few_rows
 from .offload import OffloadedWeights
@@ -43,8 +41,7 @@ class BoundUNet:
     """
 
     def __init__(
-        self, unet: nn.Module, host_traits: HostTraits = HostTraits(),  # noqa: B008
-        read: Callable[[nn.Module], Any] = read_layout,
+        self, unet: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
     ) -> None:
         """read: reads the layout of a module; see Families.read."""
         self._read_layout = read
@@ -73,13 +70,13 @@ class BoundUNet:
         self._identity: tuple[Hashable, str] | None = None
 
     @property
-    def layout(self) -> UNetLayout:
-        layout: UNetLayout = self.binding.layout
-        return layout
+    def layout(self) -> Any:
+        return self.binding.layout
 
     @property
     def architecture(self) -> str:
-        return self.layout.architecture
+        architecture: str = self.layout.architecture
+        return architecture
 
     @property
     def module(self) -> nn.Module:
@@ -231,7 +228,7 @@ class BoundUNet:
 
     # --- made true for a call -------------------------------------------------------------------------------------
 
-    def layout_now(self) -> UNetLayout:
+    def layout_now(self) -> Any:
         """The layout as the module tree is now. Raises Refusal with the reason."""
         self._look()
         return self.layout

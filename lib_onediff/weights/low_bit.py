@@ -3,15 +3,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.affine import Affine, QuantizedWeight, Source, Weights
-from ..core.leaves import FusedLinear, Linear, TransformerBlock, descriptions
-from ..families.unet.forward import sized_layers
-from ..families.unet.layout import ResidualBlock, UNetLayout
+from ..core.leaves import FusedLinear, Linear, ResidualBlock, TransformerBlock, descriptions
 from .binding import Binding
 
 
@@ -97,18 +95,18 @@ def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
             yield LowBitLayer(layer.path, width, layer.out_channels, GROUP_NORMED, CONVOLUTIONS, norm.path)
 
 
-def every_low_bit_layer(layout: UNetLayout) -> list[LowBitLayer]:
+def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
     """All that can be in eight bits, large or small."""
     linear = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
     return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
 
 
 def sized_low_bit_layers(
-    layout: UNetLayout, height: int, width: int, fewest_weights: int | None = None
+    layout: Any, height: int, width: int, fewest_weights: int | None = None
 ) -> Iterator[tuple[LowBitLayer, tuple[int, int]]]:
     """Every layer that may be in eight bits, and the height and width of the images whose pixels it reads. height,
     width: of the latent. fewest_weights: see low_bit_layers."""
-    for one, size in sized_layers(layout, height, width):
+    for one, size in layout.sized_layers(height, width):
         for block in descriptions(one, TransformerBlock):
             yield from ((layer, size) for layer in low_bit_layers(block, fewest_weights))
         if isinstance(one, ResidualBlock):
@@ -119,7 +117,7 @@ class LowBitWeights:
     """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
     classes of layers that are never among them."""
 
-    def __init__(self, layout: UNetLayout, round_rows: Round, left_out: frozenset[str] = frozenset()) -> None:
+    def __init__(self, layout: Any, round_rows: Round, left_out: frozenset[str] = frozenset()) -> None:
         self.layout, self.left_out = layout, left_out
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}

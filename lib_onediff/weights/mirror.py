@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.call import UNetCall
-from ..families.unet.layout import UNetLayout
 from .binding import Binding
 from .bound import BoundUNet, Result
 from .scan import HostTraits
@@ -22,7 +22,7 @@ class MirrorUNet(BoundUNet):
 
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
         """copy: made by empty_copy of the source's binding; whoever calls keeps it alive."""
-        super().__init__(copy, HostTraits(yardstick=source.host_traits.yardstick))
+        super().__init__(copy, lambda unet: source.layout, HostTraits(yardstick=source.host_traits.yardstick))
         self._source, self._of = source, source.binding
         # The source's edition that the copies are of.
         self._copied: int | None = None
@@ -46,7 +46,7 @@ class MirrorUNet(BoundUNet):
         self._copy_changes()
         self.binding.layout = self._source.layout
 
-    def layout_now(self) -> UNetLayout:
+    def layout_now(self) -> Any:
         """The source's: a copy has no modules to read."""
         return self._source.layout_now()
 

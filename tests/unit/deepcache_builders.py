@@ -14,6 +14,7 @@ from lib_onediff.core import timeline
 from lib_onediff.core.call import CACHED, FULL, UNetCall
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.registry import read_layout
 from lib_onediff.families.unet import cuts as deepcache
 from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
@@ -72,7 +73,7 @@ class Oracle:
 
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet, self.depth = unet, depth
-        self._bound = BoundUNet(unet)
+        self._bound = BoundUNet(unet, read_layout)
 
     @torch.no_grad()
     def whole(self, call: UNetCall) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ...core.affine import Weights, bias_of
 from ...core.call import Control, UNetCall
-from ...core.leaves import Convolution, TransformerBlock, descriptions
+from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Image, Operators
 from ...core.patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 from .layers import Layers
-from .layout import Downsample, Layer, UNetLayout, Upsample
+from .layout import UNetLayout
 
 
 def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
@@ -172,39 +172,6 @@ def transformer_blocks(layout: UNetLayout, height: int, width: int) -> Iterator[
 
     height, width: of the latent.
     """
-    for layer, size in sized_layers(layout, height, width):
+    for layer, size in layout.sized_layers(height, width):
         for block in descriptions(layer, TransformerBlock):
             yield block, size[0] * size[1]
-
-
-def sized_layers(layout: UNetLayout, height: int, width: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
-    """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.
-
-    height, width: of the latent.
-    """
-    size, skips = (height, width), []
-    for stage in layout.input_stages:
-        for layer in stage:
-            yield layer, size
-            size = size_after(layer, size, None)
-        skips.append(size)
-    for layer in layout.middle_stage:
-        yield layer, size
-        size = size_after(layer, size, None)
-    for stage in layout.output_stages:
-        size = skips.pop()
-        following = skips[-1] if skips else None
-        for layer in stage:
-            yield layer, size
-            size = size_after(layer, size, following)
-
-
-def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
-    """(height, width) of the hidden states after a layer. following: the size of the skip that the next stage takes."""
-    if isinstance(layer, Upsample):
-        size = following if layer.resize_before and following else (size[0] * 2, size[1] * 2)
-    shape = layer.convolution if isinstance(layer, (Upsample, Downsample)) else layer
-    if isinstance(shape, Convolution):
-        height, width = ((side + 2 * shape.padding - shape.kernel) // shape.stride + 1 for side in size)
-        return height, width
-    return size

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ...core.additions import ImagePrompt
 from ...core.affine import Affine, Weights
-from ...core.leaves import Convolution, CrossAttention, GroupNorm, SelfAttention, TransformerBlock
+from ...core.leaves import Convolution, CrossAttention, GroupNorm, ResidualBlock, SelfAttention, TransformerBlock
 from ...core.operators import Image, Operators, Stream
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, PatchPoints
-from .layout import Downsample, ResidualBlock, SpatialTransformer, Stage, Upsample
+from .layout import Downsample, SpatialTransformer, Stage, Upsample
 
 
 @dataclass(frozen=True)

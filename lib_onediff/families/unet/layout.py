@@ -18,6 +18,7 @@ from ...core.leaves import (
     GroupNorm,
     LayerNorm,
     Linear,
+    ResidualBlock,
     TimeEmbedding,
     TransformerBlock,
     descriptions,
@@ -35,16 +36,6 @@ class SpatialTransformer:
     project_in: Linear
     blocks: tuple[TransformerBlock, ...]
     project_out: Linear
-
-
-@dataclass(frozen=True)
-class ResidualBlock:
-    in_norm: GroupNorm
-    in_convolution: Convolution
-    embedding: Linear
-    out_norm: GroupNorm
-    out_convolution: Convolution
-    skip: Linear | None
 
 
 @dataclass(frozen=True)
@@ -105,6 +96,27 @@ class UNetLayout:
     def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
         """Every layer description of this kind, depth first in a fixed order, transformer blocks included."""
         return descriptions((self.input_stages, self.middle_stage, self.output_stages), kind)
+
+    def sized_layers(self, height: int, width: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
+        """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.
+
+        height, width: of the latent.
+        """
+        size, skips = (height, width), []
+        for stage in self.input_stages:
+            for layer in stage:
+                yield layer, size
+                size = size_after(layer, size, None)
+            skips.append(size)
+        for layer in self.middle_stage:
+            yield layer, size
+            size = size_after(layer, size, None)
+        for stage in self.output_stages:
+            size = skips.pop()
+            following = skips[-1] if skips else None
+            for layer in stage:
+                yield layer, size
+                size = size_after(layer, size, following)
 
     @cached_property
     def residual_blocks(self) -> tuple[ResidualBlock, ...]:
@@ -176,3 +188,14 @@ def refuse_call(layout: UNetLayout, call: UNetCall, is_embedded: bool = False) -
         raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")
     if call.timestep_condition is not None and layout.time.condition is None:
         raise Refusal("a guidance embedding is given, but this UNet takes none")
+
+
+def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
+    """(height, width) of the hidden states after a layer. following: the size of the skip that the next stage takes."""
+    if isinstance(layer, Upsample):
+        size = following if layer.resize_before and following else (size[0] * 2, size[1] * 2)
+    shape = layer.convolution if isinstance(layer, (Upsample, Downsample)) else layer
+    if isinstance(shape, Convolution):
+        height, width = ((side + 2 * shape.padding - shape.kernel) // shape.stride + 1 for side in size)
+        return height, width
+    return size

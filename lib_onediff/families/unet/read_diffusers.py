@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ...core.leaves import Convolution, TimeEmbedding, TransformerBlock
+from ...core.leaves import Convolution, ResidualBlock, TimeEmbedding, TransformerBlock
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader
-from .layout import Downsample, LabelEmbedding, Layer, ResidualBlock, SpatialTransformer, Stage, UNetLayout, Upsample
+from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
 
 DOWN_BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D"}
 UP_BLOCKS = {"UpBlock2D", "CrossAttnUpBlock2D"}

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from ...core.leaves import Convolution, TimeEmbedding, TransformerBlock
+from ...core.leaves import Convolution, ResidualBlock, TimeEmbedding, TransformerBlock
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
-from .layout import Downsample, LabelEmbedding, Layer, ResidualBlock, SpatialTransformer, Stage, UNetLayout, Upsample
+from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
 
 BLOCK = "BasicTransformerBlock"
 UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
