@@ -10,11 +10,16 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
+pytest.importorskip("hypothesis")
 
+import hypothesis
 from api_builders import Api, command_line, remember
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from grid import WHOLE
+from hypothesis import strategies as st
 
+from lib_onediff.api import routes as rest
 from lib_onediff.api.answers import LONGEST_SENTENCE
 from lib_onediff.runtime.runtime import runtime
 
@@ -25,6 +30,19 @@ WHOLE_BODIES = [
     b'{"sizes": "64x64", "sizes": NaN}', b'{"sizes": [{"width": ' + b"9" * 5000 + b', "height": 64}]}',
     b'{"sizes": [{"width": Infinity, "height": 64}]}',
 ]
+
+
+REQUESTS = 2000 if WHOLE else 300
+FIELDS = ("sizes", "tokens", "order", "resolutions", "resolution", "model", "disk", "all", "wait", "pinned", "width")
+words = st.text(st.characters(), max_size=30)  # Halves of surrogate pairs among them.
+scalars = (
+    st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats() | words
+    | st.sampled_from(["SD2", "64x64 x2", "100x100", "first", 77, 8, 10**400])
+)
+bodies = st.dictionaries(words | st.sampled_from(FIELDS), st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words | st.sampled_from(FIELDS), inner),
+    max_leaves=12,
+), max_size=3)
 
 
 @pytest.fixture
@@ -57,6 +75,17 @@ def test_what_is_no_request(api: Api, content_type: str | None) -> None:
             refused(api, "release", body, content_type)
 
 
+def test_no_body_breaks_anything(api: Api) -> None:
+    @hypothesis.settings(max_examples=REQUESTS, deadline=None, database=None, derandomize=True)
+    @hypothesis.given(path=st.sampled_from(["prewarm", "purge", "pin", "release"]), body=bodies)
+    def send(path: str, body: dict[str, Any]) -> None:
+        answer = api.client.post(f"/onediff/v1/{path}", content=json.dumps({**body, "wait": 1.5}))
+        assert 400 <= answer.status_code < 500 and isinstance(answer.json()["detail"], str), answer.text
+        assert not api.warmup.jobs() and [row.resolution for row in runtime.rows()] == ["512x512"]
+
+    send()
+
+
 def test_sentences_name_the_place(api: Api) -> None:
     ask = lambda path, body: refused(api, path, json.dumps(body).encode())  # noqa: E731
     assert "100x100: the width must be a multiple of 8" in ask("prewarm", {"sizes": "100x100"})
@@ -75,8 +104,6 @@ def test_what_is_no_json_becomes_null() -> None:
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}
     api = Api()
     app = FastAPI()
-    from lib_onediff.api import routes as rest
-
     rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, lambda: odd, str)
     answer = TestClient(app).get("/onediff/v1/status")
     assert answer.status_code == 200
@@ -92,8 +119,6 @@ def test_a_fault_of_ours_is_one_sentence_and_in_the_log(
 
     monkeypatch.setattr(api.warmup, "jobs", broken)
     app = FastAPI()
-    from lib_onediff.api import routes as rest
-
     rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, dict, str)
     answer = TestClient(app, raise_server_exceptions=False).get("/onediff/v1/jobs")
     assert answer.status_code == 500 and set(answer.json()) == {"detail"} and "secret" not in answer.text

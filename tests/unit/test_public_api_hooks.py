@@ -1,9 +1,7 @@
 """accelerate puts its own forward in front of a UNet's: ours goes behind it, and comes off again in any order."""
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,56 +10,14 @@ from torch import nn
 
 import lib_onediff
 
+hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
-class Doubling:
-    """A hook that can be seen: it doubles the output. The methods are those of accelerate's ModelHook."""
 
-    no_grad = False
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple:
-        return args, kwargs
+class Doubling(hooks.ModelHook):
+    """A hook that can be seen: it doubles the output."""
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         return type(output)(sample=2 * output.sample)
-
-    def detach_hook(self, module: nn.Module) -> nn.Module:
-        return module
-
-
-def add_as_accelerate(module: Any, hook: Any) -> None:
-    if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward"):
-        old = module._old_forward
-    else:
-        old = module._old_forward = module.forward
-    module._hf_hook = hook
-
-    def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = module._hf_hook.pre_forward(module, *args, **kwargs)
-        return module._hf_hook.post_forward(module, module._old_forward(*args, **kwargs))
-
-    module.forward = functools.update_wrapper(functools.partial(new_forward, module), old)
-
-
-def remove_as_accelerate(module: Any) -> None:
-    del module._hf_hook
-    module.forward = module._old_forward
-    del module._old_forward
-
-
-class Offloading(NamedTuple):
-    add: Callable[[Any, Any], object]
-    remove: Callable[[Any], object]
-
-
-@pytest.fixture(params=["as accelerate does", "accelerate"])
-def offloading(request: pytest.FixtureRequest) -> Offloading:
-    if request.param == "accelerate":
-        hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
-        return Offloading(hooks.add_hook_to_module, hooks.remove_hook_from_module)
-    return Offloading(add_as_accelerate, remove_as_accelerate)
 
 
 @pytest.fixture
@@ -85,25 +41,25 @@ def answer(unet: Any) -> tuple[float, int]:
 @pytest.mark.parametrize("hook_first", [True, False])
 @pytest.mark.parametrize("hook_goes_first", [True, False])
 def test_ours_goes_behind_a_hook_and_each_goes_without_the_other(
-    unet: Any, offloading: Offloading, hook_first: bool, hook_goes_first: bool
+    unet: Any, hook_first: bool, hook_goes_first: bool
 ) -> None:
     for _ in range(2):
         if hook_first:
-            offloading.add(unet, Doubling())
+            hooks.add_hook_to_module(unet, Doubling())
         lib_onediff.compile_unet(unet)
         if not hook_first:
-            offloading.add(unet, Doubling())
+            hooks.add_hook_to_module(unet, Doubling())
         # Exchanged for another.
-        offloading.add(unet, Doubling())
+        hooks.add_hook_to_module(unet, Doubling())
         assert answer(unet) == (2.0, 1)
         if hook_goes_first:
-            offloading.remove(unet)
+            hooks.remove_hook_from_module(unet)
             assert answer(unet) == (1.0, 1)
             lib_onediff.uncompile_unet(unet)
         else:
             lib_onediff.uncompile_unet(unet)
             assert answer(unet) == (2.0, 0)
-            offloading.remove(unet)
+            hooks.remove_hook_from_module(unet)
         assert answer(unet) == (1.0, 0)
 
 

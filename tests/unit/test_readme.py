@@ -96,23 +96,6 @@ def test_banned_words_do_not_occur(page: Path) -> None:
     assert not found
 
 
-def test_the_readme_has_the_order_of_its_questions_and_a_number_first() -> None:
-    text = text_of(README)
-    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert headings == [
-        "What you get", "Requirements", "Install", "Try the demo", "What falls back", "For diffusers users",
-        "Troubleshooting", "Credits", "Changes",
-    ]
-    assert re.search(r"\d ms", text[: text.index("## ")])
-    assert len(re.findall(r"!\[", text)) <= 4
-
-
-def test_the_readme_gives_the_two_commands_of_a_newcomer() -> None:
-    for page in (README, ROOT / ".readme" / "README.zh.md"):
-        blocks = re.findall(r"^```\n(.*?)\n```$", text_of(page), re.MULTILINE | re.DOTALL)
-        assert {"python install.py --demo", "python install.py --test"} <= set(blocks)
-
-
 def test_the_latest_changes_are_those_of_this_version() -> None:
     assert f"\n{__version__}: " in text_of(README)
     headings = re.findall(r"^## (.*)$", text_of(ROOT / ".readme" / "changelog.md"), re.MULTILINE)
@@ -125,23 +108,6 @@ def test_the_python_in_it_compiles() -> None:
         assert blocks or page != README
         for block in blocks:
             compile(block, page.name, "exec")
-
-
-def test_its_commands_name_the_python_that_has_what_they_need() -> None:
-    """install.py runs in any Python: it makes the other one. What goes into a user's own is told with its Python."""
-    commands = [
-        command for page in EVERYTHING
-        for command in re.findall(r"[^\s`]*python(?:\.exe)? (?:-m|\w+\.py)[^`\n]*", text_of(page))
-    ]
-    assert len(commands) > 10
-    known = (
-        ".venv/bin/python -m ", "FOLDER/venv/bin/python -m ", "oneflow-venv/bin/python -m ", "python install.py",
-        "python -m pip install ",
-    )
-    for command in commands:
-        assert command.startswith(known), command
-    for page in EVERYTHING:
-        assert not re.search(r"(?<!-m )\bpip install ", text_of(page)), page
 
 
 def test_the_black_box_test_of_options_knows_every_one() -> None:
