@@ -48,13 +48,6 @@ VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMPS = VENV / "onediff-installed.json"
 LOCK = VENV / "onediff-install.lock"
 
-LIST_DISTRIBUTIONS = """
-import importlib.metadata, json, sys
-assert sys.version_info >= (3, 10)
-print(json.dumps(sorted({f"{found.name} {found.version}" for found in importlib.metadata.distributions()})))
-"""
-
-
 class CannotInstall(Exception):
     """What stands in the way, as a sentence for the user."""
 
@@ -184,52 +177,38 @@ def prepare_venv(extra: str) -> None:
     """Make .venv hold what the extra needs; nothing is done where it does. Raises CannotInstall with a sentence."""
     usual, without_dependencies = requirements_of(extra)
     wanted = usual + without_dependencies
-    if is_installed(extra, wanted):
+    if read_stamps().get(extra) == wanted and has_pip():
         return
     with sole_installer():
-        if LOCK.read_text():
-            print("The last installation into .venv was cut short: starting it afresh.", flush=True)
-            empty_venv()
-        if not any(found.startswith("pip ") for found in installed_distributions()):
-            LOCK.write_text("unfinished")
+        if not has_pip():
             make_venv()
         print(f"Installing what --{extra} needs into .venv. The first time takes minutes and a few GB.", flush=True)
+        # What was cut short goes on, package by package.
         run_pip(usual)
         if without_dependencies:
             run_pip(without_dependencies, "--no-deps")
-        stamps = {**read_stamps(), extra: {"requirements": wanted, "distributions": installed_distributions()}}
-        STAMPS.write_text(json.dumps(stamps, indent=1), encoding="utf-8")
-        LOCK.write_text("")
+        STAMPS.write_text(json.dumps({**read_stamps(), extra: wanted}, indent=1), encoding="utf-8")
 
 
-def is_installed(extra: str, wanted: list[str]) -> bool:
-    """Whether the extra was installed as pyproject.toml wants it now, and .venv still holds what was installed."""
-    stamp = read_stamps().get(extra)
-    if stamp is None or stamp["requirements"] != wanted or not LOCK.exists() or LOCK.read_text():
-        return False
-    return set(stamp["distributions"]) <= set(installed_distributions())
-
-
-def read_stamps() -> dict[str, dict[str, list[str]]]:
-    """By extra: the requirements that were installed, and all distributions that were there afterwards."""
+def read_stamps() -> dict[str, list[str]]:
+    """By extra: the requirements that were installed."""
     try:
         return json.loads(STAMPS.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
 
-def installed_distributions() -> list[str]:
-    """Name and version of all that .venv holds; [] where its Python does not start or is too old."""
+def has_pip() -> bool:
+    """Whether .venv has a Python that starts and a pip."""
     try:
-        answer = subprocess.run([VENV_PYTHON, "-I", "-c", LIST_DISTRIBUTIONS], capture_output=True, text=True)
+        return subprocess.run([VENV_PYTHON, "-I", "-c", "import pip"], stderr=subprocess.DEVNULL).returncode == 0
     except OSError:
-        return []
-    return json.loads(answer.stdout) if answer.returncode == 0 else []
+        return False
 
 
 @contextlib.contextmanager
 def sole_installer():
-    """Hold the lock file. It says "unfinished" while an installation is under way, and after one was cut short."""
+    """Hold the lock file."""
     VENV.mkdir(exist_ok=True)
     with open(LOCK, "a") as lock:
         if os.name != "nt":  # Windows does not let anyone remove what another process uses.
@@ -272,21 +251,10 @@ def own_environment() -> dict[str, str]:
 
 def run_pip(requirements: list[str], *options: str) -> None:
     """pip install into .venv, with pip's own progress on the screen. Raises CannotInstall with the reason."""
-    before, complaints = installed_distributions(), ""
     command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
-    LOCK.write_text("unfinished")
-    try:
-        with subprocess.Popen(command, env=own_environment(), stderr=subprocess.PIPE, text=True) as pip:
-            for line in pip.stderr:
-                complaints += line
-                # Offline it says so five times; why_failed says it once.
-                if line.startswith("WARNING:") and "Retrying" not in line:
-                    print(line, end="", file=sys.stderr, flush=True)
-    finally:
-        if installed_distributions() == before:  # Stopped before it changed anything: nothing to make afresh.
-            LOCK.write_text("")
+    pip = subprocess.run(command, env=own_environment(), stderr=subprocess.PIPE, text=True)
     if pip.returncode:
-        raise CannotInstall(why_failed(complaints) or f"pip stopped with exit code {pip.returncode}:\n{complaints}")
+        raise CannotInstall(why_failed(pip.stderr) or f"pip stopped with exit code {pip.returncode}:\n{pip.stderr}")
 
 
 def why_failed(output: str) -> str | None:

@@ -8,17 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from fastapi import HTTPException
+
 from ..options.sizes import Size
 
 log = logging.getLogger("onediff")
-
-
-class Refused(Exception):
-    """No image for a request; status is HTTP's, the message a sentence."""
-
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -56,18 +50,18 @@ class Limits:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     def accept(self, request: Request) -> Request:
-        """The request with a seed. Raises Refused."""
+        """The request with a seed. Raises HTTPException with a sentence."""
         try:
             Size(request.width, request.height)
         except ValueError as problem:
-            raise Refused(422, str(problem)) from None
+            raise HTTPException(422, str(problem)) from None
         for name, value, least, most in (
             ("width x height", request.width * request.height, 1, self.pixels), ("steps", request.steps, 1, self.steps),
             ("guidance", request.guidance, 0, self.guidance), ("seed", request.seed or 0, 0, 2**32 - 1),
             ("letters of the prompts", len(request.prompt + request.negative_prompt), 0, self.letters),
         ):
             if not least <= value <= most:
-                raise Refused(422, f"{name}: {value} is not from {least} to {most}.")
+                raise HTTPException(422, f"{name}: {value} is not from {least} to {most}.")
         return request if request.seed is not None else replace(request, seed=secrets.randbits(32))
 
 
@@ -92,12 +86,12 @@ class Groups:
     _running: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def ask(self, request: Request) -> tuple[bytes, Request]:
-        """The image, and the request with its seed. Raises Refused."""
+        """The image, and the request with its seed. Raises HTTPException with a sentence."""
         request = self.limits.accept(request)
         if self.ending:
-            raise Refused(503, "The service is ending.")
+            raise HTTPException(503, "The service is ending.")
         if len(self.waiting) >= self.limits.waiting:
-            raise Refused(429, f"{len(self.waiting)} requests wait already; try again later.")
+            raise HTTPException(429, f"{len(self.waiting)} requests wait already; try again later.")
         ticket = Ticket(request, asyncio.get_running_loop().create_future())
         self.waiting.append(ticket)
         if len(self._running) < self.lanes:
@@ -134,16 +128,17 @@ class Groups:
             for ticket in again:
                 ticket.tries += 1
                 if ticket.tries >= self.limits.tries:
-                    self._settle(ticket, Refused(503, f"The image was begun {ticket.tries} times and never finished."))
+                    sentence = f"The image was begun {ticket.tries} times and never finished."
+                    self._settle(ticket, HTTPException(503, sentence))
             self.waiting = [ticket for ticket in again if not ticket.answer.done()] + self.waiting
         # At once, so that no request that comes now takes this lane for one that still looks.
         self._running = {lane for lane in self._running if lane is not asyncio.current_task()}
 
-    def _settle(self, ticket: Ticket, answer: bytes | str | Refused) -> None:
+    def _settle(self, ticket: Ticket, answer: bytes | str | HTTPException) -> None:
         if ticket.answer.done():
             return
         self.answered += 1
         if isinstance(answer, bytes):
             ticket.answer.set_result(answer)
         else:
-            ticket.answer.set_exception(answer if isinstance(answer, Refused) else Refused(500, answer))
+            ticket.answer.set_exception(HTTPException(500, answer) if isinstance(answer, str) else answer)

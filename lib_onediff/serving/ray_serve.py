@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, Response
 from fastapi.middleware import Middleware
 from pydantic import BaseModel
 from ray import serve
@@ -25,7 +25,7 @@ from ..options.sizes import parse_sizes
 from ..prewarm.presets import most_used
 from ..public import compile_pipe
 from ..runtime.runtime import runtime
-from .groups import Groups, Limits, Refused, Request
+from .groups import Groups, Limits, Request
 
 # Warm: checked, captured, replayed.
 WARM_STEPS, FAILURES_UNTIL_REPLACED, SECONDS_TO_END = 4, 3, 600
@@ -105,10 +105,7 @@ class Front:
 
     async def image(self, request: Request) -> Response:
         """A PNG; its seed is in X-OneDiff-Seed."""
-        try:
-            png, request = await self._groups.ask(request)
-        except Refused as refusal:
-            raise HTTPException(refusal.status, str(refusal)) from None
+        png, request = await self._groups.ask(request)
         return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
     async def ready(self) -> dict[str, Any]:

@@ -180,8 +180,8 @@ def test_the_door_is_the_demos(service: Service) -> None:
     for status, headers, body in (
         (200, {"Host": "images.example:8000"}, small), (403, {"Host": "evil.example"}, small),
         (403, {"Origin": "http://evil.example"}, small), (403, {"Sec-Fetch-Site": "cross-site"}, small),
-        (415, {"Sec-Fetch-Site": "same-origin", "Content-Type": "text/plain"}, small),
-        (413, {}, {**small, "prompt": "a" * 70_000}), (400, {}, deep), (422, {}, {**small, "step": 3}),
+        (422, {"Sec-Fetch-Site": "same-origin", "Content-Type": "text/plain"}, small),
+        (413, {}, {**small, "prompt": "a" * 70_000}), (422, {}, deep), (422, {}, {**small, "step": 3}),
     ):
         sent = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **headers}

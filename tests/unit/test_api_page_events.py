@@ -30,38 +30,25 @@ OWN = [
 ]
 
 
-class Clicked:
-    """A handler as ours are, and what it was given."""
-
-    def __init__(self, module: str) -> None:
-        self.given: list[tuple[Any, ...]] = []
-        self.__module__ = module
-
-    def handler(self) -> Any:
-        def note(text: str, number: float) -> str:
-            self.given.append((text, number))
-            return f"{text} {number:g}"
-
-        note.__module__ = self.__module__
-        return note
-
-
 @pytest.fixture(params=["lib_onediff.ui.somewhere", "modules.ui"])
-def clicked(request: pytest.FixtureRequest) -> Clicked:
-    return Clicked(request.param)
+def clicked(request: pytest.FixtureRequest) -> tuple[TestClient, list[Any], bool]:
+    """A page with one event, what its handler has been given, and whether it is ours."""
+    given: list[Any] = []
 
+    def note(text: str, number: float) -> str:
+        given.append((text, number))
+        return f"{text} {number:g}"
 
-@pytest.fixture
-def client(clicked: Clicked) -> TestClient:
+    note.__module__ = request.param
     with gradio.Blocks(analytics_enabled=False) as page:
         inputs = [gradio.Textbox("a"), gradio.Number(1)]
-        gradio.Button("do").click(clicked.handler(), inputs=inputs, outputs=[gradio.HTML()], queue=False, **QUIET)
-    cmd_opts = SimpleNamespace(listen=False, cors_allow_origins="https://friend.example")
-    refuse_foreign_pages(page, cmd_opts)
+        gradio.Button("do").click(note, inputs=inputs, outputs=[gradio.HTML()], queue=False, **QUIET)
+    refuse_foreign_pages(page, SimpleNamespace(listen=False, cors_allow_origins="https://friend.example"))
     page.auth = page.auth_message = page.favicon_path = None
     page.config, page.root_path, page.delete_cache = page.get_config_file(), "", None
     page.show_error, page.max_file_size = True, None
-    return TestClient(gradio.routes.App.create_app(page), base_url="http://127.0.0.1:7860")
+    client = TestClient(gradio.routes.App.create_app(page), base_url="http://127.0.0.1:7860")
+    return client, given, request.param.startswith("lib_onediff")
 
 
 def click(client: TestClient, headers: dict[str, str]) -> Any:
@@ -70,20 +57,18 @@ def click(client: TestClient, headers: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
-def test_another_sites_page_reaches_none_of_our_events(
-    clicked: Clicked, client: TestClient, headers: dict[str, str]
-) -> None:
-    answer = click(client, headers)
-    ours = clicked.__module__.startswith("lib_onediff")
-    assert answer.status_code == (500 if ours else 200)
-    assert clicked.given == ([] if ours else [("fox", 2)])
+def test_another_sites_page_reaches_none_of_our_events(clicked: Any, headers: dict[str, str]) -> None:
+    client, given, is_ours = clicked
+    assert click(client, headers).status_code == (500 if is_ours else 200)
+    assert given == ([] if is_ours else [("fox", 2)])
 
 
 @pytest.mark.parametrize("headers", OWN, ids=str)
-def test_the_webuis_own_page_reaches_all(clicked: Clicked, client: TestClient, headers: dict[str, str]) -> None:
+def test_the_webuis_own_page_reaches_all(clicked: Any, headers: dict[str, str]) -> None:
+    client, given, _ = clicked
     answer = click(client, headers)
     assert answer.status_code == 200 and answer.json()["data"] == ["fox 2"]
-    assert clicked.given == [("fox", 2)]
+    assert given == [("fox", 2)]
 
 
 def test_a_generator_stays_one() -> None:

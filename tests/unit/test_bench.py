@@ -18,7 +18,7 @@ from deepcache_builders import few_steps_suffice  # noqa: F401
 from two_cpus import TwoCpus
 
 from lib_onediff.bench import __main__ as bench
-from lib_onediff.bench import images, models, steps
+from lib_onediff.bench import images, models
 from lib_onediff.bench.__main__ import parse, size_of, table
 from lib_onediff.bench.steps import Row, exact_output, relative_error
 from lib_onediff.runtime.runtime import runtime
@@ -118,12 +118,6 @@ def test_first_calls_are_timed_in_two_fresh_processes(monkeypatch: pytest.Monkey
         ("empty", "64x64"), ("empty", "72x64"), ("kept", "64x64"), ("kept", "72x64")
     ]
     assert all(0 < row["first_call_s"] < row["full_speed_s"] and row["calls"] == 2 for row in rows)
-
-
-def test_why_a_process_failed_is_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "cold"])
-    (row,) = steps.in_process(["--no-such-option"], str(tmp_path))
-    assert "unrecognized arguments: --no-such-option" in row["note"]
 
 
 @pytest.mark.parametrize("model", ["tiny-sdxl", "tiny-sd15"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -56,67 +57,31 @@ def test_the_last_options_count() -> None:
     must_be_ours(unet)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"backend": "nonsense"},
-            "OneDiff option backend is one of auto, native, cudagraph, oneflow, eager, not 'nonsense'.",
-        ),
-        ({"low_bit_only": "yes"}, "OneDiff option low_bit_only takes True or False, not 'yes'."),
-        ({"memory_budget": 0.5}, "OneDiff option memory_budget takes a whole number, not 0.5."),
-        ({"speed": 11}, "OneDiff has no option 'speed'. Choose from "),
-        ({"settings": {"tf32": "on"}}, "settings is a lib_onediff.Settings, not a dict; options are given by name"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("whole_pipe", [False, True])
-def test_a_wrong_option_is_named_in_a_sentence_and_nothing_is_compiled(
-    options: dict[str, Any], sentence: str, whole_pipe: bool
+NO_PIPE = SimpleNamespace(unet=nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(("function", "given", "options", "said"), [
+    ("compile_unet", None, {"backend": "nonsense"}, "backend is one of auto, native, cudagraph, oneflow, eager"),
+    ("compile_pipe", None, {"low_bit_only": "yes"}, "low_bit_only takes True or False, not 'yes'"),
+    ("compile_unet", None, {"memory_budget": 0.5}, "memory_budget takes a whole number"),
+    ("compile_pipe", None, {"speed": 11}, "OneDiff has no option 'speed'. Choose from "),
+    ("compile_unet", None, {"settings": {"tf32": "on"}}, "settings is a lib_onediff.Settings, not a dict"),
+    ("compile_pipe", None, {"ignores": "vae"}, """ignores is a collection of names, such as ("vae",)"""),
+    ("compile_pipe", None, {"ignores": ["uent"]}, "'unet' or 'vae', not 'uent'"),
+    ("compile_unet", NO_PIPE, {}, "for a whole pipeline there is compile_pipe."),
+    ("uncompile_unet", NO_PIPE, {}, "takes a UNet, such as pipe.unet, not a SimpleNamespace"),
+    ("compile_pipe", "path/to/sdxl", {}, "takes a pipeline of diffusers"),
+    ("uncompile_pipe", nn.Linear(1, 1), {}, "not a Linear; for a UNet there is uncompile_unet."),
+], ids=str)
+def test_what_is_wrong_gets_a_sentence_and_nothing_is_compiled(
+    function: str, given: Any, options: dict[str, Any], said: str
 ) -> None:
+    """given: None for what is right."""
     unet = diffusers_unet()
-    attributes = dict(unet.__dict__)
-    with pytest.raises((ValueError, TypeError)) as error:
-        if whole_pipe:
-            lib_onediff.compile_pipe(SimpleNamespace(unet=unet), **options)
-        else:
-            lib_onediff.compile_unet(unet, **options)
-    assert str(error.value).startswith(sentence)
+    attributes, right = dict(unet.__dict__), {"compile_unet": unet, "compile_pipe": SimpleNamespace(unet=unet)}
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        getattr(lib_onediff, function)(right[function] if given is None else given, **options)
     assert unet.__dict__ == attributes
-
-
-UNET_ALONE = "a UNet, such as pipe.unet, not a "
-A_PIPELINE = "a pipeline of diffusers, such as StableDiffusionPipeline.from_pretrained(...) returns, not "
-
-
-@pytest.mark.parametrize(("function", "given", "sentence"), [
-    (
-        "compile_unet", SimpleNamespace(unet=nn.Linear(1, 1)),
-        UNET_ALONE + "SimpleNamespace; for a whole pipeline there is compile_pipe.",
-    ),
-    ("uncompile_unet", None, UNET_ALONE + "NoneType."), ("compile_unet", nn.Linear, UNET_ALONE + "type."),
-    ("compile_pipe", "path/to/sdxl", A_PIPELINE + "a str."),
-    ("compile_pipe", SimpleNamespace, A_PIPELINE + "the class SimpleNamespace."),
-    ("uncompile_pipe", nn.Linear(1, 1), A_PIPELINE + "a Linear; for a UNet there is uncompile_unet."),
-], ids=str)
-def test_what_is_no_pipeline_or_no_unet_gets_a_sentence(function: str, given: Any, sentence: str) -> None:
-    with pytest.raises(TypeError) as error:
-        getattr(lib_onediff, function)(given)
-    assert str(error.value) == f"{function} takes {sentence}"
-
-
-@pytest.mark.parametrize(("ignores", "kind", "sentence"), [
-    ("vae", TypeError, """ignores is a collection of names, such as ("vae",), not 'vae'."""),
-    (["uent"], ValueError, "ignores names parts of the pipeline, 'unet' or 'vae', not 'uent'."),
-], ids=str)
-def test_what_ignores_cannot_name_gets_a_sentence_and_nothing_is_compiled(
-    ignores: Any, kind: type[Exception], sentence: str
-) -> None:
-    pipe = SimpleNamespace(unet=diffusers_unet(), text_encoder=nn.Linear(1, 1))
-    attributes = dict(pipe.unet.__dict__)
-    with pytest.raises(kind) as error:
-        lib_onediff.compile_pipe(pipe, ignores=ignores)
-    assert str(error.value) == sentence and pipe.unet.__dict__ == attributes
 
 
 def test_an_ignored_unet_stays_the_hosts_and_parts_that_are_never_compiled_can_be_ignored() -> None:

@@ -1,7 +1,6 @@
 """The standalone host's parts, in this process."""
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -171,52 +170,41 @@ def test_hooks_swallow_what_scripts_raise_and_get_their_arguments() -> None:
     assert seen == [("b", "c")]
 
 
-def make_options() -> options.Options:
-    return options.Options({
-        "kind": options.OptionInfo("a", "Kind", None, {"choices": ["a", "b"]}, section=("x", "X")),
-        "on": options.OptionInfo(True, "On", section=("x", "X")),
-        "share": options.OptionInfo(0.5, "Share", section=("x", "X")),
-    })
+def make_options(file: Path | None = None) -> options.Options:
+    """With the values of a file, where one is given."""
+    opts = options.Options({})
+    if file is not None:
+        opts.load(str(file))
+    for key, info in {
+        "kind": options.OptionInfo("a", "Kind", None, {"choices": ["a", "b"]}),
+        "on": options.OptionInfo(True, "On"), "share": options.OptionInfo(0.5, "Share"),
+    }.items():
+        opts.add_option(key, info)
+    return opts
 
 
-def test_options_survive_a_restart(tmp_path: Path) -> None:
-    opts, file = make_options(), str(tmp_path / "new" / "config.json")
-    assert opts.set("kind", "b") and not opts.set("kind", "b")
-    opts.save(file)
-    again = make_options()
-    again.load(file)
-    assert (again.kind, again.on, again.share) == ("b", True, 0.5)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1]", "\xff\xfe"])
-def test_damaged_options_are_set_aside(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "config.json"
-    file.write_bytes(content.encode("latin-1"))
-    opts = make_options()
-    opts.load(str(file))
-    assert opts.kind == "a"
-    assert not file.exists() and file.with_suffix(".damaged").exists()
-
-
-def test_what_happens_to_options_is_told(tmp_path: Path) -> None:
-    opts = make_options()
-    changed, problems = opts.set_and_save({"kind": "z", "on": False, "share": "much"}, str(tmp_path / "config.json"))
+def test_options_survive_a_restart_and_what_happens_to_them_is_told(tmp_path: Path) -> None:
+    opts, file = make_options(), tmp_path / "new" / "config.json"
+    changed, problems = opts.set_and_save({"kind": "z", "on": False, "share": "much"}, str(file))
     assert changed == ["On"] and len(problems) == 2 and "Kind is one of a, b, not 'z'." in problems
+    again = make_options(file)
+    assert (again.kind, again.on, again.share) == ("a", False, 0.5)
     (tmp_path / "file").touch()
     changed, problems = opts.set_and_save({"kind": "b"}, str(tmp_path / "file" / "config.json"))
     assert changed == ["Kind"] and "could not be saved" in problems[0]
 
 
-def test_saved_values_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "is_damaged"), [
+    ("", True), ("[1]", True), ("\xff\xfe", True), ('{"kind": "z", "on": 3, "share": 1, "gone": "wrong"}', False),
+])
+def test_damaged_options_are_set_aside_and_values_that_do_not_fit_dropped(
+    tmp_path: Path, content: str, is_damaged: bool
+) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"kind": "z", "on": 3, "share": 1, "later": "wrong"}))
-    opts = options.Options({})
-    opts.load(str(file))
-    for key, info in make_options().data_labels.items():
-        opts.add_option(key, info)
-    assert (opts.kind, opts.on, opts.share) == ("a", True, 1)
-    opts.add_option("later", options.OptionInfo(7, "Later", section=("x", "X")))
-    assert opts.later == 7
+    file.write_bytes(content.encode("latin-1"))
+    opts = make_options(file)
+    assert (opts.kind, opts.on, opts.share) == ("a", True, 0.5 if is_damaged else 1)
+    assert file.exists() is not is_damaged and file.with_suffix(".damaged").exists() is is_damaged
 
 
 # --- the server ----------------------------------------------------------------------------------------------------

@@ -30,13 +30,6 @@ NARROW = {
         "unet": {"block_out_channels": [64, 128, 256, 256], "attention_head_dim": [1, 2, 4, 4]},
         "text_encoder": {"num_attention_heads": 1},
     },
-    "sdxl-refiner": {
-        "unet": {
-            "block_out_channels": [64, 128, 256, 256], "attention_head_dim": [1, 2, 4, 4],
-            "projection_class_embeddings_input_dim": TEXT_WIDTH + 5 * 256,
-        },
-        "text_encoder_2": {"num_attention_heads": 1, "projection_dim": TEXT_WIDTH, "num_hidden_layers": 3},
-    },
 }
 NARROW_TEXT = {
     "hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "vocab_size": BYTE_TOKENS, "num_hidden_layers": 2,
