@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.affine import Weights
 from ..core.call import UNetCall
@@ -18,7 +18,7 @@ from .contents import PART, Contents, Place, Reader, digest_of_values, few_rows
 from .offload import OffloadedWeights
 from .on_the_fly import News, OnTheFly
 from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
-from .watch import Parameters, Tree, during, no_object
+from .watch import Parameters, Tree, during
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -53,8 +53,6 @@ class BoundUNet:
         self._contents: Contents | None = None
         # One in so many parts of the contents is watched; 0: nobody asks for them.
         self._part = 0
-        # Places of parameters with other values than when somebody asked last; None: all may have.
-        self._edited: set[int] | None = None
         self.channels_last = False
         self._binding: Binding | None = None
         self._refusal: str | None = None
@@ -125,44 +123,30 @@ class BoundUNet:
             return None
         if lora is not None and lora() != self._lora:
             return None
-        contents, read, on_the_fly = self._contents, self._begin_contents(), self.on_the_fly
+        changed, on_the_fly = self._begin_contents(), self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        found = during(work, unet, tree, parameters, read)
+        found = during(work, unet, tree, parameters, changed)
         if found is None:
             return None
-        result, now, edited = found
-        self._count_edits(contents, now, edited)
+        result, were_edited = found
+        self.edition += were_edited
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
         if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None
         return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
 
-    def _begin_contents(self) -> Callable[[], Tensor | None]:
-        """Launch what has to be read on a GPU; told by what this returns, None where it is gone or nobody asks."""
-        if self._contents is not None:
-            with contextlib.suppress(ReferenceError):
-                return self._contents.begin()
-        return no_object
+    def _begin_contents(self) -> Callable[[], bool]:
+        """See Contents.begin."""
+        return self._contents.begin() if self._contents is not None else lambda: False
 
     def _look_for_edits(self) -> None:
         """Count edits of values since the last time. Raises Refusal where the weights lie elsewhere by now."""
-        now = self._begin_contents()()
+        changed = self._begin_contents()()
         if self._parameters is None:
             raise Refusal("the weights are not where the last look has found them")
         # Last: it tells of each edit once.
-        self._count_edits(self._contents, now, self._parameters.edited())
-
-    def _count_edits(self, contents: Contents | None, now: Tensor | None, edited: list[int]) -> None:
-        """edited: the parameters that torch says were edited since the last time. now: what is in all of them."""
-        found = set(edited)
-        if contents is not None:
-            found.update(range(len(self._parameters or ())) if now is None else contents.changed(now))
-        if found:
+        if self._parameters.were_edited() or changed:
             self.edition += 1
-            if contents is not None and now is not None:
-                contents.known = now
-            if self._edited is not None:
-                self._edited |= found
 
     def edition_now(self) -> int:
         """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
@@ -180,12 +164,6 @@ class BoundUNet:
         if self._contents is None or part < self._part:
             self._part = min(part, self._part or part)
             self._watch_parameters()
-
-    def edited_since(self, before: int | None) -> set[int] | None:
-        """Which parameters, by their places, have other values since this was asked last, at an edition; None: all may
-        have."""
-        edited, self._edited = self._edited, set()
-        return None if before is None else edited
 
     def _watch_parameters(self) -> None:
         binding = self.binding
@@ -319,7 +297,6 @@ class BoundUNet:
         """Some weights lie elsewhere now."""
         self.generation += 1
         self.edition += 1
-        self._edited = None
 
     def unmoved(self) -> bool:
         """Whether the parameters that were bound are there, and lie where and as they lay; a millisecond."""

@@ -23,7 +23,6 @@ PIECE, PART = 8, 17
 SMALLEST_PARTLY_READ = 1 << 16
 
 
-
 class Place(NamedTuple):
     """Where a tensor lies. Keeps neither it nor its memory alive, and is no weak reference to the tensor itself: one
     that has any cannot be swapped, which is how peft exchanges a LoRA.
@@ -78,7 +77,7 @@ class Contents:
     """What lay in some places when it was asked for last.
 
     part: one in so many pieces of a matrix is read; 1: all. reader: where there is something better than torch's
-    operators.
+    operators. known: the sums, (places,) in int64 on the CPU.
     """
 
     def __init__(self, places: Sequence[Place], part: int = 1, reader: Reader | None = None) -> None:
@@ -86,11 +85,23 @@ class Contents:
         self._part = part
         is_read = reader is not None and self._places and self._places[0].device.type == "cuda"
         self._launch = reader(self._places, part) if reader is not None and is_read else None
-        self.known = self.begin()().clone()
+        self.known = self._begin()()
 
-    def begin(self) -> Callable[[], Tensor]:
-        """Launch the reading. What is returned waits for it, and for nothing launched after it: (places,) in int64 on
-        the CPU. Raises ReferenceError if some memory is gone."""
+    def begin(self) -> Callable[[], bool]:
+        """Launch the reading. What is returned waits for it, and for nothing launched after it, and tells whether
+        anything has other values than when that was told last."""
+        try:
+            read = self._begin()
+        except ReferenceError:
+            return lambda: True
+
+        def changed() -> bool:
+            before, self.known = self.known, read()
+            return not torch.equal(before, self.known)
+
+        return changed
+
+    def _begin(self) -> Callable[[], Tensor]:
         if not self._places:
             return lambda: torch.empty(0, dtype=torch.int64)
         with torch.no_grad():
@@ -112,11 +123,6 @@ class Contents:
             return on_cpu
 
         return wait
-
-    def changed(self, now: Tensor) -> list[int]:
-        """Which places have other values than those known."""
-        places: list[int] = torch.nonzero(now != self.known).flatten().tolist()
-        return places
 
 
 def sum_of(place: Place, part: int) -> Tensor:

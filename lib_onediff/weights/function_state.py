@@ -26,8 +26,7 @@ class FunctionState:
 
     def __init__(self, functions: Iterable[Any]) -> None:
         functions = list(functions)
-        globals_of = (getattr(underlying(one), "__globals__", {}) for one in functions)
-        found = (value for space in {id(space): space for space in globals_of}.values() for value in space.values())
+        found = [value for one in functions for value in getattr(underlying(one), "__globals__", {}).values()]
         self._generators = list({id(value): value for value in found if isinstance(value, random.Random)}.values())
         packages = {package(origin(function)) for function in functions}
         self._attributes = [vars(one) for one in objects_of(functions, packages)]
@@ -41,7 +40,6 @@ class FunctionState:
             (space, {name: value for name, value in space.items() if type(value) in (bool, int, float)})
             for space in self._attributes
         ]
-
         recorded = [
             (space, name, value, list(value))
             for space in self._recorders for name, value in space.items() if type(value) is list
@@ -60,14 +58,15 @@ class FunctionState:
 
 
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
-    """The objects of these packages, at most MOST, that functions reach: bound objects, what closures hold, and what is
-    in their attributes, lists and dictionaries."""
+    """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST, that functions
+    reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
     waiting, seen = list(functions), set[int]()
     while waiting and len(seen) < MOST:
         one = waiting.pop(0)
         if id(one) in seen:
             continue
         seen.add(id(one))
+        module = type(one).__module__
         if isinstance(one, types.MethodType):
             waiting += [one.__self__, one.__func__]
         elif isinstance(one, functools.partial):
@@ -81,11 +80,8 @@ def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
             waiting += one.values()
         elif isinstance(one, (list, tuple)):
             waiting += one
-        elif is_of(type(one).__module__, packages) and isinstance(getattr(one, "__dict__", None), dict):
+        elif (package(module) in packages or module.endswith(SCRIPT)) and isinstance(
+            getattr(one, "__dict__", None), dict
+        ):
             yield one
             waiting += vars(one).values()
-
-
-def is_of(module: str, packages: set[str]) -> bool:
-    """Whether a class's module is of these packages, or a script: WebUIs name those by their files."""
-    return package(module) in packages or module.endswith(SCRIPT)

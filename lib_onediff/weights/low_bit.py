@@ -124,7 +124,6 @@ class LowBitWeights:
         # Those of float8 that follow from the norm before a layer.
         self._scales: dict[str, Tensor] = {}
         self._norms = {one.name: one.norm for one in every_low_bit_layer(layout) if one.norm}
-        self._shapes: dict[str, Tensor] = {}
         self._fitted_to: object = None
 
     def fit(
@@ -136,12 +135,10 @@ class LowBitWeights:
 
         Raises torch.cuda.OutOfMemoryError, and what rounded raises.
         """
+        stale = () if state() == self._fitted_to else self._kept
         due: dict[str, list[Kind]] = {}
-        for name, kind in () if state() == self._fitted_to else self._kept:
+        for name, kind in (*stale, *(one for one in wanted.items() if one not in self._kept)):
             due.setdefault(name, []).append(kind)
-        for name, kind in wanted.items():
-            if (name, kind) not in self._kept:
-                due.setdefault(name, []).append(kind)
         if not due:
             return
         self._fitted_to = None
@@ -188,18 +185,12 @@ class LowBitWeights:
         new = {}
         for name, low_bit in found.items():
             affine = weights[name]
-            weight = self._without_values(name, affine.weight) if alone else affine.weight
+            weight = torch.empty_like(affine.weight, device="meta") if alone else affine.weight
             gated, normed = (self._scales.get(name), None) if weight.dim() == 2 else (None, self._scales.get(name))
             new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=gated, normed_scale=normed)
         # What joins several of them lies where they lie.
         joined = {fused.name for fused in self.layout.wider_fusions()} if alone else ()
         return {**{name: affine for name, affine in weights.items() if name not in joined}, **new}
-
-    def _without_values(self, name: str, weight: Tensor) -> Tensor:
-        known = self._shapes.get(name)
-        if known is None or known.dtype != weight.dtype:
-            known = self._shapes[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        return known
 
     def names(self) -> set[str]:
         """The layers of which there are weights."""

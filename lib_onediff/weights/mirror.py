@@ -36,8 +36,8 @@ class MirrorUNet(BoundUNet):
         return self.is_of(self._source) and self._copied == self._source.edition
 
     def refresh(self, call: UNetCall, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
-        """As of BoundUNet, where the source was refreshed for the same call. Copies changed weights, behind what the
-        devices are doing. Raises torch.cuda.OutOfMemoryError too."""
+        """As of BoundUNet, where the source was refreshed for the same call. Copies the weights where any have changed,
+        behind what the devices are doing. Raises torch.cuda.OutOfMemoryError too."""
         self.samplings, self.in_sampling = self._source.samplings, self._source.in_sampling
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
@@ -60,18 +60,16 @@ class MirrorUNet(BoundUNet):
         return None if self._parameters is None else work()
 
     def _copy_changes(self) -> None:
-        now, before = self._source.edition, self._copied
-        if now == before:
+        if self._copied == self._source.edition:
             return
         # From now on, every edit of a number counts.
         self._source.watch_contents(whole=True)
         theirs, ours = self._of.parameters(), self.binding.parameters()
-        edited = self._source.edited_since(before)
         # Until all is copied, it is true to nothing.
         self._copied = None
         with torch.inference_mode(False), torch.no_grad():
-            for index in range(len(ours)) if edited is None else edited:
-                ours[index].copy_(theirs[index], non_blocking=True)
+            for copy, parameter in zip(ours, theirs, strict=True):
+                copy.copy_(parameter, non_blocking=True)
         self._copied = self._source.edition
         self.edition += 1
 

@@ -73,13 +73,14 @@ class OnTheFly:
         reader = self._reader
         if reader is None and self._casts is None:
             return News.NONE
-        contents_stand, layers = self.begin_contents()(), binding.called_layers()
+        self.begin_contents()()
+        layers = binding.called_layers()
         parts = Parts() if reader is None else reader.parts(layers)
         self._is_needed = bool(parts.places) or binding.cast_to is not None
         self.is_asked = self._is_needed or (reader is not None and reader.could_apply(layers))
         if not self._is_needed:
             return News.MOVED if self.drop() else News.NONE
-        if stand and contents_stand and self._was_made_of(parts, binding):
+        if stand and self._was_made_of(parts, binding):
             return News.NONE
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in parts.places}
@@ -114,14 +115,16 @@ class OnTheFly:
 
     def begin_contents(self) -> Callable[[], bool]:
         """Whether what is in the tensors that the host's functions hold is what it was: read now, told later."""
-        contents = self._contents
-        if contents is None:
-            return lambda: True
-        try:
-            now = contents.begin()
-        except ReferenceError:
-            return lambda: False
-        return lambda: not contents.changed(now())
+        changed = None if self._contents is None else self._contents.begin()
+
+        def stand() -> bool:
+            if changed is not None and changed():
+                # Told once: what was made of them is of no use from now on.
+                self._mark = []
+                return False
+            return True
+
+        return stand
 
     def identity(self) -> str:
         """What tells this from other things that could be applied."""

@@ -27,7 +27,6 @@ from ..core.refusal import Refusal
 from .contents import Place
 
 Result = TypeVar("Result")
-Values = TypeVar("Values")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
 BOOKKEEPING = frozenset({
     "_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
@@ -287,9 +286,6 @@ class Parameters:
         self._guards = guards_of(parameters)
         self._versions = edit_counts(parameters)
 
-    def __len__(self) -> int:
-        return len(self._references)
-
     def _now(self) -> list[Any] | None:
         """The parameters that these modules have now, in the same order; None where there are more or fewer."""
         modules: list[Any] = [reference() for reference in self._modules]
@@ -317,17 +313,14 @@ class Parameters:
         """Whether these are the very parameters, and each lies where and as it lay."""
         return self._standing(self._now()) is not None
 
-    def edited(self, found: list[Any] | None = None) -> list[int]:
-        """Which were edited in place since this was asked last, as far as torch counts that. found: what lie_still has
-        told at this call. Raises Refusal where they do not stand."""
+    def were_edited(self, found: list[Any] | None = None) -> bool:
+        """Whether any was edited in place since this was asked last, as far as torch counts that. found: what lie_still
+        has told at this call. Raises Refusal where they do not stand."""
         parameters = self._standing(found or self._now())
         if parameters is None:
             raise Refusal("the host has moved or exchanged weights")
-        versions = edit_counts(parameters)
-        if versions == self._versions:
-            return []
-        before, self._versions = self._versions, versions
-        return [place for place, pair in enumerate(zip(versions, before, strict=True)) if pair[0] != pair[1]]
+        before, self._versions = self._versions, edit_counts(parameters)
+        return self._versions != before
 
     def _standing(self, parameters: list[Any] | None) -> list[Any] | None:
         """The parameters, where they are those that they were and lie where and as they lay."""
@@ -365,21 +358,22 @@ def guards_of(parameters: Sequence[Tensor]) -> Any:
 
 
 def during(
-    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, read: Callable[[], Values],
-) -> tuple[Result, Values, list[int]] | None:
-    """What work() returns, a replay, what read() tells, and which parameters were edited in place since they were asked
-    last. None where the module tree computes otherwise, or the parameters are others: that is looked at once the replay
-    is launched, but for what it would read from memory that is not there any more. Then it is not."""
+    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, changed: Callable[[], bool]
+) -> tuple[Result, bool] | None:
+    """What work() returns, a replay, and whether values were edited since that was asked last, as far as torch counts
+    that or changed() tells it. None where the module tree computes otherwise, or the parameters are others: that is
+    looked at once the replay is launched, but for what it would read from memory that is not there any more. Then it is
+    not."""
     found = parameters.lie_still()
     if found is None:
         return None
     result = work()
     if not tree.stands(root):
         return None
-    values = read()
+    have_changed = changed()
     try:
         # Last: it tells of each edit once.
-        return result, values, parameters.edited(found)
+        return result, parameters.were_edited(found) or have_changed
     except Refusal:
         return None
 

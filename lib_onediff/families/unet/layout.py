@@ -89,6 +89,23 @@ class UNetLayout:
     foreign: tuple[str, ...] = ()
     embeddings: FusedLinear = field(init=False)
 
+    @classmethod
+    def of(cls, input_stages: tuple[Stage, ...], out_convolution: Convolution, **others: Any) -> UNetLayout:
+        """The layout with these parts, its widths read from them. Raises Refusal for what is no such UNet."""
+        first = input_stages[0][0]
+        if not isinstance(first, Convolution):
+            raise Refusal("its first layer is no convolution")
+        if len(input_stages) != len(others["output_stages"]):
+            raise Refusal("it has as many skips as no output takes")
+        attention = next(descriptions((others["middle_stage"], input_stages), CrossAttention), None)
+        if attention is None:
+            raise Refusal("it has no cross attention")
+        return cls(
+            in_channels=first.in_channels, out_channels=out_convolution.out_channels,
+            context_width=attention.key_value.members[0].in_features, input_stages=input_stages,
+            out_convolution=out_convolution, **others,
+        )
+
     def __post_init__(self) -> None:
         projections = tuple(block.embedding for block in self.residual_blocks)
         object.__setattr__(self, "embeddings", FusedLinear("time embedding projections", projections))

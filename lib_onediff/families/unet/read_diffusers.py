@@ -36,29 +36,19 @@ def read_diffusers(unet: Any) -> UNetLayout:
     """The layout of a UNet2DConditionModel. Raises Refusal with the reason."""
     leaves = LeafReader(unet, reads_loras=True)
     refuse_variants(unet, leaves)
-    first = leaves.convolution(unet.conv_in)
-    input_stages: list[Stage] = [(first,)]
-    for block in unet.down_blocks:
-        input_stages += read_down_block(block, leaves)
-    output_stages: list[Stage] = []
-    for block in unet.up_blocks:
-        output_stages += read_up_block(block, leaves)
+    down = (stage for block in unet.down_blocks for stage in read_down_block(block, leaves))
     processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
-    last = leaves.convolution(unet.conv_out)
-    layout = UNetLayout(
-        family="diffusers", in_channels=first.in_channels, out_channels=last.out_channels,
-        context_width=context_width(unet), time=read_time(unet, leaves), label=read_label(unet, leaves),
-        input_stages=tuple(input_stages), middle_stage=read_middle(unet.mid_block, leaves),
-        output_stages=tuple(output_stages),
-        out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=last,
+    layout = UNetLayout.of(
+        input_stages=((leaves.convolution(unet.conv_in),), *down), middle_stage=read_middle(unet.mid_block, leaves),
+        output_stages=tuple(stage for block in unet.up_blocks for stage in read_up_block(block, leaves)),
+        family="diffusers", time=read_time(unet, leaves), label=read_label(unet, leaves),
+        out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
         foreign=foreign_parts(unet, set(map(type, processors))),
     )
     for part in (unet.encoder_hid_proj, *processors):
         if isinstance(part, nn.Module):
             leaves.leave(part)
     leaves.refuse_unclaimed()
-    if len(input_stages) != len(output_stages):
-        raise Refusal("it has as many skips as no output takes")
     return layout
 
 
@@ -131,13 +121,6 @@ def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     embedding = unet.add_embedding
     require_silu(embedding.act, "the extra embedding's activation", leaves)
     return LabelEmbedding(leaves.linear(embedding.linear_1), leaves.linear(embedding.linear_2))
-
-
-def context_width(unet: Any) -> int:
-    for module in unet.modules():
-        if type(module).__name__ == "BasicTransformerBlock" and module.attn2 is not None:
-            return int(module.attn2.to_k.in_features)
-    raise Refusal("it has no cross attention")
 
 
 def read_down_block(block: Any, leaves: LeafReader) -> list[Stage]:

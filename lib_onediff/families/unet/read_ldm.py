@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.leaves import Convolution, ResidualBlock, TimeEmbedding, TransformerBlock
+from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
 from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
@@ -41,20 +41,13 @@ def read_ldm(unet: Any) -> UNetLayout:
     def stage(module: Any) -> Stage:
         return tuple(read_layer(layer, leaves, family) for layer in module.children())
 
-    input_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.input_blocks)
-    middle_stage: Stage = stage(unet.middle_block)
-    output_stages: tuple[Stage, ...] = tuple(stage(block) for block in unet.output_blocks)
-    first = input_stages[0][0]
-    if not isinstance(first, Convolution):
-        raise Refusal("its first layer is no convolution")
     time = TimeEmbedding(
         channels=unet.model_channels, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None,
         first=leaves.linear(unet.time_embed[0]), second=leaves.linear(unet.time_embed[2]),
     )
-    layout = UNetLayout(
-        family=family, in_channels=first.in_channels, out_channels=unet.out_channels,
-        context_width=context_width(middle_stage, input_stages), time=time, label=read_label(unet, leaves),
-        input_stages=input_stages, middle_stage=middle_stage, output_stages=output_stages,
+    layout = UNetLayout.of(
+        input_stages=tuple(map(stage, unet.input_blocks)), middle_stage=stage(unet.middle_block),
+        output_stages=tuple(map(stage, unet.output_blocks)), family=family, time=time, label=read_label(unet, leaves),
         out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),
         foreign=tuple(sorted({
             f"{kind.__module__}.{kind.__name__}" for kind in map(type, unet.modules()) if is_derived_block(kind)
@@ -75,8 +68,6 @@ def refuse_variants(unet: Any) -> None:
         raise Refusal("it predicts codebook ids, not noise")
     if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
         raise Refusal("its time embedding is not two linear layers")
-    if len(unet.input_blocks) != len(unet.output_blocks):
-        raise Refusal("it has as many skips as no output takes")
 
 
 def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
@@ -87,13 +78,6 @@ def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     if [type(layer).__name__ for layer in layers] != ["Linear", "SiLU", "Linear"]:
         raise Refusal("its label embedding is not two linear layers (a class-conditional model?)")
     return LabelEmbedding(leaves.linear(layers[0]), leaves.linear(layers[2]))
-
-
-def context_width(middle: Stage, inputs: tuple[Stage, ...]) -> int:
-    for layer in (layer for stage in (middle, *inputs) for layer in stage):
-        if isinstance(layer, SpatialTransformer) and layer.blocks:
-            return layer.blocks[0].cross_attention.key_value.members[0].in_features
-    raise Refusal("it has no cross attention")
 
 
 def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
