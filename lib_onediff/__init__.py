@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .core.version import __version__
 
 if TYPE_CHECKING:
-    from .options.settings import Settings
+    from .core.settings import Settings
     from .public import compile_pipe, compile_unet, sampling, status, uncompile_pipe, uncompile_unet
 
 __all__ = [
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import public
-    from .options.settings import Settings
+    from .core.settings import Settings
 
     return Settings if name == "Settings" else getattr(public, name)
 

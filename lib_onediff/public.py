@@ -10,12 +10,12 @@ from torch import nn
 
 from .core.refusal import Refusal
 from .core.sampling import Sampling
+from .core.settings import Settings
 from .families.registry import read_decoder, read_layout
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.instance_forward import unwrapped
 from .hosts.diffusers.schedule import no_longer_announce
-from .options.settings import Settings
 from .runtime.runtime import runtime
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any
 from modules import script_callbacks, scripts, shared
 
 from lib_onediff.core.logs import show_on_console
+from lib_onediff.core.settings import Settings
+from lib_onediff.core.sizes import USUAL_NUMBER, parse_prewarm
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name, host_facts
 from lib_onediff.options import infotext, xyz
-from lib_onediff.options.settings import Settings
-from lib_onediff.options.sizes import USUAL_NUMBER, parse_prewarm
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import WantedSize, most_used
 from lib_onediff.prewarm.readiness import Readiness

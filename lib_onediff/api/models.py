@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, conint, constr
 
-from ..options.sizes import TOKEN_CHOICES, TOKENS
+from ..core.sizes import TOKEN_CHOICES, TOKENS
 from ..runtime.rows import ResolutionRow, Totals
 
 LONGEST_NAME, LONGEST_SIZES = 200, 4000

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from ..core.guard import outcome_of
 from ..core.refusal import NotKept
-from ..options.sizes import Size, parse_sizes
+from ..core.sizes import Size, parse_sizes
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
 from ..runtime.rows import ResolutionRow, ShapeRow, Totals
 from . import models

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ..core.option import parse_value
 from ..core.refusal import Refusal
-from ..options.option import parse_value
-from ..options.settings import Settings
+from ..core.settings import Settings
 from . import images, models, steps
 from .steps import HOSTS, Row, Size
 

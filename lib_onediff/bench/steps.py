@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from ..options.option import format_value
+from ..core.option import format_value
 from ..public import compile_unet, status, uncompile_unet
 from ..runtime.runtime import runtime
 from . import models

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..options.settings import Settings
 from .call import UNetCall
 from .family import AttentionShapes
 from .key import Lossy
 from .operators import Operators
 from .refusal import Refusal
+from .settings import Settings
 
 # Reads the contents of many tensors in one launch: see weights.contents.Reader.
 Reader = Callable[[Sequence[Any], int], Callable[[], Tensor] | None]

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..options.settings import Settings
 from .call import CutMemory, UNetCall
 from .refusal import Refusal
 from .rows import PromptRows
 from .sampling import Position, Sampling
+from .settings import Settings
 from .table import Entry, Stopwatch
 
 # The host's own forward of a call.

@@ -13,8 +13,8 @@ from torch import nn
 from ..core.device import Candidates, Device, Network
 from ..core.operators import Operators
 from ..core.refusal import Refusal
+from ..core.settings import SAGE, Settings
 from ..core.tuning_cache import TuningCache
-from ..options.settings import SAGE, Settings
 from ..weights.contents import Reader
 from .cuda.graphs.capture import Output
 from .cuda.native import Native

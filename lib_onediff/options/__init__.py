@@ -1,5 +1,1 @@
-"""Which options are there, and what does each do?
-
-settings holds every option once; the settings tab, infotext, API, XYZ axes and docs derive from it. Imports no other
-room.
-"""
+"""How are options written? As presets, in an infotext, as axes of a grid; core.settings defines each of them once."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from .migration import migrate_values
-from .option import BOOL_OF_WORD, WORD_OF_BOOL, allowed_values, did_you_mean, format_value, parse_value
+from ..core.migration import migrate_values
+from ..core.option import BOOL_OF_WORD, WORD_OF_BOOL, allowed_values, did_you_mean, format_value, parse_value
+from ..core.settings import Settings
 from .presets import AS_IN_SETTINGS
-from .settings import Settings
 
 KEY = "OneDiff"
 # Why a run did not get what it asked of OneDiff: all that a client of the WebUI's API hears of it.

@@ -12,10 +12,10 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from ..core.option import check_value, parse_value, words_of
+from ..core.settings import Settings
 from .infotext import SWITCH, options_of_a_run
-from .option import check_value, parse_value, words_of
 from .presets import PRESETS, preset_of, with_preset
-from .settings import Settings
 
 PREFIX = "[OneDiff] "
 PRESET, OFF = "preset", "Off"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..options.sizes import TOKEN_CHOICES, TOKENS, Size
+from ..core.sizes import TOKEN_CHOICES, TOKENS, Size
 from ..runtime.rows import ResolutionRow
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"

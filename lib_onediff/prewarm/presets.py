@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..options.sizes import TOKEN_CHOICES, TOKENS, Size, parse_size
+from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, parse_size
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..options.sizes import parse_prewarm
+from ..core.sizes import parse_prewarm
 from ..runtime.runtime import Runtime
 from .idle import SOURCE as IDLE
 from .worker import WarmUp

@@ -18,9 +18,9 @@ import torch
 
 from ..core.guard import first_line
 from ..core.refusal import Refusal
+from ..core.settings import OFF_IN_SETTINGS
+from ..core.sizes import TOKENS, Size
 from ..core.table import State
-from ..options.settings import OFF_IN_SETTINGS
-from ..options.sizes import TOKENS, Size
 from ..runtime.runtime import Runtime
 from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Call, Job, Shape, check_tokens
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from ..core.call import UNetCall
 from ..core.device import Candidates
 from ..core.key import EXACT, Lossy
+from ..core.settings import ONE_GPU, SAGE, Settings
 from ..devices.registry import AUTO
 from ..devices.torch.sage import why_no_sage
-from ..options.settings import ONE_GPU, SAGE, Settings
 from .managed_unet import ManagedUNet
 from .services import Services
 

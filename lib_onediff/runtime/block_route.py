@@ -18,12 +18,12 @@ from ..core.operators import Operators
 from ..core.patch_points import PatchPoints
 from ..core.precision import Flags, flags_for, our_modes
 from ..core.refusal import Refusal
+from ..core.settings import ONE_GPU, Settings
 from ..core.table import Entry, State, Stopwatch
 from ..devices.torch import operators as torch_ops
 from ..families.unet.forward import ContextProjections, block_shifts
 from ..families.unet.layers import Layers
 from ..families.unet.layout import Stage
-from ..options.settings import ONE_GPU, Settings
 from .call_stats import BLOCKS
 from .fallback import network_of, sampling_now
 from .managed_unet import ManagedUNet

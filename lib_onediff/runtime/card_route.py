@@ -11,8 +11,8 @@ from ..core.device import Candidates
 from ..core.policy import Answer, Host, Served
 from ..core.precision import AttentionOverflows, flags_for, our_modes
 from ..core.refusal import Refusal
+from ..core.settings import SAGE, Settings
 from ..core.table import State
-from ..options.settings import SAGE, Settings
 from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
 from .fallback import FallbackChain

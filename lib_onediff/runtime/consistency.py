@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.settings import Settings
 from ..options.presets import preset_options
-from ..options.settings import Settings
 from .machine import Fingerprint
 
 # Section to name to value, in the order in which they are shown.

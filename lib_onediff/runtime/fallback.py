@@ -15,8 +15,8 @@ from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.policy import Served
 from ..core.precision import Flags
 from ..core.refusal import Refusal
+from ..core.settings import Settings
 from ..core.table import Entry, State, Stopwatch
-from ..options.settings import Settings
 from ..weights.bound import BoundUNet
 from .call_stats import GRAPH, PLAIN
 from .low_bit_route import LowBitRoute

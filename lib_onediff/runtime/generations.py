@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from ..core.image_times import ImageTimes
-from ..options.settings import Settings
+from ..core.settings import Settings
 
 # Where a generation carries its settings; a copy of it carries the same.
 GENERATION = "onediff_generation"

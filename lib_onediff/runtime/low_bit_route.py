@@ -18,8 +18,8 @@ from ..core.call import UNetCall
 from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
+from ..core.settings import MOST_LOW_BIT_ERROR
 from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
-from ..options.settings import MOST_LOW_BIT_ERROR
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.offload import NoHostMemory
 from .backend_choice import NO_ROOM

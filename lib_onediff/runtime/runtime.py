@@ -18,7 +18,7 @@ from ..core.guard import HostFunction
 from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, Sampling
-from ..options.settings import ONE_GPU, Settings
+from ..core.settings import ONE_GPU, Settings
 from ..steps.registry import step_policies
 from ..store.history import History
 from ..weights.scan import HostTraits

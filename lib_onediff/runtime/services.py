@@ -11,13 +11,13 @@ from torch import nn
 from ..core.device import Device
 from ..core.family import Family
 from ..core.guard import Guard
+from ..core.settings import Settings
 from ..core.table import ShapeTable
 from ..core.tuning_cache import TuningCache
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.stream_order import StreamOrder
 from ..devices.registry import Devices, devices_here
 from ..families.registry import FAMILIES, Families
-from ..options.settings import Settings
 from ..store.history import History
 from .call_stats import CallStats
 from .generations import Generations

@@ -11,8 +11,8 @@ from ..core.call import UNetCall
 from ..core.key import ShapeKey
 from ..core.policy import Served
 from ..core.precision import autocast_dtype, is_autocast_on
+from ..core.settings import Settings
 from ..core.table import Entry, State
-from ..options.settings import Settings
 from .call_stats import GRAPH
 from .managed_unet import ManagedUNet
 from .services import Services

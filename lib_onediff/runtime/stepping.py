@@ -11,7 +11,7 @@ from ..core.guard import Guard, HostFunction
 from ..core.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import Positions, Sampling
-from ..options.settings import Settings
+from ..core.settings import Settings
 from .managed_unet import ManagedUNet
 from .services import Services
 

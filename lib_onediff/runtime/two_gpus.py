@@ -22,10 +22,10 @@ from ..core.guard import HostFunction
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
 from ..core.rows import take_rows, why_not_taken
+from ..core.settings import Settings
 from ..core.table import Entry, Stopwatch
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.inputs import mapped
-from ..options.settings import Settings
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
 from .card_route import CardRoute

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..core.key import EXACT
 from ..core.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
 from ..core.refusal import Refusal
+from ..core.settings import MOST_LOW_BIT_ERROR
 from ..core.table import ENOUGH, Entry, State
-from ..options.settings import MOST_LOW_BIT_ERROR
 from ..store.history import History
 from ..weights.function_state import FunctionState
 

@@ -19,9 +19,9 @@ from ray import serve
 from ..api.answers import SentenceRoute
 from ..api.gate import LARGEST_LOGIN, Gate
 from ..api.origins import Origins, host_name
+from ..core.sizes import parse_sizes
 from ..demo.model_folder import load_folder
 from ..hosts.contract import network_name
-from ..options.sizes import parse_sizes
 from ..prewarm.presets import most_used
 from ..public import compile_pipe
 from ..runtime.runtime import runtime

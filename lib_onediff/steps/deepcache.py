@@ -10,8 +10,8 @@ from ..core.call import CACHED, FULL, Cut, UNetCall
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
 from ..core.rows import PATCHED
+from ..core.settings import Settings
 from ..core.timeline import Step
-from ..options.settings import Settings
 from .features import Place, Record
 from .prompts import Threads
 from .schedule import is_whole, last_whole

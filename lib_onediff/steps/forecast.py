@@ -14,8 +14,8 @@ from ..core.image_times import FORECAST
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
 from ..core.rows import PATCHED
+from ..core.settings import Settings
 from ..core.table import Stopwatch
-from ..options.settings import Settings
 from .line import Line
 from .prompts import Threads
 from .schedule import is_whole

@@ -16,8 +16,8 @@ from ..core.image_times import PROMPT_ALONE
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
 from ..core.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
+from ..core.settings import Settings
 from ..core.table import Stopwatch
-from ..options.settings import Settings
 
 NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
 SEVERAL_CALLS = "a step has calls of prompt and negative prompt, and others"

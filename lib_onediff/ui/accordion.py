@@ -6,9 +6,9 @@ from typing import Any
 
 import gradio as gr
 
+from ..core.settings import Settings
+from ..core.sizes import Size
 from ..options.presets import AS_IN_SETTINGS, PRESETS
-from ..options.settings import Settings
-from ..options.sizes import Size
 from ..prewarm.job import CANCELLED, DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
 from .amounts import whole_number

@@ -13,10 +13,10 @@ from typing import Any
 
 import gradio as gr
 
+from ..core.option import format_value, words_of
+from ..core.settings import OFF_IN_SETTINGS, Settings
 from ..options.infotext import SWITCH, describe, options_of_a_run
-from ..options.option import format_value, words_of
 from ..options.presets import AS_IN_SETTINGS, preset_options
-from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.effects import described
 from ..runtime.runtime import runtime
 from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults

@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from ..options.settings import Settings
+from ..core.settings import Settings
 from ..prewarm.worker import WarmUp
 from ..runtime.consistency import Facts, machine_facts, onediff_facts, report
 from ..runtime.runtime import Runtime

@@ -5,7 +5,7 @@ import html
 import time
 from collections.abc import Iterator
 
-from ..options.sizes import TOKENS
+from ..core.sizes import TOKENS
 from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, Job
 from ..prewarm.worker import WarmUp
 from .amounts import counted, seconds

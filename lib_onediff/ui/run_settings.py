@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..core.settings import OFF_IN_SETTINGS, Settings
 from ..options import infotext
 from ..options.infotext import KEY, PROBLEM, options_of_a_run, read_changes
 from ..options.presets import AS_IN_SETTINGS, with_preset
-from ..options.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.effects import without_effect
 from ..runtime.runtime import runtime
 

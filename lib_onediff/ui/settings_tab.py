@@ -16,10 +16,10 @@ from typing import Any
 
 import gradio as gr
 
-from ..options.migration import migrate_values
-from ..options.option import format_value, parse_value, words_of
+from ..core.migration import migrate_values
+from ..core.option import format_value, parse_value, words_of
+from ..core.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..options.presets import PRESETS
-from ..options.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.effects import Machine, described
 from ..runtime.runtime import runtime
 from .events import HIDDEN

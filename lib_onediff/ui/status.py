@@ -5,7 +5,7 @@ import html
 from functools import partial
 from typing import Any
 
-from ..options.settings import OFF_IN_SETTINGS
+from ..core.settings import OFF_IN_SETTINGS
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import described as decode_described

@@ -15,9 +15,9 @@ from builders import CONTEXT_WIDTH, ldm_structure, randomise
 from torch import Tensor, nn
 from vae_builders import LDM_LAYOUTS, ldm_decoder
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.contract import WebUI
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
 STAND_INS = Path(__file__).with_name("stand_ins")

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from low_bit_builders import use_low_bit, watch_offloaded
 
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import offload
 from lib_onediff.weights.offload import OffloadedWeights

@@ -9,7 +9,7 @@ from builders import relative_error
 from contract_hosts import Host
 from two_cpus import SECOND, TwoCpus
 
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
 

@@ -39,8 +39,8 @@ def unet() -> Iterator[Any]:
     import torch
 
     from lib_onediff.bench.models import random_unet
+    from lib_onediff.core.settings import Settings
     from lib_onediff.hosts.diffusers.unet import attach
-    from lib_onediff.options.settings import Settings
 
     runtime.purge()
     unet = random_unet("sd15", torch.device("cuda")).half()

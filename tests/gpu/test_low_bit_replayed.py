@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from gpu_calls import arguments, called, host
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import low_bit

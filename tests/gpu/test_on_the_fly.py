@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.bench.models import TIME_IDS, random_unet
 from lib_onediff.core.call import UNetCall
+from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.a1111.layers import CASTS
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions, cast_to_input
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
 from lib_onediff.weights.weight_functions import Casts

@@ -15,8 +15,8 @@ pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_vae
 from lib_onediff.core.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied
+from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
 

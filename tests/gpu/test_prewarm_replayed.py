@@ -13,11 +13,11 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_unet
+from lib_onediff.core.settings import Settings
+from lib_onediff.core.sizes import Size
 from lib_onediff.demo.modules.onediff_adapter import random_inputs
 from lib_onediff.hosts.contract import network_name
 from lib_onediff.hosts.diffusers.unet import attach, detach
-from lib_onediff.options.settings import Settings
-from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.worker import CAPTURING, CHECKING, WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History

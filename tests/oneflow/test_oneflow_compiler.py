@@ -15,6 +15,7 @@ pytest.importorskip("diffusers")
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree, count
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.devices.oneflow.route import (
     COMPILING,
     MOST_GRAPHS,
@@ -24,7 +25,6 @@ from lib_onediff.devices.oneflow.route import (
     oneflow_variables,
 )
 from lib_onediff.families.registry import FAMILIES
-from lib_onediff.options.settings import Settings
 
 AFTER_A_FAILURE = """
 import sys

@@ -13,10 +13,10 @@ from torch import Tensor
 from lib_onediff.core import timeline
 from lib_onediff.core.call import CACHED, FULL, UNetCall
 from lib_onediff.core.sampling import Sampling
+from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_layout
 from lib_onediff.families.unet import cuts as deepcache
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.steps import schedule
 from lib_onediff.weights.bound import BoundUNet

@@ -19,6 +19,7 @@ from lib_onediff.core.affine import QuantizedWeight
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.key import Lossy
 from lib_onediff.core.operators import Operators, QuantizedTokens, Stream
+from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
@@ -26,7 +27,6 @@ from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 from lib_onediff.devices.cuda.low_bit import gains, kernels, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.options.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import low_bit, offload
 from lib_onediff.weights.low_bit import FP8, KINDS, Kind

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History

@@ -13,7 +13,7 @@ from torch import Tensor
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 
 # What answers a call: a forecast, the prompt's rows alone, or the whole UNet.

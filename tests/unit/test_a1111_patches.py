@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lib_onediff.core.call import UNetCall
+from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.a1111.patches import does_nothing_now, is_brought, patches_of
 from lib_onediff.hosts.a1111.stages import StageHooks
 from lib_onediff.hosts.changed_modules import ChangedModules, author
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
 

@@ -11,7 +11,7 @@ pytest.importorskip("httpx")
 from api_builders import SECONDS, Api, wait_until
 
 from lib_onediff.api import models, routes
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
 

@@ -18,8 +18,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from lib_onediff.api import models
-from lib_onediff.options.settings import Settings
-from lib_onediff.options.sizes import Size
+from lib_onediff.core.settings import Settings
+from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm import readiness
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store import store as store_module

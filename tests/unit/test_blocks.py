@@ -13,8 +13,8 @@ from builders import SMALL_LDM, a_call, ldm_unet, randomise, relative_error
 from ladder_builders import EAGER, NATIVE, Weather
 from torch import Tensor
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.a1111.stages import StageHooks
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
 

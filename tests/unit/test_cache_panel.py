@@ -14,7 +14,7 @@ import builders
 from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, used
 from test_warmup import SmallWebUI
 
-from lib_onediff.options.sizes import Size
+from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm.presets import SizePreset
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache import panel as cache_panel

@@ -12,8 +12,8 @@ pytest.importorskip("gradio")
 import gradio
 from panel_builders import Seen, text_of
 
-from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
-from lib_onediff.options.sizes import Size
+from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
+from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import accordion

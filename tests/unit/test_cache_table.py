@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, changed, text_of
 
+from lib_onediff.core.sizes import Size
 from lib_onediff.devices.cuda.low_bit.sensitivity import ClassError
-from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.job import Job
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui import amounts

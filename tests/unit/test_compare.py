@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from quality_images import desaturated, painted
 
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.ui.compare.job import CURRENT, OFF, STEPS_TO_WARM_UP, Comparison, Pair, Side, request_of
 from lib_onediff.ui.compare.report import difference_of, page_html, speeds
 from lib_onediff.ui.compare.tab import ComparePanel

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib_onediff import __version__
+from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.host_facts import host_facts
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.consistency import (
     CHANGES_DIGITS,
     CHANGES_IMAGES,

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from copy import copy
 
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.generations import Generations
 
 ON, OFF = Settings(), Settings(enabled=False)

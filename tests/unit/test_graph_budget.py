@@ -11,9 +11,9 @@ from ladder_builders import attached, error, now, reason
 from simulated_memory import MEBIBYTE
 from torch import nn
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import Entry, State
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.graphs.accounting import PoolKey
 from lib_onediff.runtime.graphs.pool_size import LEAST_GAIN, memory_of
 from lib_onediff.runtime.rows import ResolutionRow

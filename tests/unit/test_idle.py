@@ -10,8 +10,8 @@ import builders
 import pytest
 from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 
+from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm import idle as idle_module
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.presets import WantedSize

@@ -12,8 +12,8 @@ from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, equal_distanc
 
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
+from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import ENOUGH
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.ui.status import described, summary_html
 

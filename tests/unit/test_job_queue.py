@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from api_builders import SECONDS, LockOnly, wait_until
 
-from lib_onediff.options.sizes import Size
+from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm.job import RUNNING, Job, rows_with_jobs
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.rows import ResolutionRow, rows_of

@@ -15,11 +15,11 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now
 
 import lib_onediff
+from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.low_bit import float8, products
 from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice, choice_name
-from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.status import backend_sentence
 from lib_onediff.weights import low_bit

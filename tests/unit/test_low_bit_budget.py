@@ -15,9 +15,9 @@ from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
 
 import lib_onediff
 from lib_onediff.core.call import UNetCall
+from lib_onediff.core.settings import Settings
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.low_bit.sensitivity import BOTH, FIRST_HALF, MIDDLE, Findings
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.low_bit_route import LowBitRoute
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import (

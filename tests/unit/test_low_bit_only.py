@@ -36,8 +36,8 @@ from low_bit_builders import (
 
 import lib_onediff
 from lib_onediff.core.call import UNetCall
+from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import low_bit, offload

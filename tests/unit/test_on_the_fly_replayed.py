@@ -12,8 +12,8 @@ from graph_builders import PretendedGraphs
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
 

@@ -22,8 +22,8 @@ from lib_onediff.core.precision import (
     flags_for,
     switch_of,
 )
+from lib_onediff.core.settings import Settings
 from lib_onediff.devices.oneflow import route
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.effects import Machine
 
 GPU = torch.device("cuda", 0)

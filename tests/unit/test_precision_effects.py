@@ -17,7 +17,7 @@ from lib_onediff.core.precision import (
     applied,
     flags_for,
 )
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.effects import Machine, described, remark, why_no_effect
 
 GPU = torch.device("cuda", 0)

@@ -14,9 +14,9 @@ from vae_builders import a_latent, diffusers_vae, last, our_picture
 import lib_onediff
 from lib_onediff.core.affine import Affine
 from lib_onediff.core.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.options.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
+from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
 from lib_onediff.prewarm.presets import families_for, most_used
 from lib_onediff.store.history import HistoryRow
 

@@ -14,8 +14,8 @@ from ladder_builders import Weather, error, now, reason
 from torch import Tensor, nn
 
 from lib_onediff.core.call import UNetCall
+from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.allocations import PIECE, most_in_use
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.runtime import runtime

@@ -15,7 +15,7 @@ from builders import a_call, diffusers_arguments, diffusers_output, diffusers_un
 from torch import nn
 
 import lib_onediff
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 
 
 def route() -> str:

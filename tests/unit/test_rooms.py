@@ -11,7 +11,7 @@ import pytest
 LIBRARY = Path(__file__).parents[2] / "lib_onediff"
 # A room is a folder of lib_onediff, or a file that lies loose in it. Each may import those before it.
 ROOMS = (
-    "options", "core", "families", "weights", "devices", "store", "steps", "runtime", "hosts", "prewarm",
+    "core", "options", "families", "weights", "devices", "store", "steps", "runtime", "hosts", "prewarm",
     "public", "api", "quality", "ui", "demo", "serving", "bench", "__init__",
 )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import lib_onediff
 from lib_onediff.core.call import UNetCall
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import Runtime, runtime
 from lib_onediff.weights.scan import HostTraits
 

@@ -17,11 +17,11 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EXACT, entry_of, half_call, half_unet, now
 
 import lib_onediff
+from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch import sage
 from lib_onediff.families.unet.forward import transformer_blocks
-from lib_onediff.options.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.runtime.runtime import runtime
 
 SAGE = "SageAttention"

@@ -17,7 +17,7 @@ from lib_onediff.core.call import Control, UNetCall
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime import two_gpus
 from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
 from lib_onediff.runtime.effects import Machine, why_no_effect

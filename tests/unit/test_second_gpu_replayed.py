@@ -15,7 +15,7 @@ from ladder_builders import EAGER, NATIVE
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
 from lib_onediff.core.call import UNetCall
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.card_route import CardRoute
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits

@@ -12,10 +12,10 @@ pytest.importorskip("gradio")
 
 import gradio
 
+from lib_onediff.core.option import check_value
+from lib_onediff.core.settings import Settings, host_key
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.options.option import check_value
 from lib_onediff.options.presets import preset_options
-from lib_onediff.options.settings import Settings, host_key
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
 

@@ -11,8 +11,8 @@ pytest.importorskip("fastapi")
 
 import gradio
 
+from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.hosts.contract import WebUI
-from lib_onediff.options.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import accordion, run_settings, status
 

@@ -13,9 +13,9 @@ pytest.importorskip("diffusers")
 
 from tiny_model import tiny_sd15_pipeline
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.compare.text_to_image import ImageRequest, TextToImage
 

@@ -14,10 +14,10 @@ from lib_onediff.core.leaves import Convolution, Linear
 from lib_onediff.core.policy import Answer, Compute, Moment
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import UNANNOUNCED, Sampling
+from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.device import Eager
 from lib_onediff.families.leaf_reader import LeafReader
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import Runtime
 
 TIMES = [float(time) for time in range(981, 0, -49)]

@@ -18,10 +18,10 @@ from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, o
 from vae_precision_builders import Host, decode
 
 from lib_onediff.core.device import NotYet
+from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.devices.cuda.native import COMPILING
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.usefixtures("fresh_route", "exact_products")

@@ -10,10 +10,10 @@ import builders
 import pytest
 
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.core.settings import Settings
+from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.contract import network_name
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.options.settings import Settings
-from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.worker import Job, WarmUp
 from lib_onediff.runtime.runtime import runtime
 

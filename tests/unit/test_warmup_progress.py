@@ -13,8 +13,8 @@ import torch
 from test_warmup import SECONDS, SMALL, SmallWebUI, finished, queue, wait_until_idle, webui
 
 from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.sizes import Size
 from lib_onediff.core.table import State
-from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm import worker as warmup
 from lib_onediff.prewarm.job import Job
 from lib_onediff.prewarm.worker import COMPILING, WarmUp

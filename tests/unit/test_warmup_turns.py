@@ -12,8 +12,8 @@ from typing import Any
 import builders
 from test_warmup import SECONDS, SmallWebUI, queue, webui
 
+from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.options.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 
@@ -84,7 +84,7 @@ import sys, time
 sys.path[:0] = ["tests", "tests/unit"]
 import builders, test_warmup
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.options.sizes import Size
+from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm.worker import WarmUp
 webui = test_warmup.SmallWebUI(builders.diffusers_unet())
 queue = WarmUp(webui, runtime)

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.options import xyz
 from lib_onediff.options.presets import BALANCED, FAST, PRESETS
-from lib_onediff.options.settings import Settings
 
 OWN = Settings(memory_budget=500)
 

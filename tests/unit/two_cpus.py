@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.cards import Cards
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.weights.scan import HostTraits

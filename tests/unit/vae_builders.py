@@ -13,7 +13,7 @@ import torch
 from builders import randomise, without_initial_values
 from torch import Tensor, nn
 
-from lib_onediff.options.settings import Settings
+from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
 from lib_onediff.weights.scan import HostTraits

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, host_picture
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.families.vae.forward import Decoding
-from lib_onediff.options.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import precision
 

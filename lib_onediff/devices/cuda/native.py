@@ -17,8 +17,8 @@ from ...core.family import AttentionShapes
 from ...core.guard import first_line
 from ...core.operators import Operators
 from ...core.refusal import Refusal
+from ...core.settings import Settings
 from ...core.tuning_cache import TuningCache
-from ...options.settings import Settings
 from ...weights.contents import Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention

@@ -25,7 +25,7 @@ from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
-from ...options.settings import Settings
+from ...core.settings import Settings
 from ..cuda.graphs.capture import Output
 from ..cuda.graphs.inputs import copy_inputs, mapped, own_inputs
 from ..torch import operators as torch_ops

@@ -6,7 +6,7 @@ import torch
 from ...core.device import Device, Traits
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ...options.settings import Settings
+from ...core.settings import Settings
 from . import operators as torch_ops
 
 

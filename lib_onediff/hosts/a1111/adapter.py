@@ -15,7 +15,7 @@ from ...core.call import UNetCall
 from ...core.key import LATENT_PIXEL
 from ...core.refusal import Refusal
 from ...core.rows import APART, OTHER_ROWS, PromptRows, half_of
-from ...options.sizes import TOKENS
+from ...core.sizes import TOKENS
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method
 from ...weights.watch import no_object

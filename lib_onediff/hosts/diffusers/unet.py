@@ -15,8 +15,8 @@ from ...core.call import UNetCall
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
+from ...core.settings import Settings
 from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts
-from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, replaced_by
 from ...weights.watch import no_object

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
+from ...core.settings import Settings
 from ...families.vae.read import is_diffusers
-from ...options.settings import Settings
 from ...runtime.runtime import runtime
 from ...weights.scan import replaced_by
 from .instance_forward import InstanceForward, put_on, take_off, unwrapped

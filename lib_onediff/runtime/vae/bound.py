@@ -6,8 +6,8 @@ import weakref
 from torch import Tensor, nn
 
 from ...core.refusal import Refusal
+from ...core.settings import Settings
 from ...families.registry import read_decoder
-from ...options.settings import Settings
 from ...weights.binding import Binding
 from ...weights.scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
 from ...weights.watch import Tree

@@ -17,10 +17,10 @@ from ...core.guard import first_line
 from ...core.key import ShapeKey
 from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
+from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
 from ...families.vae.forward import Decoding
 from ...families.vae.layout import DecoderLayout
-from ...options.settings import Settings
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, blame, judge, rounding_limit, time_host
 from . import precision

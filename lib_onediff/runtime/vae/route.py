@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
+from ...core.settings import Settings
 from ...core.table import Entry
 from ...core.weak_dictionary import WeakDictionary
 from ...families.registry import read_decoder
-from ...options.settings import Settings
 from ...weights.scan import HostTraits
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services

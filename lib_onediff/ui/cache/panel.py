@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from ...core.refusal import NotKept
-from ...options.sizes import LARGEST_BATCH, TOKEN_CHOICES, TOKENS, Size, parse_sizes
+from ...core.sizes import LARGEST_BATCH, TOKEN_CHOICES, TOKENS, Size, parse_sizes
 from ...prewarm.job import rows_with_jobs
 from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ...core.option import did_you_mean
+from ...core.settings import Settings
+from ...core.sizes import Size
 from ...options.infotext import describe, read_changes
-from ...options.option import did_you_mean
 from ...options.presets import PRESETS, with_preset
-from ...options.settings import Settings
-from ...options.sizes import Size
 from ...quality import ImageComparison, compare
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively

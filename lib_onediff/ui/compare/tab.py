@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from ...options.settings import Settings
+from ...core.settings import Settings
 from ..amounts import whole_number
 from ..chore import Exclusively
 from ..controls import EXTRA_OPTIONS, a_text_of_changes

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.settings import Settings
 from ...options.infotext import options_of_a_run
-from ...options.settings import Settings
 
 JOB = "OneDiff comparison"
 

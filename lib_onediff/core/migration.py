@@ -1,0 +1,39 @@
+"""Options of earlier versions, as config files, pasted infotext, scripts and clients of the API still name them.
+
+What has a meaning today is mapped; the rest is dropped without an error.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GONE = frozenset({
+    "attention_upcast", "cache_folder", "forecast_interval", "fp8", "idle_prewarm", "low_bit_attention", "own_presets",
+    "prewarm_most_used", "reduced_precision_reduction", "tf32", "verify",
+    *(f"deepcache_{name}" for name in ("center", "end", "feature", "hires", "power", "schedule", "start")),
+    *(f"deepcache_hires_{name}" for name in ("center", "depth", "end", "interval", "power", "schedule", "start")),
+})
+# (option, value): what it is called today.
+VALUES = {("backend", "inductor"): "auto"}
+SWITCHED_ON = ("True", "on")
+
+
+def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Today's options for those of any version. values: by name, as values or as words; so is the answer."""
+    found = {name: value for name, value in values.items() if name not in GONE}
+    for name, value in VALUES:
+        if found.get(name) == value:
+            found[name] = VALUES[name, value]
+    if "fp8" in values:
+        found.setdefault("low_bit", "fp8" if str(values["fp8"]) in SWITCHED_ON else "off")
+    forecast = str(values.get("forecast_interval", 1))
+    if forecast != "1" and str(values.get("deepcache_interval", 1)) == "1":
+        # An output forecast is DeepCache that computes nothing in the steps between.
+        number = isinstance(values["forecast_interval"], int)
+        found.update(deepcache_interval=values["forecast_interval"], deepcache_depth=0 if number else "0")
+    most_used, idle = str(values.get("prewarm_most_used", 0)), str(values.get("idle_prewarm")) in SWITCHED_ON
+    parts = [f"most used {most_used}"] if most_used not in ("", "0") else []
+    parts += ["while idle"] if idle else []
+    if parts:
+        found["prewarm"] = ", ".join(filter(None, (found.get("prewarm"), *parts)))
+    return found

@@ -1,0 +1,153 @@
+"""Every option of the product, defined once.
+
+The settings page, the REST API and compile_unet's arguments derive from the fields of Settings; a test holds the table
+in .readme/options.md to them.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .migration import migrate_values
+from .option import check_value, did_you_mean, option
+from .sizes import parse_prewarm
+
+HOST_KEY_PREFIX = "onediff_"
+# Where a user finds the switch; its label stands in Settings below.
+OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
+# A TiB: more than any GPU has.
+MOST_GRAPH_MEMORY_MIB = 1 << 20
+# The headings of the settings page, in its order.
+GENERAL, SPEED, MEMORY, EXPERT = GROUPS = ("General", "Speed and precision", "Memory and pre-warm", "Expert")
+# What the check of a shape's first use lets pass. Float8 keeps three bits after the point of every factor, int8 seven
+# of the largest of a row. Seen of float8: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
+MOST_LOW_BIT_ERROR = 0.12
+# Of DeepCache: beyond these, nothing was measured, and no UNet has more stages.
+MOST_INTERVAL, MOST_DEPTH = 20, 11
+# Beyond it, a line through two outputs misses the image.
+MOST_FORECAST = 4
+# One GPU computes; the next one that has room; or this one.
+ONE_GPU = "off"
+SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
+# Of Low-bit: the attention of the package sageattention, and exact products.
+SAGE = "sage"
+WITHOUT_KERNELS = {"backend": ("cudagraph", "oneflow", "eager")}
+WITHOUT_ONEFLOW = {"backend": ("auto", "native", "cudagraph", "eager")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One consistent set of choices. Immutable, so that a running call cannot see half a change."""
+
+    enabled: bool = option(
+        True, "Use OneDiff", "Off: every image is made by the WebUI alone.", group=GENERAL, per_run=True,
+    )
+    deepcache_interval: int = option(
+        1, "DeepCache interval", "Computes the whole UNet every Nth step. 1: off. Lossy.",
+        group=SPEED, per_run=True, bounds=(1, MOST_INTERVAL),
+    )
+    deepcache_depth: int = option(
+        1, "DeepCache depth",
+        "What the other steps compute. 1: fast; more: nearer; 0: nothing, they are extrapolated.",
+        group=SPEED, per_run=True, bounds=(0, MOST_DEPTH),
+    )
+    vae_precision: str = option(
+        "auto", "VAE precision", "auto: as the WebUI does, in fp32 where fp16 overflows.",
+        group=SPEED, choices=("auto", "fp16", "bf16", "fp32"), per_run=True,
+    )
+    matmul_accumulation: str = option(
+        "full", "Precision accumulation",
+        "half: sums float16 in float16, and float32 models use TF32. Faster, less precise.",
+        group=SPEED, choices=("full", "half"), per_run=True,
+    )
+    memory_budget: int = option(
+        0, "Graph memory in MiB", "GPU memory for CUDA graphs. 0: a quarter of the card.",
+        group=MEMORY, bounds=(0, MOST_GRAPH_MEMORY_MIB),
+    )
+    prewarm: str = option(
+        "", "Pre-warm list", "After a checkpoint loads; for example: 512x512, 768x512 x2, most used 4, while idle",
+        group=MEMORY, check=parse_prewarm,
+    )
+    backend: str = option(
+        "auto", "Backend", "auto: the fastest that runs here, measured once.",
+        group=EXPERT, choices=("auto", "native", "cudagraph", "oneflow", "eager"), per_run=True,
+    )
+    convolution_accumulation: str = option(
+        "full", "Accumulation in convolutions", "half: as Precision accumulation, for OneFlow's convolutions.",
+        group=EXPERT, choices=("full", "half"), per_run=True, no_effect_when=WITHOUT_ONEFLOW,
+    )
+    low_bit: str = option(
+        "off", "Low-bit", "Products in 8 bits: faster, lossy. auto: where faster. sage: attention by SageAttention.",
+        group=EXPERT, choices=("off", "auto", "int8", "fp8", SAGE), per_run=True, no_effect_when=WITHOUT_KERNELS,
+    )
+    low_bit_budget: float = option(
+        0.02, "Low-bit error budget", "Maximum error; layers above it stay 16-bit. 0.12: all layers in 8 bits.",
+        group=EXPERT, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005,
+        no_effect_when={"low_bit": ("off", SAGE), "low_bit_only": (True,)},
+    )
+    low_bit_only: bool = option(
+        False, "Low-bit only", "Keep only 8-bit weights in VRAM (SDXL: 4.8 -> 2.8 GiB).",
+        group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off", SAGE)},
+    )
+    guidance_end: float = option(
+        1.0, "Skip the negative prompt after", "This share of an image's steps. 1: never. Faster, lossy.",
+        group=EXPERT, per_run=True, bounds=(0.0, 1.0), step=0.01,
+    )
+    second_gpu: str = option(
+        ONE_GPU, "Second GPU", "Split each step across two GPUs. auto: the next one with room.",
+        group=EXPERT, choices=SECOND_GPUS,
+    )
+
+    @property
+    def cache_interval(self) -> int:
+        """Every how many steps DeepCache computes the whole UNet; 1 where it is off."""
+        return self.deepcache_interval if self.deepcache_depth else 1
+
+    @property
+    def forecast_interval(self) -> int:
+        """Every how many steps the UNet runs while its output is extrapolated in the others; 1 where it never is."""
+        return 1 if self.deepcache_depth else min(self.deepcache_interval, MOST_FORECAST)
+
+    def __post_init__(self) -> None:
+        for option_field in fields(self):
+            value, kind = getattr(self, option_field.name), type(option_field.default)
+            # JSON writes 1.0 as 1, and A1111's API tells a whole number as 1.0, which clients send back.
+            if kind is float and type(value) is int or kind is int and type(value) is float and value.is_integer():
+                object.__setattr__(self, option_field.name, kind(value))
+        for option_field in fields(self):
+            check_value(option_field, getattr(self, option_field.name))
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any], base: Settings | None = None) -> Settings:
+        """Settings from option names to values; what is not named keeps its value in base (or its default).
+
+        Raises ValueError with a sentence for the user on an unknown name or a value of the wrong kind.
+        """
+        known, values = {option_field.name for option_field in fields(cls)}, migrate_values(values)
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"OneDiff has no option {unknown[0]!r}.{did_you_mean(unknown[0], sorted(known))}")
+        kept = {name: getattr(base or cls(), name) for name in known}
+        return cls(**{**kept, **values})
+
+    def changed_from(self, other: Settings) -> dict[str, Any]:
+        """The options that have another value in other, by name, with their values here."""
+        return {
+            option_field.name: getattr(self, option_field.name) for option_field in fields(self)
+            if getattr(self, option_field.name) != getattr(other, option_field.name)
+        }
+
+    def for_run(self, values: dict[str, Any]) -> Settings:
+        """These settings with other values for one generation. Raises ValueError as from_mapping does, and for an
+        option that only holds for the whole WebUI."""
+        values = migrate_values(values)
+        for option_field in fields(self):
+            if option_field.name in values and not option_field.metadata["per_run"]:
+                name = option_field.name
+                raise ValueError(f"OneDiff option {name} cannot be given for one generation: set it in the settings.")
+        return self.from_mapping(values, self)
+
+
+def host_key(name: str) -> str:
+    """The key under which a WebUI keeps the option called name."""
+    return HOST_KEY_PREFIX + name

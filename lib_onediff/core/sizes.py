@@ -1,0 +1,89 @@
+"""Sizes as users write them, "1024x1024, 832x1216 x2", and the list of what is made ready by itself."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SIZE = re.compile(r"([0-9]{1,6})\s*[xX×*]\s*([0-9]{1,6})(?:\s*[xX×*]\s*([0-9]{1,6}))?")
+SEPARATOR = re.compile(r"[,;\n]")
+SMALLEST, LARGEST, STEP, LARGEST_BATCH = 64, 4096, 8, 64
+MOST_SIZES = 100
+LONGEST_QUOTE = 40
+# The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
+TOKENS = 77
+TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
+MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
+WHILE_IDLE = "while idle"
+USUAL_NUMBER = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """Pixels, and how many images are made at once. Raises ValueError with a sentence for what cannot be."""
+
+    width: int
+    height: int
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        for name, pixels in (("width", self.width), ("height", self.height)):
+            if pixels % STEP or not SMALLEST <= pixels <= LARGEST:
+                wanted = f"a multiple of {STEP} from {SMALLEST} to {LARGEST} pixels"
+                raise ValueError(f"{self}: the {name} must be {wanted}.")
+        if not 1 <= self.batch <= LARGEST_BATCH:
+            raise ValueError(f"{self}: a batch has 1 to {LARGEST_BATCH} images.")
+
+    @property
+    def resolution(self) -> str:
+        """Pixels, width x height."""
+        return f"{self.width}x{self.height}"
+
+    def __str__(self) -> str:
+        return self.resolution if self.batch == 1 else f"{self.resolution} x{self.batch}"
+
+
+def parse_sizes(text: str) -> list[Size]:
+    """The sizes in a list with commas, each once, in the order given; none in an empty one.
+
+    Raises ValueError with a sentence for what is no size, and for more than MOST_SIZES.
+    """
+    parts = [part.strip() for part in SEPARATOR.split(text)]
+    sizes = list(dict.fromkeys(parse_size(part) for part in parts if part))
+    if len(sizes) > MOST_SIZES:
+        raise ValueError(f"{len(sizes)} sizes are too many at once; give at most {MOST_SIZES}.")
+    return sizes
+
+
+def parse_size(text: str) -> Size:
+    """One size, such as "768x512" or "768x512 x2". Raises ValueError with a sentence."""
+    found = SIZE.fullmatch(text.strip())
+    if not found:
+        shown = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
+        raise ValueError(f"{shown!r} is not a size; write for example 768x512, or 768x512 x2 for two images at once.")
+    return Size(int(found[1]), int(found[2]), int(found[3] or 1))
+
+
+class PrewarmList(NamedTuple):
+    """sizes: to make ready after a checkpoint has loaded. most_used: how many of the most used sizes besides.
+    while_idle: whether the most used sizes are made ready too when nobody has made an image for a minute."""
+
+    sizes: list[Size]
+    most_used: int
+    while_idle: bool
+
+
+def parse_prewarm(text: str) -> PrewarmList:
+    """The list in a text such as "512x512, 768x512 x2, most used 4, while idle". Raises ValueError with a sentence for
+    what cannot be read."""
+    sizes, most_used, while_idle = [], 0, False
+    for part in filter(None, map(str.strip, SEPARATOR.split(text))):
+        if found := MOST_USED.fullmatch(part):
+            most_used = int(found[1] or USUAL_NUMBER)
+        elif part.lower() == WHILE_IDLE:
+            while_idle = True
+        else:
+            sizes.append(part)
+    if most_used > MOST_SIZES:
+        raise ValueError(f"{most_used} sizes are too many at once; give at most {MOST_SIZES}.")
+    return PrewarmList(parse_sizes(", ".join(sizes)), most_used, while_idle)
