@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from fastapi import HTTPException
 
-from ..options.sizes import Size
+from ..core.sizes import Size
 
 log = logging.getLogger("onediff")
 
