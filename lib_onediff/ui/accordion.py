@@ -1,7 +1,7 @@
 """The OneDiff accordion in the txt2img and img2img tabs."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
@@ -9,13 +9,13 @@ import gradio as gr
 from ..core.settings import Settings
 from ..core.sizes import Size
 from ..options.presets import AS_IN_SETTINGS, PRESETS
-from ..prewarm.job import CANCELLED, DONE, FAILED, Job
+from ..prewarm.job import DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
 from .amounts import whole_number
 from .controls import ROWS, a_control, a_text_of_changes, connect_controls
-from .events import QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults, show_stream
-from .markup import sentence
-from .progress import job_sentence, watch
+from .events import HIDDEN, QUIET, UNCHANGED, a_button, a_place, in_the_browser
+from .markup import bar_html, sentence
+from .progress import job_sentence
 from .run_settings import AS_AT_FIRST
 
 SOURCE = "accordion"
@@ -23,9 +23,7 @@ PREWARM_THIS = "Pre-warm this size"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
-SUMMARY, STATUS, PREWARM, PREWARM_RESULT, ASK = (
-    f"onediff_{{tab}}_{part}" for part in ("summary", "status", "prewarm", "prewarm_result", "ask")
-)
+PARTS = ("prewarm", "prewarm_result_look", "prewarm_result", "summary", "status", "ask")
 SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
 # The status in the accordion's title, and the one inside it.
 StatusLines = Callable[[], tuple[str, str]]
@@ -64,9 +62,8 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
                     controls += [a_control(tab, name) for name in ROWS[-1]]
                 changes = a_text_of_changes(tab, value=changes_at_first)
             with gr.Row(elem_classes="onediff-controls"):
-                kept_out_of_defaults(gr.Button(
-                    PREWARM_THIS, size="sm", scale=0, min_width=190, elem_id=PREWARM.format(tab=tab),
-                ))
+                a_button(PREWARM_THIS, f"{tab}_prewarm", size="sm", min_width=190)
+                a_button("", f"{tab}_prewarm_result_look", elem_classes=HIDDEN)
                 a_place(f"{tab}_prewarm_result", "onediff-beside")
             # What changes by itself stands last, in a place of its own (style.css): no control moves away.
             with gr.Column(elem_classes="onediff-told"):
@@ -84,47 +81,49 @@ def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp)
     """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
         return
-    summary, status, ask = (find_component(elem_id.format(tab=tab)) for elem_id in (SUMMARY, STATUS, ASK))
-    if summary is None or status is None or ask is None:
+    parts = [found for part in PARTS if (found := find_component(f"onediff_{tab}_{part}")) is not None]
+    size = [found for elem_id in SIZE_COMPONENTS if (found := find_component(elem_id.format(tab=tab))) is not None]
+    if len(parts) < len(PARTS):
         return
+    prewarm, look, result, summary, status, ask = parts
     for event in (ask.click, component.change):
         event(status_lines, inputs=[], outputs=[summary, status], queue=False, **QUIET)
     component.change(None, inputs=[], outputs=[], api_name=False, **in_the_browser(
         f"() => {{ onediffAccordion.ask({tab!r}); return []; }}"
     ))
-    connect_prewarm(tab, [summary, status], status_lines, warmup)
-
-
-def connect_prewarm(tab: str, status: list[Any], status_lines: StatusLines, warmup: WarmUp) -> None:
-    button, result = find_component(PREWARM.format(tab=tab)), find_component(PREWARM_RESULT.format(tab=tab))
-    size = [found for elem_id in SIZE_COMPONENTS if (found := find_component(elem_id.format(tab=tab))) is not None]
-    if button is None or result is None or len(size) < len(SIZE_COMPONENTS):
+    if len(size) < len(SIZE_COMPONENTS):
         return
 
-    def follow(width: Any, height: Any, batch: Any) -> Iterator[tuple[Any, ...]]:
-        """What the button says, what stands beside it, and both statuses."""
+    def begin(width: Any, height: Any, batch: Any) -> tuple[str, str, int | None]:
+        """What the button says, what stands beside it, and the job."""
         try:
             numbers = {"The width": width, "The height": height, "The batch size": batch}
             (asked,) = warmup.add([Size(*(whole_number(value, name) for name, value in numbers.items()))], SOURCE)
         except ValueError as problem:
-            yield PREWARM_THIS, sentence(str(problem), wrong=True), UNCHANGED, UNCHANGED
-            return
-        for job in watch(warmup, asked.id):
-            beside = sentence(job_sentence(job), wrong=job.state == FAILED)
-            yield button_text(job), beside, *((UNCHANGED, UNCHANGED) if job.pending else status_lines())
+            return PREWARM_THIS, sentence(str(problem), wrong=True), None
+        return *job_shown(asked), asked.id
 
-    show_stream(button.click, follow, size, [button, result, *status])
-    for component in size:
-        component.change(None, inputs=[], outputs=[button, result], api_name=False, **in_the_browser(
+    def follow(asked: int | None) -> tuple[Any, ...]:
+        """What the button says, what stands beside it, and both statuses."""
+        job = next((job for job in warmup.jobs() if job.id == asked), None)
+        if job is None:
+            return PREWARM_THIS, "", UNCHANGED, UNCHANGED
+        return *job_shown(job), *((UNCHANGED, UNCHANGED) if job.pending else status_lines())
+
+    asked = gr.State(None)
+    prewarm.click(begin, inputs=size, outputs=[prewarm, result, asked], queue=False, **QUIET)
+    look.click(follow, inputs=[asked], outputs=[prewarm, result, summary, status], queue=False, **QUIET)
+    for slider in size:
+        slider.change(None, inputs=[], outputs=[prewarm, result], api_name=False, **in_the_browser(
             f"() => [{PREWARM_THIS!r}, '']"
         ))
 
 
-def button_text(job: Job) -> str:
-    """What the button says of the size that it has queued."""
-    if job.state in (FAILED, CANCELLED):
-        return PREWARM_THIS
-    return f"✓ {job.size} is ready" if job.state == DONE else f"{job.size}: {100 * job.share:.0f} %"
+def job_shown(job: Job) -> tuple[str, str]:
+    """What the button says of the size that it has queued, and what stands beside it."""
+    text = f"✓ {job.size} is ready" if job.state == DONE else str(job.size) if job.pending else PREWARM_THIS
+    bar = bar_html(100 * job.share, f"Pre-warming {job.size}") if job.pending else ""
+    return text, bar + sentence(job_sentence(job), wrong=job.state == FAILED)
 
 
 def find_component(elem_id: str) -> Any | None:

@@ -1,12 +1,11 @@
 """How our components hang on gradio and on the WebUI, which gradio 3 and 4 take in different words.
 
-gradio has generators of its own, but gradio 3 never ends the connection of a page that was left while one was running,
-and then the WebUI's "Reload UI" waits for it for ever. show_stream leaves nothing open but a request that soon answers.
+No handler is a generator: gradio 3 never ends the connection of a page that was left while one was running, and then
+the WebUI's "Reload UI" waits for it for ever. What takes long goes on in a thread, and javascript/onediff.js looks at
+it, by a click on a hidden button, as long as a bar can be seen.
 """
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradio as gr
@@ -21,7 +20,6 @@ CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"
 # No spinner over what is being renewed, and no entry in the page's API.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
 UNCHANGED = gr.update()
-Values = tuple[Any, ...]
 
 
 def kept_out_of_defaults(component: Any) -> Any:
@@ -67,44 +65,3 @@ def forget_when_changed(fields: list[Any], told: Any) -> None:
     """What was said of these fields is over as soon as somebody changes one of them."""
     for field in fields:
         field.input(None, inputs=[], outputs=[told], api_name=False, **in_the_browser("() => ''"))
-
-
-class SharedGenerator:
-    """A generator that two requests of one page may ask at the same time."""
-
-    def __init__(self, values: Iterator[Values]) -> None:
-        self._values = values
-        self._lock = threading.Lock()
-
-    def next(self) -> Values | None:
-        """The next values, or None when there are no more."""
-        with self._lock:
-            return next(self._values, None)
-
-
-def show_stream(
-    event: Callable[..., Any], generate: Callable[..., Iterator[Values]], inputs: list[Any], outputs: list[Any],
-    script: str = "",
-) -> None:
-    """Show everything that generate(*inputs) yields, each time a tuple with a value for each of outputs.
-
-    event: what begins it, such as button.click. script: see in_the_browser.
-    """
-    stream = gr.State(None)
-    turn = nothing_seen()
-
-    def step(stream: SharedGenerator | None, turn: str) -> Values:
-        values = stream.next() if stream is not None else None
-        if values is None:
-            # A stream that was begun while this one was busy is taken up by the change to "".
-            return *[UNCHANGED] * len(outputs), "" if turn else UNCHANGED
-        return *values, str(int(turn or 0) + 1)
-
-    def begin(*values: Any) -> Values:
-        begun = SharedGenerator(generate(*values))
-        return *step(begun, ""), begun
-
-    # The change that a request makes to turn asks for the next one.
-    event(begin, inputs=inputs, outputs=[*outputs, turn, stream], queue=False, **QUIET,
-          **(in_the_browser(script) if script else {}))
-    turn.change(step, inputs=[stream, turn], outputs=[*outputs, turn], queue=False, **QUIET)

@@ -2,32 +2,13 @@
 from __future__ import annotations
 
 import html
-import time
-from collections.abc import Iterator
 
 from ..core.sizes import TOKENS
 from ..prewarm.job import CANCELLED, DONE, FAILED, QUEUED, Job
-from ..prewarm.worker import WarmUp
 from .amounts import counted, seconds
 from .markup import bar_html
 
-SECONDS_BETWEEN_LOOKS = 0.3
-LONGEST_WAIT = 2.0
 MOST_JOBS_SHOWN, MOST_FINISHED_SHOWN = 25, 8
-
-
-def watch(warmup: WarmUp, job_id: int) -> Iterator[Job]:
-    """A job as it changes, until it is over."""
-    version = -1
-    while True:
-        version = warmup.wait_for_change(version, LONGEST_WAIT)
-        job = next((job for job in warmup.jobs() if job.id == job_id), None)
-        if job is None:
-            return
-        yield job
-        if not job.pending:
-            return
-        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def jobs_html(jobs: list[Job]) -> str:

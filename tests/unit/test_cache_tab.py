@@ -52,16 +52,17 @@ def both_statuses() -> tuple[str, str]:
     return "title", "status"
 
 
-def followed(page: gradio.Blocks, *values: Any) -> list[tuple[str, str]]:
-    """What the accordion's button says and what is shown beside it, one after the other, as the page asks for it."""
+def clicked(seen: Seen, page: gradio.Blocks, *values: Any) -> tuple[str, str]:
+    """What the accordion's button says and what is shown beside it, when what it began is over."""
     functions = page.fns.values() if isinstance(page.fns, dict) else page.fns
     handler = {function.fn.__name__: function.fn for function in functions if function.fn}
-    *first, turn, stream = handler["begin"](*values)
-    shown = [first]
-    while turn:
-        *after, turn = handler["step"](stream, turn)
-        shown.append(after)
-    return [tuple(values[:2]) for values in shown if isinstance(values[1], str)]
+    said, beside, asked = handler["begin"](*values)
+    if asked is not None:
+        assert said == "128x64 x2" and 'role="progressbar"' in beside
+        seen.look_until_idle()
+        said, beside, *statuses = handler["follow"](asked)
+        assert statuses == ["title", "status"]
+    return said, beside
 
 
 def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
@@ -85,7 +86,7 @@ def page_of(warmup: WarmUp, order: list[str]) -> gradio.Blocks:
     ["width", "height", "batch", "accordion", "info"], ["accordion", "batch", "height", "width", "info"],
 ])
 def test_the_accordions_button_warms_the_size_that_is_set(seen: Seen, order: list[str]) -> None:
-    *_, (said, beside) = followed(page_of(seen.warmup, order), 128, 64.0, 2)
+    said, beside = clicked(seen, page_of(seen.warmup, order), 128, 64.0, 2)
     assert said == "✓ 128x64 x2 is ready" and text_of(beside).startswith("done in")
     (job,) = seen.warmup.jobs()
     assert (job.size, job.source) == (Size(128, 64, 2), "accordion")
@@ -100,5 +101,5 @@ def test_the_accordions_button_refuses_with_a_sentence(
 ) -> None:
     runtime.configure(Settings(enabled=enabled))
     page = page_of(seen.warmup, ["width", "height", "batch", "accordion", "info"])
-    assert [part in beside for _, beside in followed(page, *values)] == [True]
+    assert part in clicked(seen, page, *values)[1]
     assert seen.warmup.jobs() == []

@@ -31,6 +31,9 @@ SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
 FIRST = ImageRequest("a <b>fox</b>", "blurry & dark", 7, 160, 128, 20, 7.0, "Euler a")
 
 
+SECONDS = 20
+
+
 def fields(**values: Any) -> str:
     """What the page sends of the txt2img tab."""
     asked = {
@@ -102,16 +105,15 @@ def test_what_the_txt2img_tab_asks_for_is_made() -> None:
 
 
 def run(painter: Painter, images: int, request: ImageRequest = FIRST) -> Comparison:
-    job = Comparison(SIDES, request, images, painter)
-    for _ in job.run(exclusively):
-        pass
+    job = Comparison(SIDES, request, images, painter, exclusively)
+    assert job.over(SECONDS)
     return job
 
 
 def test_images_are_made_in_turn_and_compared() -> None:
     painter = Painter(0.5)
     job = run(painter, 2)
-    assert job.problem == "" and job.made == job.wanted == 6
+    assert job.outcome == "" and job.made == job.wanted == 6
     made = [(request.seed, request.steps, settings.enabled) for request, settings in painter.made]
     warm = STEPS_TO_WARM_UP
     assert made == [(7, warm, False), (7, warm, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
@@ -123,18 +125,16 @@ def test_images_are_made_in_turn_and_compared() -> None:
 def test_failure_is_a_sentence() -> None:
     logging.getLogger("onediff").propagate = False
     job = run(Painter(), 1, replace(FIRST, prompt="fail"))
-    assert (job.problem, job.pairs) == ("Comparing failed: no memory.", [])
+    assert (job.outcome, job.pairs) == ("Comparing failed: no memory.", [])
 
 
 def test_cancelled_comparison_stops_the_image_and_makes_no_more() -> None:
     painter = Painter()
     painter.may_go.clear()
-    job = Comparison(SIDES, FIRST, 2, painter)
-    looks = job.run(exclusively)
-    next(looks)
-    assert job.made == 0
+    job = Comparison(SIDES, FIRST, 2, painter, exclusively)
+    assert not job.over() and job.made == 0
     job.cancel()
-    assert list(looks) in ([], [None]) and job.problem == "Stopped." and len(painter.made) == 1
+    assert job.over(SECONDS) and job.outcome == "Stopped." and len(painter.made) <= 1
 
 
 # --- showing and keeping them -------------------------------------------------------------------------------------
@@ -177,24 +177,16 @@ def panel() -> ComparePanel:
     return ComparePanel(Painter(), exclusively, Settings, lambda: "the machine")
 
 
-def followed(panel: ComparePanel, *values: Any) -> list[Any]:
-    """What the page shows in the end."""
-    shown: list[Any] = [None] * 7
-    for after in panel.follow(*values):
-        shown = [old if new == gradio.update() else new for old, new in zip(shown, after, strict=True)]
-    return shown
-
-
 @pytest.mark.parametrize("values, part", [
     ((OFF, "", CURRENT, "warp 9", 2, fields()), "no option"),
     ((OFF, "", "Gone", "", 2, fields()), "no settings called"),
     ((OFF, "", CURRENT, "", 9, fields()), "number of images is from 1 to 8"), ((OFF, "", CURRENT, "", 1, ""), "read"),
 ])
 def test_wrong_input_is_said_at_once(panel: ComparePanel, values: tuple[Any, ...], part: str) -> None:
-    (shown,) = panel.follow(*values)
+    shown = panel.begin(*values)
     assert part in shown[0] and all(value == gradio.update() for value in shown[1:])
     panel.standing = lambda: Settings(enabled=False)
-    assert "switched off in the settings. Switch it on" in followed(panel, *values)[0]
+    assert "switched off in the settings. Switch it on" in panel.begin(*values)[0]
     assert panel.report(None)["visible"] is False and panel.maker.made == []
 
 
@@ -202,6 +194,8 @@ def test_without_scikit_image_images_are_shown_and_a_sentence_says_why_not_the_n
     panel: ComparePanel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "skimage", None)
-    _, numbers, images, *_ = followed(panel, OFF, "", CURRENT, "", 2, fields())
+    job = panel.begin(OFF, "", CURRENT, "", 2, fields())[-1]
+    assert job.over(SECONDS)
+    _, _, numbers, images, *_ = panel.look(job)
     assert "pip install scikit-image" in numbers and "<td>not measured</td>" in numbers
-    assert len(images) == 6
+    assert len(images) == 6 and panel.look(job)[3] == gradio.update()

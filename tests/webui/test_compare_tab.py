@@ -86,7 +86,7 @@ def test_cancel(compare: Compare, webui: WebUI) -> None:
     assert not cancel.is_enabled()
     compare.start(width=256, height=256, steps=100)
     compare.page.wait(cancel.is_enabled, "something to cancel", 30)
-    compare.told("%", "compare_told")
+    compare.told("%", "compare_progress")
     compare.click("compare_cancel")
     compare.told("Stopped", "compare_told", 60)
     assert not compare.images()

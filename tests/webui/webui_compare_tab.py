@@ -41,7 +41,7 @@ class Compare(Panel):
     def made(self, **values: object) -> str:
         """Compare and wait for the images; returns what the numbers say."""
         self.start(**values)
-        self.told("%", "compare_told")
+        self.told("%", "compare_progress")
         shown = "return document.querySelector('#onediff_compare_save')?.offsetParent != null"
         self.page.wait(lambda: self.page.run(shown), "the end of the comparison", SECONDS)
         return self.told("Verdict", "compare_numbers", 10)

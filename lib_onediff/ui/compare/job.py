@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ...core.guard import outcome_of
 from ...core.option import did_you_mean
 from ...core.settings import Settings
 from ...core.sizes import Size
@@ -24,7 +24,6 @@ CHOICES = [CURRENT, OFF, *PRESETS]
 # be recorded, and for what is only computed every few steps.
 STEPS_TO_WARM_UP = 6
 MOST_IMAGES, LARGEST_SEED = 8, 2**32 - 1
-SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True)
@@ -90,18 +89,20 @@ class Pair:
             return cls(seed, (left, right), None, str(problem))
 
 
-class Comparison:
+class Comparison(Chore):
     """A comparison that is being made. Its images wait their turn in the WebUI's queue, one by one.
 
-    pairs: what there is already. problem: what to tell of one that ended before all images were made. made, wanted:
-    how many images, those to warm up included.
+    pairs: what there is already. shown: how many of them the page has. made, wanted: how many images, those to warm up
+    included. outcome: when it is over, why it ended before all images were made, or "".
     """
 
-    def __init__(self, sides: tuple[Side, Side], first: ImageRequest, images: int, maker: TextToImage) -> None:
+    def __init__(
+        self, sides: tuple[Side, Side], first: ImageRequest, images: int, maker: TextToImage, exclusively: Exclusively,
+    ) -> None:
         """first: the image of the first seed; the others have the seeds that follow. images: of each side."""
         self.sides = sides
         self.pairs: list[Pair] = []
-        self.problem = ""
+        self.shown = 0
         self._maker, self._cancelled = maker, False
         warm = replace(first, steps=min(STEPS_TO_WARM_UP, first.steps))
         # What the first of two has to load or to encode is there for the other: they take turns in being first.
@@ -110,22 +111,21 @@ class Comparison:
             for number in range(images) for place in range(2)
         )]
         self.made, self.wanted = 0, len(self._plan)
+        super().__init__("Comparing", lambda work: work(), partial(self._make_all, exclusively))
 
-    def run(self, exclusively: Exclusively) -> Iterator[None]:
-        """Make the images, and hand over twice a second meanwhile."""
+    def _make_all(self, exclusively: Exclusively) -> str:
         latest: dict[int, GeneratedImage] = {}
         for image, place in self._plan:
-            chore = Chore("Comparing", exclusively, partial(self._make, image, self.sides[place].settings))
-            while not chore.over(SECONDS_BETWEEN_LOOKS):
-                yield
-            if chore.failed or chore.outcome is None:
-                self.problem = chore.outcome or "Stopped."
-                return
-            latest[place] = chore.outcome
+            # Forge prints a traceback for what is raised in its main thread.
+            work = partial(outcome_of, partial(self._make, image, self.sides[place].settings))
+            made = exclusively(work).result()
+            if made is None:
+                return "Stopped."
+            latest[place] = made
             self.made += 1
             if self.made > 2 and self.made % 2 == 0:
                 self.pairs.append(Pair.of(image.seed, latest[0], latest[1]))
-            yield
+        return ""
 
     def _make(self, image: ImageRequest, settings: Settings) -> GeneratedImage | None:
         """None once the comparison is cancelled, or the image is interrupted."""

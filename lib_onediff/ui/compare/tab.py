@@ -5,7 +5,7 @@ import html
 import inspect
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ from ..controls import EXTRA_OPTIONS, a_text_of_changes
 from ..events import (
     ACTIONS,
     CONTROLS,
+    HIDDEN,
     QUIET,
     UNCHANGED,
     a_button,
     a_list,
     a_place,
     forget_when_changed,
+    in_the_browser,
     kept_out_of_defaults,
     nothing_seen,
-    show_stream,
 )
 from ..markup import bar_html, sentence
 from .job import CHOICES, CURRENT, MOST_IMAGES, OFF, Comparison, request_of, side_of
@@ -57,29 +58,33 @@ class ComparePanel:
         """standing: the settings tab's. facts: the consistency report."""
         self.maker, self.exclusively, self.standing, self.facts = maker, exclusively, standing, facts
 
-    def follow(
+    def begin(
         self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, asked: Any,
-    ) -> Iterator[tuple[Any, ...]]:
-        """Make the images, and show how far it is and what there is already. asked: see request_of."""
+    ) -> tuple[Any, ...]:
+        """Begin a comparison, and show that. asked: see request_of."""
         try:
             if not self.standing().enabled:
                 raise ValueError("OneDiff is switched off in the settings. Switch it on there to compare.")
             sides = side_of(left, left_changes, self.standing()), side_of(right, right_changes, self.standing())
             count = whole_number(images, "The number of images", 1, MOST_IMAGES)
-            job = Comparison(sides, request_of(asked), count, self.maker)
+            job = Comparison(sides, request_of(asked), count, self.maker, self.exclusively)
         except ValueError as problem:
-            yield sentence(str(problem), wrong=True), *[UNCHANGED] * 6
-            return
-        yield progress_html(job), "", None, gr.update(visible=False), NO_FILE, job, gr.update(interactive=True)
-        shown: list[Any] = []
-        for _ in job.run(self.exclusively):
-            fresh = [image for pair in job.pairs[len(shown) // 3:] for image in images_of(pair, sides)]
-            shown += fresh
-            seen = (outcome_html(job.pairs, sides), list(shown)) if fresh else (UNCHANGED, UNCHANGED)
-            yield progress_html(job), *seen, *[UNCHANGED] * 4
-        saving = gr.update(visible=bool(job.pairs))
-        over = gr.update(interactive=False)
-        yield sentence(job.problem, wrong=True), UNCHANGED, UNCHANGED, saving, UNCHANGED, UNCHANGED, over
+            return sentence(str(problem), wrong=True), *[UNCHANGED] * 7
+        return "", progress_html(job), "", None, gr.update(visible=False), gr.update(interactive=True), NO_FILE, job
+
+    @staticmethod
+    def look(job: Comparison | None) -> tuple[Any, ...]:
+        """How far it is, and what there is already."""
+        if job is None:
+            return (UNCHANGED,) * 6
+        over = job.over()
+        told = (sentence(job.outcome, wrong=True), "") if over else (UNCHANGED, progress_html(job))
+        pairs = list(job.pairs)
+        seen: tuple[Any, Any] = UNCHANGED, UNCHANGED
+        if len(pairs) > job.shown:
+            seen = outcome_html(pairs, job.sides), [image for pair in pairs for image in images_of(pair, job.sides)]
+            job.shown = len(pairs)
+        return *told, *seen, gr.update(visible=over and bool(pairs)), gr.update(interactive=not over)
 
     def cancel(self, job: Comparison | None) -> str:
         if job is not None:
@@ -120,7 +125,7 @@ def build_compare_page(panel: ComparePanel) -> None:
         with gr.Row(elem_classes=ACTIONS):
             compare = a_button("Compare", "compare_start", variant="primary")
             cancel = a_button("Cancel", "compare_cancel", interactive=False)
-        told, numbers = a_place("compare_told"), a_place("compare_numbers")
+        told, progress, numbers = (a_place(f"compare_{name}") for name in ("told", "progress", "numbers"))
         gallery = gr.Gallery(
             label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_gallery",
             **LOSSLESS,
@@ -128,10 +133,13 @@ def build_compare_page(panel: ComparePanel) -> None:
         with gr.Row(elem_classes=ACTIONS, visible=False) as saving:
             save = a_button("Make report", "compare_save")
         file = gr.File(label="Report", visible=False, interactive=False, elem_id="onediff_compare_file")
-    job, outputs = gr.State(None), [told, numbers, gallery, saving, file]
-    show_stream(
-        compare.click, panel.follow, [*sides, images, nothing_seen()], [*outputs, job, cancel], READ_TXT2IMG,
+        look = a_button("", "compare_look", elem_classes=HIDDEN)
+    job, shown = gr.State(None), [told, progress, numbers, gallery, saving, cancel]
+    compare.click(
+        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[*shown, file, job], queue=False, **QUIET,
+        **in_the_browser(READ_TXT2IMG),
     )
+    look.click(panel.look, inputs=[job], outputs=shown, queue=False, **QUIET)
     cancel.click(panel.cancel, inputs=[job], outputs=[told], queue=False, **QUIET)
     forget_when_changed([*sides, images], told)
     save.click(panel.report, inputs=[job], outputs=[file], queue=False, **QUIET)
