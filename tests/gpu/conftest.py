@@ -53,11 +53,6 @@ def unet() -> Iterator[Any]:
     runtime.purge()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What other tests leave in torch's cache, in pieces, counts as room on a card that is to be full."""
-    items.sort(key=lambda item: item.path.name != "test_budget.py")
-
-
 @pytest.fixture(params=list(KINDS_OF))
 def option(request: pytest.FixtureRequest) -> Any:
     """A value of Low-bit that this GPU has."""
