@@ -7,9 +7,7 @@ GPU), the WebUI's manual cast, which stands for the forward of torch's layers wh
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +19,6 @@ from ...core.refusal import Refusal
 from ...weights.offload import restore_before
 from ...weights.weight_functions import Casts
 
-log = logging.getLogger("onediff")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # What network_apply_weights compares a layer's network_current_names with: a tuple for each network.
 Networks = tuple[tuple[Any, ...], ...]
@@ -41,18 +38,12 @@ def wanted_networks() -> Networks:
 
 def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
     """Merge the wanted networks into every layer that does not hold them yet, and take others out."""
-    extension = loras()
-    if extension is None:
-        return
-    wanted, began = wanted_networks(), time.perf_counter()
-    stale = [layer for layer in layers if holds_others(layer, wanted)]
-    for layer in stale:
-        restore_before(layer)
-        with cast_by_hand(layer):
-            extension.network_apply_weights(layer)
-    if stale:
-        names = ", ".join(f"{name[0]} {name[2]}" for name in wanted) or "none"
-        log.debug("LoRA: %s, %d layers in %.0f ms", names, len(stale), (time.perf_counter() - began) * 1e3)
+    extension, wanted = loras(), wanted_networks()
+    for layer in () if extension is None else layers:
+        if holds_others(layer, wanted):
+            restore_before(layer)
+            with cast_by_hand(layer):
+                extension.network_apply_weights(layer)
 
 
 def holds_others(layer: nn.Module, wanted: Networks) -> bool:

@@ -41,8 +41,8 @@ class InstanceForward:
         self.__wrapped__ = type(module).forward
         self.__signature__ = inspect.signature(own_forward(module))
         # diffusers itself imports the compiler, which takes seconds; where it has not, nobody can have compiled.
-        untraced = type(self)._guarded
-        self._untraced = not_compiled(untraced) if "torch._dynamo" in sys.modules else untraced
+        untraced: Any = type(self)._guarded
+        self._untraced = torch.compiler.disable(untraced) if "torch._dynamo" in sys.modules else untraced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() and must_be_whole():
@@ -67,12 +67,6 @@ class InstanceForward:
     def __reduce__(self) -> tuple:
         # A copied or pickled module gets its class's own forward: the copy is not in our care.
         return own_forward, (self._module(),)
-
-
-def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which torch.compile does not look into."""
-    disabled: Callable[..., Any] = torch.compiler.disable(function)
-    return disabled
 
 
 def must_be_whole() -> bool:

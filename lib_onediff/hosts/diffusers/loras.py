@@ -72,7 +72,8 @@ class LoraReader:
             updates.append(LowRankUpdate(other.flatten(1), one, scale))
             if up.bias is not None:
                 biases.append((up.bias.detach(), scale))
-        return WeightFunctions(tuple(updates), bias=adding(biases) if within.bias is not None else None)
+        added: Change = lambda bias: sum((scale * part.to(bias) for part, scale in biases), start=bias)  # noqa: E731
+        return WeightFunctions(tuple(updates), bias=added if biases and within.bias is not None else None)
 
     def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
         """Have all LoRAs of the UNet computed times the scale of this call. Raises Refusal where the host has to.
@@ -129,16 +130,3 @@ def refuse_others(layer: Any) -> None:
         # Where a layer has no bias, ours has no place for a LoRA's.
         if not fits or down.bias is not None or (up.bias is not None and within.bias is None):
             raise Refusal(f"the LoRA {name} is built differently from those we know")
-
-
-def adding(biases: Sequence[tuple[Tensor, float]]) -> Change | None:
-    """What adds each of these, times its scale, to a bias; None for none."""
-    if not biases:
-        return None
-
-    def changed(bias: Tensor) -> Tensor:
-        for added, scale in biases:
-            bias += scale * added.to(bias)
-        return bias
-
-    return changed

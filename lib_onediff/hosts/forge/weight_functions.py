@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -126,25 +127,12 @@ def low_rank_update(patch: Sequence[Any], weight: Tensor) -> LowRankUpdate | Non
 
 def merging(patches: Sequence[Any]) -> Change:
     """The function by which Forge applies patches at each use."""
-    merge = importlib.import_module("backend.patcher.lora").merge_lora_to_weight
-
-    def merged(weight: Tensor) -> Tensor:
-        result: Tensor = merge(
-            patches=patches, weight=weight, key="a LoRA on the fly", computation_dtype=weight.dtype
-        )
-        return result
-
-    return merged
+    merge: Any = importlib.import_module("backend.patcher.lora").merge_lora_to_weight
+    return lambda weight: merge(
+        patches=patches, weight=weight, key="a LoRA on the fly", computation_dtype=weight.dtype
+    )
 
 
 def in_turn(functions: Sequence[Callable[[Tensor], Tensor]]) -> Change | None:
     """All of these, one after the other; None for none."""
-    if not functions:
-        return None
-
-    def changed(parameter: Tensor) -> Tensor:
-        for function in functions:
-            parameter = function(parameter)
-        return parameter
-
-    return changed
+    return (lambda parameter: reduce(lambda value, change: change(value), functions, parameter)) if functions else None
