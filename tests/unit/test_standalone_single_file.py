@@ -22,14 +22,9 @@ from lib_onediff.demo.models import load_model
 
 TEXT_WIDTH = 64
 SD1 = {"context_dim": TEXT_WIDTH, "num_heads": 8, "model_channels": 32}
-SD2 = {"context_dim": TEXT_WIDTH, "num_head_channels": 64, "model_channels": 64, "use_linear_in_transformer": True}
 # What the narrow networks of these tests have in place of the real ones' numbers.
 NARROW = {
     "sd1": {"unet": {"block_out_channels": [32, 64, 128, 128]}, "text_encoder": {"num_attention_heads": 1}},
-    "sd2": {
-        "unet": {"block_out_channels": [64, 128, 256, 256], "attention_head_dim": [1, 2, 4, 4]},
-        "text_encoder": {"num_attention_heads": 1},
-    },
 }
 NARROW_TEXT = {
     "hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "vocab_size": BYTE_TOKENS, "num_hidden_layers": 2,
@@ -88,25 +83,6 @@ def clip_text() -> nn.Module:
     )))
 
 
-def open_clip_text(layers: int = 3, width: int = TEXT_WIDTH) -> dict[str, Tensor]:
-    """Random weights of an OpenCLIP text encoder, by OpenCLIP's names."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embedding.weight": (BYTE_TOKENS, width), "positional_embedding": (77, width),
-        "ln_final.weight": (width,), "ln_final.bias": (width,), "text_projection": (width, width),
-    }
-    for layer in range(layers):
-        block = f"transformer.resblocks.{layer}."
-        shapes.update({f"{block}{norm}.{kind}": (width,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")})
-        shapes.update({
-            f"{block}attn.in_proj_weight": (3 * width, width), f"{block}attn.in_proj_bias": (3 * width,),
-            f"{block}attn.out_proj.weight": (width, width), f"{block}attn.out_proj.bias": (width,),
-            f"{block}mlp.c_fc.weight": (4 * width, width), f"{block}mlp.c_fc.bias": (4 * width,),
-            f"{block}mlp.c_proj.weight": (width, 4 * width), f"{block}mlp.c_proj.bias": (width,),
-        })
-    generator = torch.Generator().manual_seed(5)
-    return {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-
-
 def checkpoint(unet: nn.Module, text: dict[str, Tensor]) -> dict[str, Tensor]:
     """A whole checkpoint; text has its full names already."""
     parts = {"model.diffusion_model.": unet.state_dict(), "first_stage_model.": ldm_vae().state_dict(), "": text}
@@ -130,10 +106,10 @@ def sd1_weights(unet: nn.Module | None = None) -> dict[str, Tensor]:
     return checkpoint(unet or ldm_unet(**SD1), named("cond_stage_model.transformer.", clip_text().state_dict()))
 
 
-def assert_same_unet(loaded: Any, original: nn.Module, channels: int = 4, **labels: Any) -> None:
+def assert_same_unet(loaded: Any, original: nn.Module) -> None:
     """Both UNets, in their own ways of being called, must answer alike."""
     generator = torch.Generator().manual_seed(1)
-    latent = torch.randn(2, channels, 16, 16, generator=generator)
+    latent = torch.randn(2, 4, 16, 16, generator=generator)
     context = torch.randn(2, 77, TEXT_WIDTH, generator=generator)
     time = torch.tensor([10.0, 700.0])
     with torch.no_grad():
@@ -161,25 +137,33 @@ def test_sd1_checkpoint(tmp_path: Path) -> None:
         )
 
 
-def test_sd2_checkpoint_predicts_v(tmp_path: Path) -> None:
-    unet = ldm_unet(**SD2)
-    weights = checkpoint(unet, named("cond_stage_model.model.", open_clip_text()))
-    file = write(tmp_path, weights)
-    model = load_model(str(file))
-    assert_same_unet(model.unet, unet)
-    assert model.scheduler_config["prediction_type"] == "v_prediction"
-    assert model.pipeline.text_encoder.config.num_hidden_layers == 2
+@pytest.mark.parametrize(("family", "marks", "yaml", "predicts"), [
+    ("sd1", [], "", "epsilon"), ("sd2", [], "", "v_prediction"), ("sdxl", [], "", "epsilon"),
+    ("sdxl", ["v_pred"], "", "v_prediction"), ("sdxl-refiner", [], "", "epsilon"),
+    ("sd2", [], "model:\n  params:\n    parameterization: eps\n", "epsilon"),
+    ("sd1", [], 'model:\n  params:\n    parameterization: "v"\n', "v_prediction"),
+])
+def test_a_checkpoint_is_known_by_its_weights_and_what_lies_beside_it(
+    family: str, marks: list[str], yaml: str, predicts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
 
-    file.with_suffix(".yaml").write_text("model:\n  params:\n    parameterization: eps\n")
-    assert load_model(str(file)).scheduler_config["prediction_type"] == "epsilon"
-    file.with_suffix(".yaml").write_text('model:\n  params:\n    parameterization: "v"\n')
-    assert load_model(str(file)).scheduler_config["prediction_type"] == "v_prediction"
+    found: list[Any] = []
 
+    def from_single_file(kind: Any, path: str, config: str, **options: Any) -> None:
+        found.append((kind.__name__, json.loads(Path(config, "scheduler", "scheduler_config.json").read_text())))
 
-def test_inpainting_checkpoint(tmp_path: Path) -> None:
-    unet = ldm_unet(**SD1, in_channels=9)
-    model = load_model(str(write(tmp_path, sd1_weights(unet))))
-    assert_same_unet(model.unet, unet, channels=9)
+    for kind in ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"):
+        monkeypatch.setattr(getattr(diffusers, kind), "from_single_file", classmethod(from_single_file))
+    text = next(sign for sign, known in single_file.FAMILY_SIGNS.items() if known == family)
+    weights = dict.fromkeys([single_file.UNET_SIGN, single_file.VAE_SIGN, text, *marks], torch.zeros(1, 4))
+    file = write(tmp_path, {name: weight.clone() for name, weight in weights.items()})
+    if yaml:
+        file.with_suffix(".yaml").write_text(yaml)
+    single_file.load_checkpoint(file, torch.float32)
+    ((kind, scheduler),) = found
+    expected = {"sdxl": "StableDiffusionXLPipeline", "sdxl-refiner": "StableDiffusionXLImg2ImgPipeline"}
+    assert kind == expected.get(family, "StableDiffusionPipeline") and scheduler["prediction_type"] == predicts
 
 
 def assert_refused(file: Path, *parts: str) -> None:
