@@ -11,7 +11,6 @@ from torch import nn
 from .core.refusal import Refusal
 from .core.sampling import Sampling
 from .core.settings import Settings
-from .families.registry import read_decoder, read_layout
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.instance_forward import unwrapped
@@ -42,7 +41,7 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     runtime.guard.attempt("opening the cache", runtime.open_cache)
     network = unwrapped(unet)
     try:
-        read_layout(network)
+        runtime.services.families.read(network)
     except Refusal as reason:
         log.warning("OneDiff: the UNet keeps its own forward for now: %s.", reason)
     diffusers.attach(network, chosen)
@@ -181,7 +180,7 @@ def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2
 def compile_half(half: nn.Module, settings: Settings) -> None:
     """half: a VAE's decoder or encoder."""
     try:
-        read_decoder(half)
+        runtime.vae.read(half)
         diffusers_decoder.attach(half, settings)
     except (Refusal, ValueError) as reason:
         log.warning("OneDiff: the VAE keeps its own %s: %s.", type(half).__name__.lower(), reason)

@@ -10,12 +10,11 @@ from modules import script_callbacks, scripts, shared
 
 from lib_onediff.core.logs import show_on_console
 from lib_onediff.core.settings import Settings
-from lib_onediff.core.sizes import USUAL_NUMBER, parse_prewarm
+from lib_onediff.core.sizes import USUAL_NUMBER, WantedSize, parse_prewarm
 from lib_onediff.hosts import this_webui
 from lib_onediff.hosts.host_facts import checkpoint_name, host_facts
 from lib_onediff.options import infotext, xyz
 from lib_onediff.prewarm.idle import IdleWarmUp
-from lib_onediff.prewarm.presets import WantedSize, most_used
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
@@ -38,7 +37,7 @@ readiness = Readiness(webui, warmup, runtime)
 def most_used_now() -> list[WantedSize]:
     """The sizes that the loaded model has made the most images at on this machine."""
     count = parse_prewarm(runtime.settings.prewarm).most_used or USUAL_NUMBER
-    return most_used(runtime.history.used(), warmup.model, count)
+    return runtime.history.most_used(warmup.model, count)
 
 
 idle = IdleWarmUp(warmup, runtime.rows, most_used_now)
@@ -72,7 +71,7 @@ def prepare(sd_model: Any) -> None:
     idle.disturb()
     wanted = parse_prewarm(runtime.settings.prewarm)
     warmup.add(wanted.sizes, "settings")
-    for size, tokens in most_used(runtime.history.used(), webui.model_name(sd_model), wanted.most_used):
+    for size, tokens in runtime.history.most_used(webui.model_name(sd_model), wanted.most_used):
         warmup.add([size], "most used", tokens=tokens)
 
 

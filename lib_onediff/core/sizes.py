@@ -43,6 +43,13 @@ class Size:
         return self.resolution if self.batch == 1 else f"{self.resolution} x{self.batch}"
 
 
+class WantedSize(NamedTuple):
+    """What could be made ready: a size with the number of images at once, and the length of the prompt."""
+
+    size: Size
+    tokens: int
+
+
 def parse_sizes(text: str) -> list[Size]:
     """The sizes in a list with commas, each once, in the order given; none in an empty one.
 

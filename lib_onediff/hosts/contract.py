@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.key import LATENT_PIXEL
 from ..core.refusal import Refusal
-from ..families.registry import read_layout
 from ..families.unet.layout import UNetLayout
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits
@@ -178,20 +177,7 @@ class WebUI:
 
         checkpoint: as model_loaded gets it; by default the one that is loaded, if any.
         """
-        return network_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
-
-
-def network_name(unet: nn.Module | None) -> str | None:
-    """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made."""
-    if unet is None:
-        return None
-    managed = runtime.managed_unet(unet)
-    with contextlib.suppress(Refusal):  # It has not been called yet.
-        if managed is not None:
-            return managed.bound.layout.model_name
-    with contextlib.suppress(Refusal):
-        return read_layout(unet).model_name
-    return None
+        return runtime.model_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
 
 
 def random_inputs(

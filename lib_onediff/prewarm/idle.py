@@ -5,9 +5,9 @@ import logging
 import threading
 from collections.abc import Callable
 
+from ..core.sizes import WantedSize
 from ..core.table import State
 from ..runtime.rows import ResolutionRow
-from .presets import WantedSize
 from .worker import WarmUp
 
 log = logging.getLogger("onediff")

@@ -1,13 +1,9 @@
-"""Which sizes to make ready: those that users of a model ask for, by one click, and those that are used the most."""
+"""Which sizes users of a model ask for, by one click."""
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, parse_size
+from ..core.sizes import Size
 
 
 @dataclass(frozen=True)
@@ -53,39 +49,3 @@ def families_for(model: str | None) -> tuple[Family, ...]:
     # As UNetLayout.model_name calls small and unusual ones.
     first_word = (model or "").replace("SD 1.x", "SD1").split(" ")[0]
     return tuple(known for known in FAMILIES if known.model == first_word) or FAMILIES
-
-
-class WantedSize(NamedTuple):
-    """What could be made ready: a size with the number of images at once, and the length of the prompt."""
-
-    size: Size
-    tokens: int
-
-
-def most_used(rows: Iterable[Any], model: str | None, count: int) -> list[WantedSize]:
-    """The sizes that this model ("SD1") has made the most UNet calls at, the most used first. rows: of History.used().
-
-    Each resolution once, with the number of images and the prompt's length that were the most usual there.
-    """
-    by_resolution: dict[str, Counter[tuple[int, int]]] = {}
-    for row in rows:
-        if row.model == model and row.uses and row.tokens:
-            by_resolution.setdefault(row.resolution, Counter())[images_of(row.batch), row.tokens] += row.uses
-    ordered = sorted(by_resolution, key=lambda resolution: -by_resolution[resolution].total())
-    found = []
-    for resolution in ordered:
-        ((images, tokens), _), = by_resolution[resolution].most_common(1)
-        # What an extension has drawn at may be no size that a user could ask for.
-        with contextlib.suppress(ValueError):
-            size = parse_size(resolution)
-            found.append(WantedSize(Size(size.width, size.height, images), usual_tokens(tokens)))
-    return found[:count]
-
-
-def images_of(latents: int) -> int:
-    """How many images a UNet call of so many latents makes, with guidance, which takes two for each."""
-    return latents // 2 if latents % 2 == 0 else latents
-
-
-def usual_tokens(tokens: int) -> int:
-    return tokens if tokens in TOKEN_CHOICES else TOKENS

@@ -147,6 +147,17 @@ class Runtime:
         with self.services.lock:
             return managed.bound.layout_now()
 
+    def model_name(self, unet: nn.Module | None) -> str | None:
+        """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made.
+        """
+        managed = None if unet is None else self.managed_unet(unet)
+        with contextlib.suppress(Refusal):  # It has not been called yet.
+            if managed is not None:
+                return str(managed.bound.layout.model_name)
+        with contextlib.suppress(Refusal):
+            return None if unet is None else str(self.services.families.read(unet).model_name)
+        return None
+
     def compiling(self) -> Iterator[Future[Any]]:
         """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
         for unet, managed in self.services.managed.items():

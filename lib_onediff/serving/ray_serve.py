@@ -21,8 +21,6 @@ from ..api.gate import LARGEST_LOGIN, Gate
 from ..api.origins import Origins, host_name
 from ..core.sizes import parse_sizes
 from ..demo.model_folder import load_folder
-from ..hosts.contract import network_name
-from ..prewarm.presets import most_used
 from ..public import compile_pipe
 from ..runtime.runtime import runtime
 from .groups import Groups, Limits, Request
@@ -65,7 +63,7 @@ class Painter:
             os.environ["ONEDIFF_CACHE"] = config.cache
         self._pipe = self._thread.submit(lambda: compile_pipe(load(config), **config.options)).result()
         self._pipe.set_progress_bar_config(disable=True)
-        known = most_used(runtime.history.used(), network_name(self._pipe.unet), count=8)
+        known = runtime.history.most_used(runtime.model_name(self._pipe.unet), count=8)
         for size in parse_sizes(config.sizes) or [wanted.size for wanted in known]:
             warm = Request("", "", size.width, size.height, WARM_STEPS, config.guidance, seed=0)
             self._thread.submit(self._image, warm).result()

@@ -16,7 +16,6 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import Size
 from lib_onediff.demo.modules.onediff_adapter import random_inputs
-from lib_onediff.hosts.contract import network_name
 from lib_onediff.hosts.diffusers.unet import attach, detach
 from lib_onediff.prewarm.worker import CAPTURING, CHECKING, WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -44,7 +43,7 @@ class Host:
         return (2 * pictures, tokens), (pictures, tokens)
 
     def model_name(self) -> str | None:
-        return network_name(self.unet)
+        return runtime.model_name(self.unet)
 
     def exclusively(self, work: Callable[[], Any]) -> Any:
         with self.lock:

@@ -10,11 +10,10 @@ import builders
 import pytest
 from test_warmup import SECONDS, SmallWebUI, wait_until_idle
 
-from lib_onediff.core.sizes import Size
+from lib_onediff.core.sizes import Size, WantedSize
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm import idle as idle_module
 from lib_onediff.prewarm.idle import IdleWarmUp
-from lib_onediff.prewarm.presets import WantedSize
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 

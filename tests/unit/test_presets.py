@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
-from lib_onediff.prewarm.presets import families_for, most_used
-from lib_onediff.store.history import HistoryRow
+from lib_onediff.prewarm.presets import families_for
+from lib_onediff.store.history import HistoryRow, most_used
 
 
 @pytest.mark.parametrize("model, names", [

@@ -12,7 +12,6 @@ import pytest
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import Size
-from lib_onediff.hosts.contract import network_name
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import Job, WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -43,7 +42,7 @@ class SmallWebUI:
         return (2 * pictures, tokens), (pictures, tokens)
 
     def model_name(self) -> str | None:
-        return network_name(self.unet)
+        return runtime.model_name(self.unet)
 
     def exclusively(self, work: Callable[[], Any]) -> Any:
         with self.lock:

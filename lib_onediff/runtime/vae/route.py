@@ -60,6 +60,8 @@ class DecoderRoute:
             exact = replace(settings or self._services.settings, low_bit="off")
             self._services.devices.prepare_early(decoder, exact, read_decoder)
 
+    read = staticmethod(read_decoder)
+
     def release(self, decoder: nn.Module) -> None:
         """Forget a decoder; nothing of it was changed."""
         with self._lock:
