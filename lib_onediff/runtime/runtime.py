@@ -341,7 +341,7 @@ class OursOrHosts:
             split = two_gpus.answer(self._unet, self._managed, settings, call, host)
             if split is not None:
                 return split
-        elif two_gpus.in_use:
+        else:
             two_gpus.forget(self._unet)
         call_stats.begin()
         answer = self._runtime.by_card.answer(self._managed, settings, call, host, was_looked_at=self._was_looked_at)

@@ -1,5 +1,6 @@
 """Graphs on a machine without a GPU: everything is real but the recording. What a graph would replay is computed anew
-from the graph's own inputs, and its memory is that of a simulated allocator, asked for what the forward really asks."""
+from the graph's own inputs, and takes memory as its pixels do; the gaps that an allocator leaves are the GPU's to show.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +9,6 @@ from typing import Any
 
 import torch
 from computed import compute
-from simulated_memory import MEBIBYTE, PrivatePool, requests_of
 from tape import TapeRecording
 from torch import Tensor
 
@@ -16,24 +16,32 @@ from lib_onediff.core.call import UNetCall
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
 from lib_onediff.devices.cuda.graphs.device_memory import Card
-from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs, rehearsal_of
+from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
 from lib_onediff.devices.cuda.graphs.segments import Segments, record
+from lib_onediff.runtime.graphs.pool_size import needs_of
 from lib_onediff.weights.binding import Binding
 
-# As if the tiny networks of the tests were large ones.
-SCALE = 4096
+MEBIBYTE = 2**20
+PAGE = 2 * MEBIBYTE
+# As if the tiny networks of the tests were large ones: 64 MiB for two latents of 8x8.
+BYTES_OF_A_PIXEL = MEBIBYTE // 2
 
 
 class PretendedPool:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.is_fresh = True
-        self.memory = PrivatePool()
-        self.memory.allocate(4)
+    """As large as the largest that was asked of it, and what each graph leaves there, in pages."""
 
-    @property
-    def bytes(self) -> int:
-        return self.memory.reserved
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.is_fresh, self.bytes = device, True, PAGE
+        self._most = self._left = 0
+
+    def hold(self, most: int, left: int) -> None:
+        self._most, self._left = max(self._most, most), self._left + left
+        self.bytes = max(self.bytes, -(-(self._most + self._left) // PAGE) * PAGE)
+
+
+def most_in_use(latent: Tensor) -> int:
+    """By a forward of this latent, or to this output."""
+    return latent.shape[0] * latent.shape[2] * latent.shape[3] * BYTES_OF_A_PIXEL
 
 
 class PretendedGraph:
@@ -68,30 +76,21 @@ class PretendedGraphs(CudaGraphs):
         needs: int = 0,
     ) -> Any:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-        device, weights = inputs.latent.device, binding.weights()
-        again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
+        device = inputs.latent.device
         pool = self._pools.get((device, architecture))
         if pool is None:
             pool = self._pools[device, architecture] = PretendedPool(device)
             self._alive[pool] = None
         self.before_capture(inputs)
         segments: Segments | None = None
-
-        def work() -> Tensor:
-            nonlocal segments
-            if inputs.patches is None:
-                # A recording computes nothing.
-                return compute(binding.layout, weights, ops, rehearsal_of(inputs))
+        if inputs.patches is not None:
+            weights = binding.weights()
             segments = record(
                 TapeRecording(), inputs.patches,
                 lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
             )
-            return segments.output
-
-        trace = requests_of(work, SCALE)
-        if pool.is_fresh and needs:
-            pool.memory.release(pool.memory.allocate(needs))
-        pool.memory.replay(trace)
+        most = most_in_use(inputs.latent)
+        pool.hold(max(needs if pool.is_fresh else 0, needs_of(most)), most // 1024)
         pool.is_fresh = False
         if self.card.used() > self.card.size:
             del self._pools[device, architecture]
@@ -101,21 +100,15 @@ class PretendedGraphs(CudaGraphs):
         self.most = max(self.most, self.bytes(device))
         if segments is not None:
             return SegmentsRunner(segments, replace(inputs, patches=None), pool, bytes_of(inputs), 0.1)
+        again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
         return PretendedGraph(self, again, inputs, pool)
 
     def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall) -> None:
         self.rehearsed += 1
-        compute(binding.layout, binding.weights(), ops, rehearsal_of(inputs))
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
-        alone, results = PrivatePool(), []
-
-        def noted() -> Any:
-            results.append(work())
-            return results[0]
-
-        alone.replay(requests_of(noted, SCALE))
-        return results[0], alone.peak
+        output = work()
+        return output, most_in_use(output)
 
 
 class PretendedCard(Card):
@@ -144,7 +137,3 @@ class PretendedCard(Card):
 
     def empty_cache(self) -> None:
         self.emptied += 1
-
-
-def mebibytes(size: int) -> int:
-    return size // MEBIBYTE

@@ -5,10 +5,9 @@ import gc
 import random
 
 from builders import SMALL_XL, a_call
-from graph_builders import PretendedGraphs
+from graph_builders import MEBIBYTE, PretendedGraphs
 from grid import WHOLE
 from ladder_builders import attached, error, now, reason
-from simulated_memory import MEBIBYTE
 from torch import nn
 
 from lib_onediff.core.settings import Settings
