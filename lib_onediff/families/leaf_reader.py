@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -68,6 +68,19 @@ class LeafReader:
         bring what does, or nothing does now."""
         if module is not None and module in self._paths:
             self._unclaimed -= {f"{self.path(module)}.{name}" for name, _ in module.named_parameters()}
+
+    def layers(
+        self, readers: Mapping[str, Callable[[Any, LeafReader], Any]], modules: Iterable[Any]
+    ) -> tuple[Any, ...]:
+        """The descriptions of modules, by the readers of their kinds. None and an Identity compute nothing."""
+        found = []
+        for module in modules:
+            if module is not None and not isinstance(module, nn.Identity):
+                reader = readers.get(self.kind(module))
+                if reader is None:
+                    raise self.unknown(module)
+                found.append(reader(module, self))
+        return tuple(found)
 
     def linear(self, module: Any) -> Linear:
         """An nn.Linear, Forge's, or a 1x1 convolution."""

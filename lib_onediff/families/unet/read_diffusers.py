@@ -1,20 +1,20 @@
 """Read diffusers' UNet2DConditionModel."""
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
-from ...core.leaves import Convolution, ResidualBlock, TimeEmbedding, TransformerBlock
+from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader
-from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
+from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, UNetLayout, Upsample
 
-DOWN_BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D"}
-UP_BLOCKS = {"UpBlock2D", "CrossAttnUpBlock2D"}
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
+BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
 # These compute plain softmax attention; any other processor may compute something else.
 FUSED_PROCESSOR = "FusedAttnProcessor2_0"
 PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0", FUSED_PROCESSOR}
@@ -36,11 +36,23 @@ def read_diffusers(unet: Any) -> UNetLayout:
     """The layout of a UNet2DConditionModel. Raises Refusal with the reason."""
     leaves = LeafReader(unet, reads_loras=True)
     refuse_variants(unet, leaves)
-    down = (stage for block in unet.down_blocks for stage in read_down_block(block, leaves))
     processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
+    down: list[list[Any]] = []
+    for block in unet.down_blocks:
+        down += [*modules_of(block, leaves), *([downsampler] for downsampler in block.downsamplers or ())]
+    up: list[list[Any]] = []
+    for block in unet.up_blocks:
+        up += modules_of(block, leaves)
+        up[-1] += block.upsamplers or ()
+    middle: list[Any] = []
+    if unet.mid_block is not None:
+        first, *others = modules_of(unet.mid_block, leaves)
+        middle = [*first, *chain(*others)]
+
     layout = UNetLayout.of(
-        input_stages=((leaves.convolution(unet.conv_in),), *down), middle_stage=read_middle(unet.mid_block, leaves),
-        output_stages=tuple(stage for block in unet.up_blocks for stage in read_up_block(block, leaves)),
+        input_stages=((leaves.convolution(unet.conv_in),), *(leaves.layers(READERS, stage) for stage in down)),
+        middle_stage=leaves.layers(READERS, middle),
+        output_stages=tuple(leaves.layers(READERS, stage) for stage in up),
         family="diffusers", time=read_time(unet, leaves), label=read_label(unet, leaves),
         out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
         foreign=foreign_parts(unet, set(map(type, processors))),
@@ -123,71 +135,38 @@ def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     return LabelEmbedding(leaves.linear(embedding.linear_1), leaves.linear(embedding.linear_2))
 
 
-def read_down_block(block: Any, leaves: LeafReader) -> list[Stage]:
-    require_block(block, DOWN_BLOCKS, leaves)
-    stages = residual_stages(block, leaves)
-    for downsampler in block.downsamplers or ():
-        stages.append((read_downsample(downsampler, leaves),))
-    return stages
-
-
-def read_up_block(block: Any, leaves: LeafReader) -> list[Stage]:
-    require_block(block, UP_BLOCKS, leaves)
-    stages = residual_stages(block, leaves)
-    for upsampler in block.upsamplers or ():
-        stages[-1] = (*stages[-1], read_upsample(upsampler, leaves))
-    return stages
-
-
-def require_block(block: Any, known: set[str], leaves: LeafReader) -> None:
-    if leaves.kind(block) not in known:
+def modules_of(block: Any, leaves: LeafReader) -> list[list[Any]]:
+    """The layers of one resolution, or of the middle, in the order of the host's forward: a list for each residual
+    block. No attention is None."""
+    if leaves.kind(block) not in BLOCKS:
         raise leaves.unknown(block)
-
-
-def residual_stages(block: Any, leaves: LeafReader) -> list[Stage]:
-    attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
-    stages: list[Stage] = []
-    for resnet, attention in zip(block.resnets, attentions, strict=True):
-        residual = read_residual_block(resnet, leaves)
-        stages.append((residual,) if attention is None else (residual, read_transformer(attention, leaves)))
-    return stages
-
-
-def read_middle(block: Any, leaves: LeafReader) -> Stage:
-    if block is None:
-        return ()
-    require_block(block, MIDDLE_BLOCKS, leaves)
-    layers: list[Layer] = [read_residual_block(block.resnets[0], leaves)]
-    for attention, resnet in zip(block.attentions, block.resnets[1:], strict=True):
-        if attention is not None:
-            layers.append(read_transformer(attention, leaves))
-        layers.append(read_residual_block(resnet, leaves))
-    return tuple(layers)
+    resnets, attentions = list(block.resnets), list(getattr(block, "attentions", None) or ())
+    if leaves.kind(block) in MIDDLE_BLOCKS:
+        return [[resnets[0]], *map(list, zip(attentions, resnets[1:], strict=True))]
+    return list(map(list, zip(resnets, attentions or [None] * len(resnets), strict=True)))
 
 
 def read_downsample(layer: Any, leaves: LeafReader) -> Downsample:
     convolution = leaves.convolution(layer.conv)
-    if leaves.kind(layer) != "Downsample2D" or not layer.use_conv or layer.norm is not None or layer.padding == 0:
+    if not layer.use_conv or layer.norm is not None or layer.padding == 0:
         raise Refusal(f"{leaves.path(layer)} is a downsampling layer of another kind")
     return Downsample(convolution)
 
 
 def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
-    plain = leaves.kind(layer) == "Upsample2D" and layer.use_conv and layer.norm is None
-    if not plain or layer.use_conv_transpose or not layer.interpolate:
+    if not layer.use_conv or layer.norm is not None or layer.use_conv_transpose or not layer.interpolate:
         raise Refusal(f"{leaves.path(layer)} is an upsampling layer of another kind")
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
 def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     path = leaves.path(block)
-    plain = leaves.kind(block) == "ResnetBlock2D" and block.upsample is None and block.downsample is None
-    if not plain or block.time_embedding_norm != "default" or block.skip_time_act or block.output_scale_factor != 1.0:
+    resamples = block.upsample is not None or block.downsample is not None
+    if resamples or block.time_embedding_norm != "default" or block.skip_time_act or block.output_scale_factor != 1.0:
         raise Refusal(f"{path} is a residual block of another kind")
     require_silu(block.nonlinearity, f"the activation of {path}", leaves)
-    convolution: Convolution = leaves.convolution(block.conv1)
     return ResidualBlock(
-        in_norm=leaves.group_norm(block.norm1), in_convolution=convolution,
+        in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
         embedding=leaves.linear(block.time_emb_proj),
         out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
         skip=None if block.conv_shortcut is None else leaves.linear(block.conv_shortcut),
@@ -195,7 +174,7 @@ def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
-    if leaves.kind(transformer) != "Transformer2DModel" or not transformer.is_input_continuous:
+    if not transformer.is_input_continuous:
         raise leaves.unknown(transformer)
     return SpatialTransformer(
         norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
@@ -235,3 +214,9 @@ def refuse_variant(attention: Any, leaves: LeafReader, is_residual: bool = False
     has = attention.group_norm is not None, bool(attention.residual_connection)
     if odd or has != (is_residual, is_residual) or attention.rescale_output_factor != 1 or not attention.scale_qk:
         raise Refusal(f"{leaves.path(attention)} is an attention of another kind")
+
+
+READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
+    "ResnetBlock2D": read_residual_block, "Transformer2DModel": read_transformer, "Downsample2D": read_downsample,
+    "Upsample2D": read_upsample,
+}

@@ -1,6 +1,6 @@
 """What a VAE's decoder or encoder is: a row of layers that says which parameter does what, without holding any.
 
-The same row describes ldm's, sgm's, Forge's and diffusers' modules; read_ldm.py and read_diffusers.py fill it in.
+The same row describes ldm's, sgm's, Forge's and diffusers' modules; read.py fills it in.
 """
 from __future__ import annotations
 

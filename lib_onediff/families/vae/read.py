@@ -87,17 +87,11 @@ def diffusers_level(block: Any, resamplers: str, leaves: LeafReader) -> list[Any
 def layout_of(family: str, half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader) -> DecoderLayout:
     """modules: those that the host calls between the first convolution and the last norm, in this order."""
     layout = DecoderLayout(
-        family, leaves.convolution(half.conv_in),
-        tuple(READERS.get(leaves.kind(module), unknown_layer)(module, leaves) for module in modules
-              if not isinstance(module, (nn.Identity, type(None)))),
-        leaves.group_norm(out_norm), leaves.convolution(half.conv_out),
+        family, leaves.convolution(half.conv_in), leaves.layers(READERS, modules), leaves.group_norm(out_norm),
+        leaves.convolution(half.conv_out),
     )
     leaves.refuse_unclaimed()
     return layout
-
-
-def unknown_layer(module: Any, leaves: LeafReader) -> Layer:
-    raise leaves.unknown(module)
 
 
 def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
