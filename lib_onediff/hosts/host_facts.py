@@ -1,7 +1,7 @@
 """What of a WebUI decides about the last digits of an image: its flags, its options, and what it has loaded.
 
 All of it is read by name where it is there: hosts differ, and so do their versions. Nothing is loaded, and nothing but
-what is named here is told.
+switches and what is named here is told.
 """
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from typing import Any
 
 from ..runtime.consistency import Facts, as_fact
 
-FLAGS = (
-    "precision", "no_half", "no_half_vae", "upcast_sampling", "medvram", "medvram_sdxl", "lowvram", "xformers",
-    "force_enable_xformers", "xformers_flash_attention", "opt_sdp_attention", "opt_sdp_no_mem_attention",
-    "opt_split_attention", "opt_split_attention_v1", "opt_split_attention_invokeai", "opt_sub_quad_attention",
-    "disable_opt_split_attention", "opt_channelslast", "disable_nan_check", "use_cpu", "use_ipex",
-    "all_in_fp32", "all_in_fp16", "unet_in_bf16", "unet_in_fp16", "unet_in_fp8_e4m3fn", "unet_in_fp8_e5m2",
-    "vae_in_fp16", "vae_in_fp32", "vae_in_bf16", "vae_in_cpu", "clip_in_fp8_e4m3fn", "clip_in_fp8_e5m2",
-    "clip_in_fp16", "clip_in_fp32", "attention_split", "attention_quad", "attention_pytorch", "disable_xformers",
-    "force_upcast_attention", "disable_attention_upcast", "pytorch_deterministic", "always_cpu", "always_low_vram",
-    "always_no_vram", "directml",
-)
 OPTIONS = (
     "cross_attention_optimization", "upcast_attn", "s_min_uncond", "s_min_uncond_all", "token_merging_ratio",
     "token_merging_ratio_hr", "hypertile_enable_unet", "hypertile_enable_vae", "fp8_storage", "cache_fp16_weight",
@@ -41,10 +30,16 @@ def host_facts(release: str) -> Facts:
 
     return {
         "WebUI": {"Release": release, "Attention": attention(), **types()},
-        "WebUI flags": named(shared.cmd_opts, FLAGS),
+        "WebUI flags": flags(shared.cmd_opts),
         "WebUI options": named(shared.opts, OPTIONS),
         "Model": model(),
     }
+
+
+def flags(given: Any) -> dict[str, str]:
+    """The switches that are on, and two choices; nothing of what else is on a command line: paths, passwords."""
+    switches = (name for name, value in sorted(vars(given).items()) if value is True)
+    return named(given, ("precision", "use_cpu", *switches))
 
 
 def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
