@@ -11,9 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from ..core.logs import one_line
+from ..core.logs import readable
 
-LONGEST_SENTENCE = 300
 # What pydantic 2 puts into the place of an error for a field that may be of several kinds.
 KINDS = ("constrained-", "list[", "str", "nullable[")
 log = logging.getLogger("onediff")
@@ -53,12 +52,6 @@ def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None
     answer = json_answer({"detail": readable(sentence)}, status)
     answer.headers.update(headers or {})
     return answer
-
-
-def readable(sentence: str) -> str:
-    """A sentence on one line and of bearable length, whatever a client wrote into it."""
-    shown = one_line(sentence)
-    return shown if len(shown) <= LONGEST_SENTENCE else f"{shown[:LONGEST_SENTENCE]}..."
 
 
 def sentence_of(error: RequestValidationError) -> str:

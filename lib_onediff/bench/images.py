@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..demo import SHIPPED
-from ..demo.model_folder import load_folder
+from ..hosts.diffusers.model_folder import load_folder
 from ..public import compile_pipe, uncompile_pipe
 from ..quality import compare
 from ..runtime.runtime import runtime
@@ -133,6 +132,7 @@ def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 # What emoji-sd was not trained on, and the emoji that it asks for.
 PROMPTS = Path(__file__).with_name("prompts.json")
+SHIPPED = Path(__file__).parents[1] / "demo" / "emoji-sd"
 JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
 HOST32, ANOTHER = "host, fp32", "another prompt's image"
 SIDE, GUIDANCE, IMAGES_AT_ONCE = 256, 4.0, 8

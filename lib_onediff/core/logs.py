@@ -7,12 +7,19 @@ import sys
 
 DEBUG_VARIABLE = "ONEDIFF_DEBUG"
 FALSE_VALUES = ("", "0", "false", "off", "no")
+LONGEST_SENTENCE = 300
 log = logging.getLogger("onediff")
 
 
 def one_line(text: str) -> str:
     """text without line breaks and what else a console acts upon: names come with files, and words with requests."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def readable(sentence: str) -> str:
+    """A sentence on one line and of bearable length, whatever a client wrote into it."""
+    shown = one_line(sentence)
+    return shown if len(shown) <= LONGEST_SENTENCE else f"{shown[:LONGEST_SENTENCE]}..."
 
 
 class OneLineFormatter(logging.Formatter):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..core.logs import one_line
 from ..core.refusal import Refusal
+from ..hosts.diffusers.model_folder import load_folder
 from . import SHIPPED
-from .model_folder import load_folder
 from .single_file import load_checkpoint
 
 ABOUT_SHIPPED = (

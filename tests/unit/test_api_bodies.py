@@ -20,7 +20,7 @@ from grid import WHOLE
 from hypothesis import strategies as st
 
 from lib_onediff.api import routes as rest
-from lib_onediff.api.answers import LONGEST_SENTENCE
+from lib_onediff.core.logs import LONGEST_SENTENCE
 from lib_onediff.runtime.runtime import runtime
 
 WHOLE_BODIES = [

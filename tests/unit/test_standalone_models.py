@@ -17,8 +17,8 @@ from tiny_model import tiny_sd15_pipeline
 from tiny_sdxl import tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo import model_folder as model_folder_module
 from lib_onediff.demo.models import load_model
+from lib_onediff.hosts.diffusers import model_folder as model_folder_module
 
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 

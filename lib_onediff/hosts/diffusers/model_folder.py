@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..api.answers import readable
-from ..core.refusal import Refusal
+from ...core.logs import readable
+from ...core.refusal import Refusal
 
 NEEDED = ("unet", "vae", "scheduler")
 # By this transformers would load another model in the place of the one in the folder.
