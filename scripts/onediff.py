@@ -12,15 +12,14 @@ from lib_onediff.core.logs import show_on_console
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import USUAL_NUMBER, WantedSize, parse_prewarm
 from lib_onediff.hosts import this_webui
-from lib_onediff.hosts.host_facts import checkpoint_name, host_facts
-from lib_onediff.options import infotext, xyz
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import chosen_folder
-from lib_onediff.ui import accordion, onediff_tab, run_settings, settings_tab, status
+from lib_onediff.ui import accordion, infotext, onediff_tab, run_settings, settings_tab, status, xyz
+from lib_onediff.ui.host_facts import checkpoint_name
 
 CACHE_FOLDER = Path("cache", "onediff")
 SECONDS_FOR_THE_LAST_CALL = 5
@@ -176,9 +175,8 @@ def add_options() -> None:
 
 @guard.hook("building the OneDiff tab", otherwise=[])
 def tabs() -> list[tuple[Any, str, str]]:
-    facts = partial(host_facts, webui.release)
     tab = onediff_tab.build_onediff_tab(
-        runtime, warmup, webui.exclusively, OneDiffScript, standing_settings, facts
+        runtime, warmup, webui.exclusively, OneDiffScript, standing_settings, webui.release
     )
     return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 

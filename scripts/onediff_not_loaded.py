@@ -16,8 +16,7 @@ def why_not_loaded() -> str | None:
     """One sentence for the user; None where all of OneDiff can be imported."""
     try:
         from lib_onediff import hosts, ui  # noqa: F401
-        from lib_onediff.options import infotext, xyz  # noqa: F401
-        from lib_onediff.ui import accordion, onediff_tab  # noqa: F401
+        from lib_onediff.ui import accordion, infotext, onediff_tab, xyz  # noqa: F401
     except Exception as error:
         # The WebUI has printed it for scripts/onediff.py.
         log.debug("OneDiff could not be loaded", exc_info=True)

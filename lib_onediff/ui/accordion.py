@@ -8,13 +8,13 @@ import gradio as gr
 
 from ..core.settings import Settings
 from ..core.sizes import Size
-from ..options.presets import AS_IN_SETTINGS, PRESETS
 from ..prewarm.job import DONE, FAILED, Job
 from ..prewarm.worker import WarmUp
 from .amounts import whole_number
 from .controls import ROWS, a_control, a_text_of_changes, connect_controls
 from .events import HIDDEN, QUIET, UNCHANGED, a_button, a_place, in_the_browser
 from .markup import bar_html, sentence
+from .presets import AS_IN_SETTINGS, PRESETS
 from .progress import job_sentence
 from .run_settings import AS_AT_FIRST
 

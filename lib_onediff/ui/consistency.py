@@ -7,9 +7,9 @@ from typing import Any
 
 import gradio as gr
 
-from ..runtime.consistency import Facts, differences, parse, report
 from .amounts import counted
 from .events import QUIET, a_place, a_text
+from .facts import Facts, differences, parse, report
 from .markup import sentence
 
 ELEM_ID = "onediff_facts_page"
@@ -18,7 +18,7 @@ EXPLAINED = (
     "Copy it and paste it on the other machine, or the other way round."
 )
 NOTHING_DIFFERS = "Nothing differs: both machines should make the same image."
-# What differs, by what it does to an image: see runtime/consistency.py.
+# What differs, by what it does to an image: see facts.py.
 RANKS = "These change images", "These change the last digits of an image", "These change no image by themselves"
 
 

@@ -15,12 +15,12 @@ import gradio as gr
 
 from ..core.option import format_value, words_of
 from ..core.settings import OFF_IN_SETTINGS, Settings
-from ..options.infotext import SWITCH, describe, options_of_a_run
-from ..options.presets import AS_IN_SETTINGS, preset_options
 from ..runtime.effects import described
 from ..runtime.runtime import runtime
 from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults
+from .infotext import SWITCH, describe, options_of_a_run
 from .markup import sentence
+from .presets import AS_IN_SETTINGS, preset_options
 from .run_settings import EXAMPLE
 from .settings_tab import label_of
 

@@ -8,13 +8,14 @@ import gradio as gr
 
 from ..core.settings import Settings
 from ..prewarm.worker import WarmUp
-from ..runtime.consistency import Facts, machine_facts, onediff_facts, report
 from ..runtime.runtime import Runtime
 from .cache.panel import build_cache_tab
 from .chore import Exclusively
 from .compare.tab import ComparePanel, build_compare_page
 from .compare.text_to_image import TextToImage
 from .consistency import build_facts_page
+from .facts import Facts, machine_facts, onediff_facts, report
+from .host_facts import host_facts
 from .settings_tab import build_settings_form
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
@@ -22,18 +23,18 @@ TITLE, ELEM_ID = "OneDiff", "onediff"
 
 def build_onediff_tab(
     runtime: Runtime, warmup: WarmUp, exclusively: Exclusively, make_script: Callable[[], Any],
-    standing: Callable[[], Settings], host_facts: Callable[[], Facts],
+    standing: Callable[[], Settings], release: str,
 ) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
-    make_script: our script's class. standing: the settings tab's settings. host_facts: what of the WebUI decides about
-    the last digits of an image.
+    make_script: our script's class. standing: the settings tab's settings. release: what the
+    WebUI's adapter calls it.
     """
 
     def facts() -> Facts:
         tuned = runtime.history.tuned()
         return {
-            **machine_facts(), **host_facts(), **onediff_facts(standing(), runtime.status(), tuned),
+            **machine_facts(), **host_facts(release), **onediff_facts(standing(), runtime.status(), tuned),
         }
 
     maker = TextToImage(make_script, runtime.status)

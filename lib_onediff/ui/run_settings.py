@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.settings import OFF_IN_SETTINGS, Settings
-from ..options import infotext
-from ..options.infotext import KEY, PROBLEM, options_of_a_run, read_changes
-from ..options.presets import AS_IN_SETTINGS, with_preset
 from ..runtime.effects import without_effect
 from ..runtime.runtime import runtime
+from . import infotext
+from .infotext import KEY, PROBLEM, options_of_a_run, read_changes
+from .presets import AS_IN_SETTINGS, with_preset
 
 log = logging.getLogger("onediff")
 # What of a generation runs the model: init encodes the image that img2img begins with.

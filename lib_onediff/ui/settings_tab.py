@@ -19,10 +19,10 @@ import gradio as gr
 from ..core.migration import migrate_values
 from ..core.option import format_value, parse_value, words_of
 from ..core.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
-from ..options.presets import PRESETS
 from ..runtime.effects import Machine, described
 from ..runtime.runtime import runtime
 from .events import HIDDEN
+from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
 FOLDER_IS_SET_BY = "Only the environment variable ONEDIFF_CACHE sets it, when the WebUI starts."

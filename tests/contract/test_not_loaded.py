@@ -28,9 +28,9 @@ def test_nothing_is_said_where_all_can_be_imported() -> None:
 
 def test_what_cannot_be_imported_is_told_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     # As an older torch has it: a module of ours raises when it is imported.
-    monkeypatch.delitem(sys.modules, "lib_onediff.options.xyz", raising=False)
-    monkeypatch.delattr("lib_onediff.options.xyz", raising=False)
-    monkeypatch.setitem(sys.modules, "lib_onediff.options.xyz", None)
+    monkeypatch.delitem(sys.modules, "lib_onediff.ui.xyz", raising=False)
+    monkeypatch.delattr("lib_onediff.ui.xyz", raising=False)
+    monkeypatch.setitem(sys.modules, "lib_onediff.ui.xyz", None)
     script = loaded()
     assert "OneDiff could not be loaded and changes nothing" in script.reason and "torch" in script.reason
     page = script.OneDiffNotLoaded()

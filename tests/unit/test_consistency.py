@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lib_onediff import __version__
 from lib_onediff.core.settings import Settings
-from lib_onediff.hosts.host_facts import host_facts
-from lib_onediff.runtime.consistency import (
+from lib_onediff.runtime.machine import source_digest
+from lib_onediff.ui.facts import (
     CHANGES_DIGITS,
     CHANGES_IMAGES,
     CHANGES_NOTHING,
@@ -24,7 +24,7 @@ from lib_onediff.runtime.consistency import (
     parse,
     report,
 )
-from lib_onediff.runtime.machine import source_digest
+from lib_onediff.ui.host_facts import host_facts
 
 STATUS = {"backend": "eager", "route": "plain", "model": "SD1"}
 NAMES = st.text("abc XYZ.12", min_size=1, max_size=8).map(lambda text: " ".join(text.split())).filter(bool)

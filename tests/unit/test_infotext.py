@@ -9,8 +9,8 @@ import pytest
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.demo.modules import infotext_utils
-from lib_onediff.options import infotext
-from lib_onediff.options.presets import AS_IN_SETTINGS, FAST, with_preset
+from lib_onediff.ui import infotext
+from lib_onediff.ui.presets import AS_IN_SETTINGS, FAST, with_preset
 from lib_onediff.ui.run_settings import settings_of_run
 
 

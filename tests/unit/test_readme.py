@@ -10,7 +10,7 @@ import pytest
 from lib_onediff.core.option import allowed_values, format_value
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.version import __version__
-from lib_onediff.options.infotext import options_of_a_run
+from lib_onediff.ui.infotext import options_of_a_run
 
 ROOT = Path(__file__).parents[2]
 README, MAP = ROOT / "README.md", ROOT / "lib_onediff" / "README.md"

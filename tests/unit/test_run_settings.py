@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
-from lib_onediff.options.presets import AS_IN_SETTINGS, BALANCED, with_preset
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import run_settings
+from lib_onediff.ui.presets import AS_IN_SETTINGS, BALANCED, with_preset
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
 

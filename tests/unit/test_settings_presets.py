@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lib_onediff.core.settings import Settings
-from lib_onediff.options.presets import FORMER_NAMES, PRESETS, WEBUI_SECONDS, preset_of, with_preset
+from lib_onediff.ui.presets import FORMER_NAMES, PRESETS, WEBUI_SECONDS, preset_of, with_preset
 
 PAGE = (Path(__file__).parents[2] / ".readme" / "presets.md").read_text(encoding="utf-8")
 

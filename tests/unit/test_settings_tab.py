@@ -15,9 +15,9 @@ import gradio
 from lib_onediff.core.option import check_value
 from lib_onediff.core.settings import Settings, host_key
 from lib_onediff.demo.modules.options import OptionInfo, Options
-from lib_onediff.options.presets import preset_options
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import settings_tab
+from lib_onediff.ui.presets import preset_options
 
 
 def the_options() -> tuple[Options, list[Settings]]:

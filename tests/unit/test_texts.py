@@ -10,7 +10,7 @@ from pathlib import Path
 from test_readme import BANNED
 
 from lib_onediff.core.settings import Settings
-from lib_onediff.options.presets import PRESETS
+from lib_onediff.ui.presets import PRESETS
 
 UI = Path(__file__).parents[2] / "lib_onediff" / "ui"
 MOST_LETTERS = 90

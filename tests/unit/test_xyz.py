@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("fastapi")
 
 from lib_onediff.core.settings import Settings
-from lib_onediff.options import xyz
-from lib_onediff.options.presets import BALANCED, FAST, PRESETS
+from lib_onediff.ui import xyz
+from lib_onediff.ui.presets import BALANCED, FAST, PRESETS
 
 OWN = Settings(memory_budget=500)
 

@@ -11,11 +11,11 @@ from ...core.guard import outcome_of
 from ...core.option import did_you_mean
 from ...core.settings import Settings
 from ...core.sizes import Size
-from ...options.infotext import describe, read_changes
-from ...options.presets import PRESETS, with_preset
 from ...quality import ImageComparison, compare
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively
+from ..infotext import describe, read_changes
+from ..presets import PRESETS, with_preset
 from .text_to_image import GeneratedImage, ImageRequest, TextToImage
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"

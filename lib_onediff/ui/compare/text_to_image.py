@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.settings import Settings
-from ...options.infotext import options_of_a_run
+from ..infotext import options_of_a_run
 
 JOB = "OneDiff comparison"
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from ..runtime.consistency import Facts, as_fact
+from .facts import Facts, as_fact
 
 OPTIONS = (
     "cross_attention_optimization", "upcast_attn", "s_min_uncond", "s_min_uncond_all", "token_merging_ratio",

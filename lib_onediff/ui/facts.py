@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.settings import Settings
-from ..options.presets import preset_options
-from .machine import Fingerprint
+from ..runtime.machine import Fingerprint
+from .presets import preset_options
 
 # Section to name to value, in the order in which they are shown.
 Facts = dict[str, dict[str, str]]
