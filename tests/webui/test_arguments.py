@@ -49,7 +49,8 @@ def test_wrong_arguments_are_told_and_cost_no_image(
     ((True, "Quality first", "off; tf32 on; verify off"), "off"),
 ], ids=str)
 def test_preset_and_changes_of_one_run(webui: WebUI, sd15: Models, arguments: tuple[Any, ...], expected: str) -> None:
-    with webui.options(onediff_deepcache_depth=2) if len(arguments) > 1 and "settings" not in arguments[1] else nullcontext():
+    presets = len(arguments) > 1 and arguments[1] != "As in the settings"
+    with webui.options(onediff_deepcache_depth=2) if presets else nullcontext():
         assert said(webui.txt2img(**with_arguments(*arguments))) == expected
 
 
