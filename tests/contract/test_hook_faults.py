@@ -12,7 +12,7 @@ from test_generations import OURS, close, same
 from lib_onediff.hosts import hooks, sampler_schedule
 from lib_onediff.hosts.a1111 import layers
 from lib_onediff.hosts.forge import adapter as forge
-from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.runtime import OursOrHosts, runtime
 from lib_onediff.weights.fused_storage import shares_storage
 
 # Neo's adapter is Forge's, and Classic's is reForge's.
@@ -42,7 +42,7 @@ FAULTS = {
     "looking at the UNet": Fault(lambda host: (host.adapter, "_check"), FAMILY, UNET, ALL),
     "looking at a call": Fault(lambda host: (host.adapter, "_check_state"), ("a1111",), UNET, ALL),
     "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
-    "serving a call": Fault(lambda host: (runtime, "by_ours"), HOSTS, UNET, LATENT),
+    "serving a call": Fault(lambda host: (OursOrHosts, "_ours"), HOSTS, UNET, LATENT),
     "merging a LoRA": Fault(lambda host: (layers, "wanted_networks"), ("a1111",), UNET, LATENT),
     "looking at a decode": Fault(lambda host: (hooks, "check_original"), HOSTS, VAE, IMAGES),
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),
