@@ -48,11 +48,10 @@ class WarmUp:
         # What is not queued any more stands before what is; the order of that is the queue's.
         self._jobs: dict[int, Job] = {}
         self._ids = count(1)
-        self._version = 0
         # Seconds for one latent pixel, by the number of the call at its shape.
         self._rates: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=MEASUREMENTS_KEPT))
         self._worker: threading.Thread | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
 
     @property
     def model(self) -> str | None:
@@ -69,7 +68,7 @@ class WarmUp:
             raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be made ready.")
         check_tokens(tokens)
         wanted = [(size, tuple(starmap(Shape, self._webui.call_shapes(size.batch, tokens)))) for size in sizes]
-        with self._changed:
+        with self._lock:
             waiting = {(job.size, job.shapes): job for job in self._jobs.values() if job.state == QUEUED}
             for size, shapes in wanted:
                 if (size, shapes) not in waiting:
@@ -88,7 +87,7 @@ class WarmUp:
 
     def jobs(self) -> list[Job]:
         """The last jobs that are over and the one that runs, in the order of asking, then the queue in its own."""
-        with self._changed:
+        with self._lock:
             return list(self._jobs.values())
 
     def busy(self) -> bool:
@@ -97,7 +96,7 @@ class WarmUp:
 
     def cancel(self, job_id: int) -> bool:
         """Take a job out of the queue, or end it after the UNet call in progress; False when it is over or unknown."""
-        with self._changed:
+        with self._lock:
             job = self._jobs.get(job_id)
             if job is None or not job.pending:
                 return False
@@ -112,13 +111,7 @@ class WarmUp:
             worker.join(seconds)
         return cancelled
 
-    def wait_for_change(self, version: int, seconds: float) -> int:
-        """Wait until anything differs from what version stood for, at most so long, and return the version now."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._version != version, seconds)
-            return self._version
-
-    # --- call these with the condition held -----------------------------------------------------------------------
+    # --- call these with the lock held ----------------------------------------------------------------------------
 
     def _estimate(self, job: Job) -> float | None:
         """Seconds that are left of a job; None while calls of a kind were never made."""
@@ -132,13 +125,8 @@ class WarmUp:
         finished = [job_id for job_id, kept in self._jobs.items() if not kept.pending]
         for job_id in finished[:-FINISHED_JOBS_KEPT]:
             del self._jobs[job_id]
-        self._tell()
-        return job
-
-    def _tell(self) -> None:
         self._jobs = dict(sorted(self._jobs.items(), key=is_queued))
-        self._version += 1
-        self._changed.notify_all()
+        return job
 
     # --- the worker -----------------------------------------------------------------------------------------------
 
@@ -154,7 +142,7 @@ class WarmUp:
 
     def _take(self) -> Job | None:
         """The next job, which runs from now on; None if none is queued."""
-        with self._changed:
+        with self._lock:
             job = next((job for job in self._jobs.values() if job.state == QUEUED), None)
             if job is not None:
                 return self._update(job, state=RUNNING)
@@ -164,20 +152,20 @@ class WarmUp:
 
     def _running(self, job: Job) -> Job | None:
         """A job that was taken, as it is now; None where it is over."""
-        with self._changed:
+        with self._lock:
             now = self._jobs.get(job.id)
             return now if now is not None and now.state == RUNNING else None
 
     def _say(self, job: Job, what: str) -> None:
         """What is being done for a running job now, for people."""
-        with self._changed:
+        with self._lock:
             now = self._running(job)
             if now is not None and now.what != what:
                 self._update(now, what=what)
 
     def _advance(self, job: Job, call: Call, seconds: float, calls: int) -> None:
         """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
-        with self._changed:
+        with self._lock:
             self._rates[call.number].append(seconds / call.pixels)
             now = self._running(job)
             if now is not None:
@@ -186,7 +174,7 @@ class WarmUp:
 
     def _end(self, job: Job, state: str, reason: str) -> None:
         """A running job is over; one that was cancelled meanwhile stays so."""
-        with self._changed:
+        with self._lock:
             now = self._running(job)
             if now is not None:
                 self._update(now, state=state, reason=reason, what="", estimated_seconds=None)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import builders
@@ -78,7 +79,7 @@ class Seen:
 
     def look_until_idle(self) -> None:
         while isinstance(self.waiting, Chore) or any(job.pending for job in self.warmup.jobs()):
-            self.warmup.wait_for_change(-2, 0.05)
+            time.sleep(0.05)
             self.look()
         self.look()
 
