@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from test_history import KEY
@@ -47,16 +46,15 @@ def while_another_adds(add: Callable[[int], object], walk: Callable[[], object])
         thread.join()
 
 
-def key(number: int) -> Any:
-    return dataclasses.replace(KEY, batch=number % 2000)
-
-
 def test_entries_that_are_forgotten_while_others_come() -> None:
-    table = ShapeTable()
-    for number in range(2000):
-        table.entry(key(number))
-    while_another_adds(lambda number: table.entry(key(number)), lambda: table.forget({key(0), key(1)}))
-    while_another_adds(lambda number: table.entry(key(number)), table.entries)
+    table, keys = ShapeTable(), [dataclasses.replace(KEY, batch=number) for number in range(2000)]
+    for key in keys:
+        table.entry(key)
+
+    def add(number: int) -> None:
+        table.entry(keys[number % 2000])
+
+    while_another_adds(add, lambda: (table.forget(set(keys[:2])), table.entries()))
 
 
 def test_modules_that_come_while_others_are_looked_at() -> None:
@@ -68,10 +66,8 @@ def test_modules_that_come_while_others_are_looked_at() -> None:
         known.pop(modules[(number + 500) % 1000], None)
 
     while_another_adds(add, lambda: (known.items(), known.keys(), known.values(), list(known), set(known)))
-
-
-def test_a_module_that_is_gone_is_not_among_them() -> None:
+    known.clear()
     here, gone = nn.Identity(), nn.Identity()
-    known: WeakDictionary[nn.Module, int] = WeakDictionary({here: 1, gone: 2})
+    known[here], known[gone] = 1, 2
     del gone
     assert known.items() == [(here, 1)] and list(known) == known.keys() == [here] and known.values() == [1]
