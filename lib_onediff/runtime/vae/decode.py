@@ -28,8 +28,6 @@ from .precision import AUTO, NOT_FINITE, ONE_COLOUR, KnownVae, look_at, short_na
 
 log = logging.getLogger("onediff")
 
-# As a mark of a key: a decode with nothing to compare it with, because the host's own image cannot be shown.
-UNCOMPARED = "uncompared"
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
 # An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
@@ -203,7 +201,7 @@ class Decode:
         network = Network(self.layout.architecture, self.layout.kernel_users, dtype, latent.device)
         services.pressure.before_decode(self._small.to(dtype))
         for device in devices:
-            entry = self._entry(dtype, device.name, uncompared)
+            entry = self._entry(dtype, device.name)
             try:
                 if entry.state is State.FAILED:
                     raise Refusal(entry.reason)
@@ -227,14 +225,12 @@ class Decode:
         step = self.layout.reduction
         return self._latent[..., ::step, ::step]
 
-    def _entry(self, dtype: torch.dtype, backend: str, uncompared: bool) -> Entry:
+    def _entry(self, dtype: torch.dtype, backend: str) -> Entry:
         layout, upcast = self.layout, self.host.upcast_attention
         flags = flags_for(self.settings, dtype, self._latent.device, upcast)
-        marks = (*((ENCODE,) if layout.encodes else ()), *((UNCOMPARED,) if uncompared else ()))
+        marks = (ENCODE,) if layout.encodes else ()
         key = ShapeKey.of_decode(layout.architecture, self._small, upcast, backend, dtype, flags, marks)
         entry = self.services.table.entry(key, layout.model_name).of_weights(f"{self._known.digest} {self.sources}")
-        if uncompared and entry.state is State.COLD:
-            entry.state = State.PROVED
         self.notice(entry)
         return entry
 
@@ -243,7 +239,8 @@ class Decode:
         key, device, stored = entry.key, latent.device, self._latent.dtype
         weights = self.weights if key.dtype == stored else precision.CastWeights(self.weights, key.dtype)
         decoding = Decoding(weights, used.operators(), key.upcast_attention, fold_biases=used.traits.channels_last)
-        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
+        # A first run at a size loads kernels and picks algorithms.
+        stopwatch = entry.own if entry.uses > 1 else Stopwatch()
         with on_card(device), our_modes(device):
             with applied(key.precision):
                 image = stopwatch.time(device, lambda: decoding.run(self.layout, latent).contiguous())
