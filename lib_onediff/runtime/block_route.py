@@ -25,7 +25,7 @@ from ..families.unet.forward import ContextProjections, block_shifts
 from ..families.unet.layers import Layers
 from ..families.unet.layout import Stage
 from .call_stats import BLOCKS
-from .fallback import network_of, sampling_now
+from .card_route import network_of, sampling_now
 from .managed_unet import ManagedUNet
 from .runtime import Runtime
 from .services import OUT_OF_MEMORY

@@ -1,42 +1,49 @@
-"""Computes the calls of UNets on one card: replays what is ready for a call, or finds out what serves it."""
+"""Calls of UNets on one card: what is ready is replayed; else the ladder is gone down, from the best backend to
+PyTorch's operators launched one by one. What fails is taken down with its reason, and the next one is tried."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..core.call import UNetCall
-from ..core.device import Candidates
+from ..core.device import Candidates, Device, Network, NotYet
+from ..core.guard import first_line
+from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.policy import Answer, Host, Served
-from ..core.precision import AttentionOverflows, flags_for, our_modes
+from ..core.precision import AttentionOverflows, Flags, flags_for, our_modes
 from ..core.refusal import Refusal
-from ..core.settings import SAGE, Settings
-from ..core.table import State
+from ..core.table import Entry, State, Stopwatch
+from ..options.settings import SAGE, Settings
+from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
-from .fallback import FallbackChain
+from .low_bit_route import LowBitRoute
 from .managed_unet import ManagedUNet
-from .patched_route import WITHIN_FUNCTION
+from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services
 from .session import Session
 from .stepping import Stepping
-from .verify import prove
+from .verify import blame, judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
 
 
 class CardRoute:
-    """Serves calls where their latents are."""
+    """Serves calls where their latents are. What its parts keep is theirs."""
 
     def __init__(self, services: Services, stepping: Stepping) -> None:
-        self._services, self._stepping = services, stepping
+        self.services, self._stepping = services, stepping
         self.attention_overflows = AttentionOverflows(services.tuning_cache)
-        self.choice, self.fallback = BackendChoice(services), FallbackChain(services)
+        self.choice, self.low_bit, self.patched = BackendChoice(services), LowBitRoute(services), PatchedRoute(services)
 
     def answer(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host,
-        times_host: bool = True, is_counted: bool = True, was_looked_at: bool = False,
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host, times_host: bool = True,
+        is_counted: bool = True, was_looked_at: bool = False,
     ) -> Answer:
         """The output of a call, with the step policies around it that are on for each card. times_host: host makes this
         call and no more. is_counted: otherwise it is a part of a call that is counted as a whole. was_looked_at:
@@ -47,46 +54,75 @@ class CardRoute:
         compute = OneCard(self, managed, settings, times_host, may_replay=not was_looked_at)
         return self._stepping.around(compute, False, managed, settings, is_counted=is_counted)(call, host)
 
-    def serve(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host | None, times_host: bool = True,
-    ) -> Served:
-        """As answer, with everything found out, and by no policy. host: None: what is cold does not serve."""
-        services, device = self._services, call.latent.device
+
+class OneCard:
+    """The calls of one UNet by these settings. It is a core.policy.Compute."""
+
+    def __init__(
+        self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool, may_replay: bool
+    ) -> None:
+        self._route, self._services = route, route.services
+        self._graphs, self._devices, self._families = (
+            route.services.graphs, route.services.devices, route.services.families,
+        )
+        self._managed, self._settings = managed, settings
+        self._times_host, self._may_replay = times_host, may_replay
+
+    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+        session = self._managed.session if self._may_replay else None
+        served = None if session is None else session.replay(call, self._settings, call.latent.device)
+        if served is None:
+            served = self.serve(call, host)
+        return Answer(served.output, served)
+
+    def serve(self, call: UNetCall, host: Host | None) -> Served:
+        """The output with everything found out. host: None: what is cold does not serve. Raises what answer raises."""
+        services, managed, device = self._services, self._managed, call.latent.device
         with services.computing(device):
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
-            candidates = self.choice.begin(managed, settings, call)
-            served = self._compute(managed, settings, candidates, call)
+            candidates = self._route.choice.begin(managed, self._settings, call)
+            served = self._compute(candidates, call)
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             if host is None:
                 raise Refusal("it was not checked yet")
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            yardstick = managed.bound.host_traits.yardstick(host)
             prove(
-                entry, served.output, services.history, host, yardstick, is_noise,
-                () if call.patches is None else call.patches.functions(), times_host,
-                services.devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
+                entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
+                () if call.patches is None else call.patches.functions(), self._times_host,
+                self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
             )
-        else:
-            if served.route == PLAIN:
-                with services.computing(device), our_modes(device, entry.key.precision):
-                    self.fallback.make_ready(managed, settings, served)
+        elif served.route == PLAIN:
+            with services.computing(device), our_modes(device, entry.key.precision):
+                self._make_ready(served)
         managed.served_last = True
-        self._note_session(managed, settings, call, served)
+        self._note_session(call, served)
         return served
 
-    def check(self, managed: ManagedUNet, call: UNetCall, served: Served) -> None:
-        """See Compute.check."""
-        device, upcast = call.latent.device, served.call.upcast_attention
-        with self._services.computing(device), our_modes(device, served.entry.key.precision):
-            self.fallback.check(managed, replace(call, upcast_attention=upcast), served)
+    def check(self, call: UNetCall, served: Served) -> None:
+        """Of the backend that has served."""
+        key, call = served.entry.key, replace(call, upcast_attention=served.call.upcast_attention)
+        with self._services.computing(call.latent.device), our_modes(call.latent.device, key.precision):
+            entry = self._entry(call, key.backend, key.lossy, key.precision)
+            if entry.state is State.COLD:
+                try:
+                    miss = judge_cached_pass(entry, served.output, lambda: self._plainly(entry, call))
+                    if miss is not None:
+                        blame(entry, miss)
+                except torch.cuda.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    blame(entry, f"DeepCache's cached pass failed: {first_line(error)}")
+                    log.exception("%s (%s)", entry.reason, entry.key)
+        if entry.state is State.FAILED:
+            raise Refusal(entry.reason)
 
-    def _note_session(self, managed: ManagedUNet, settings: Settings, call: UNetCall, served: Served) -> None:
+    def _note_session(self, call: UNetCall, served: Served) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
         are in eight bits, what some devices compile."""
-        key, device = served.entry.key, call.latent.device
-        looks_again = self._services.devices.named(key.backend).traits.decides_anew or (
+        managed, settings, device, key = self._managed, self._settings, call.latent.device, served.entry.key
+        looks_again = self._devices.named(key.backend).traits.decides_anew or (
             settings.low_bit not in ("off", SAGE) and not managed.low_bit_is_decided(key.lossy)
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
@@ -96,53 +132,173 @@ class CardRoute:
             session = managed.session = Session(self._services, managed, settings, device)
         session.note(call, served.entry, served.reason)
 
-    def _compute(self, managed: ManagedUNet, settings: Settings, candidates: Candidates, call: UNetCall) -> Served:
+    # --- the ladder -----------------------------------------------------------------------------------------------
+
+    def _compute(self, candidates: Candidates, call: UNetCall) -> Served:
         """The output of a call by one of these backends.
 
         The first output of a shape that overflows is computed again with attention in float32; so is every other of
         this network from then on.
         """
-        weights, dtype = managed.bound.identity(), managed.bound.binding.dtype
-        device, by_host = call.latent.device, call.upcast_attention
-        overflows = self.attention_overflows.seen(weights, dtype)
+        bound, known = self._managed.bound, self._route.attention_overflows
+        weights, dtype, by_host = bound.identity(), bound.binding.dtype, call.upcast_attention
+        overflows = seen = known.seen(weights, dtype)
         while True:
-            upcast = by_host or overflows
+            upcast, device = by_host or overflows, call.latent.device
             if upcast != call.upcast_attention:
                 call = replace(call, upcast_attention=upcast)
-            flags = flags_for(settings, dtype, device, call.upcast_attention)
+            flags = flags_for(self._settings, dtype, device, upcast)
             with our_modes(device, flags):
-                served = self.fallback.serve(
-                    managed, settings, candidates, call, self._services.call_stats.notice, flags
-                )
-            if served.entry.state is not State.COLD or call.upcast_attention:
-                break
-            if bool(torch.isfinite(served.output).all()):
+                served = self._by_the_first(candidates, call, flags)
+            if served.entry.state is not State.COLD or upcast or bool(torch.isfinite(served.output).all()):
                 break
             overflows = True
-        news = overflows and not self.attention_overflows.seen(weights, dtype)
-        if news and bool(torch.isfinite(served.output).all()):
-            self.attention_overflows.note(weights, dtype)
+        if overflows and not seen and bool(torch.isfinite(served.output).all()):
+            known.note(weights, dtype)
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
 
+    def _by_the_first(self, candidates: Candidates, call: UNetCall, flags: Flags) -> Served:
+        """The output by the first backend that does not fail. flags: torch's switches of precision, as they stand; the
+        entry's key holds them.
 
-class OneCard:
-    """The calls of one UNet by CardRoute, as core.policy.Compute."""
+        Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
+        """
+        managed, reason, waits = self._managed, candidates.reason, self._services.waits_for_compile
+        lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
+        for device, lossy in (*lossy_first, *((device, EXACT) for device in candidates.devices)):
+            entry = None
+            try:
+                device.refuse_call(call)
+                refuse_lossy(call, device, lossy)
+                entry = self._entry(call, device.name, lossy, flags)
+                if entry.key.is_cached_pass and entry.state is State.COLD:
+                    raise Refusal("it was not checked beside a whole step yet")
+                self._services.call_stats.notice(entry)
+                if entry.state is State.FAILED:
+                    raise Refusal(entry.reason)
+                if not lossy.only:
+                    self._graphs.restore(managed)
+                device.prepare(network_of(managed, call, lossy), waits, measures=waits)
+                return self._run(device, entry, call, reason)
+            except (torch.cuda.OutOfMemoryError, NotYet):
+                raise
+            except Refusal as refusal:
+                reason = str(refusal)
+            except Exception as error:
+                if entry is None:
+                    raise
+                what, sampling = f"our forward failed: {first_line(error)}", sampling_now(managed.bound)
+                reason = blame(entry, what, sampling, is_final=False)
+                managed.bound.bind_anew()
+                log.exception("%s (%s)", entry.reason, entry.key)
+        raise Refusal(reason)
 
-    def __init__(
-        self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool, may_replay: bool
-    ) -> None:
-        self._route, self._managed, self._settings = route, managed, settings
-        self._times_host, self._may_replay = times_host, may_replay
+    def _entry(self, call: UNetCall, backend: str, lossy: Lossy, flags: Flags) -> Entry:
+        managed, bound = self._managed, self._managed.bound
+        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds, lossy)
+        entry = self._services.table.entry(key, bound.layout.model_name)
+        return entry.of_weights(bound.identity(), sampling_now(bound))
 
-    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
-        session = self._managed.session if self._may_replay else None
-        replayed = None if session is None else session.replay(call, self._settings, call.latent.device)
-        if replayed is not None:
-            return Answer(replayed.output, replayed)
-        times_host = self._times_host and host is not None
-        served = self._route.serve(self._managed, self._settings, call, host, times_host)
-        return Answer(served.output, served)
+    def _run(self, device: Device, entry: Entry, call: UNetCall, reason: str) -> Served:
+        """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
+        """
+        managed, lossy, has_graphs = self._managed, entry.key.lossy, device.traits.has_graphs
+        if lossy.low_bit:
+            if entry.state is State.COLD:
+                # Before the first use is checked, so that what is checked is what will run.
+                self._route.low_bit.tune(managed, lossy, call)
+            self._route.low_bit.fit(managed, lossy, call, self._settings.low_bit_budget)
+        if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
+            raise Refusal("the weights have changed since the last whole step")
+        plainly = partial(self._plainly, entry, call)
+        if call.patches is not None:
+            return self._route.patched.run(managed, entry, call, call.patches, plainly, reason)
+        runner = device.runner(managed, entry.key, call, self._services.waits_for_compile)
+        if runner is None and entry.state is not State.COLD:
+            # What a graph replays was launched and judged before.
+            runner = managed.runner(entry.key, call.cut)
+        if runner is not None:
+            entry.state = State.READY
+            output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
+            return Served(output, entry, managed.bound.edition, GRAPH, reason, call)
+        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
+        work: Callable[[], Tensor] = plainly
+        if has_graphs and entry.state is not State.COLD:
+            # A first call of all chooses algorithms, and takes more memory for that than any later one.
+            work = partial(self._graphs.measured, entry, plainly)
+        output = stopwatch.time(call.latent.device, work, PLAIN)
+        if has_graphs:
+            reason = reason or entry.no_graph or entry.waits or (
+                "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
+            )
+        return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
 
-    def check(self, call: UNetCall, served: Served) -> None:
-        self._route.check(self._managed, call, served)
+    def _plainly(self, entry: Entry, call: UNetCall) -> Tensor:
+        managed, lossy = self._managed, entry.key.lossy
+        ops = self._devices.operators(entry.key.backend, managed.has_wide_norms, lossy.attention)
+        binding = managed.binding_for(lossy)
+        return self._families.output(binding.layout, binding.weights(), ops, call)
+
+    # --- the graph ------------------------------------------------------------------------------------------------
+
+    def _make_ready(self, served: Served) -> None:
+        """Capture the graph of a shape that was just served without one; the call itself has been answered.
+
+        Raises nothing: what stands in the way is noted in the entry.
+        """
+        capture = partial(self._capture, served.entry, served.call)
+        if served.rewind is None:
+            capture()
+        else:
+            self._route.patched.capture(self._managed, served, served.rewind, capture)
+
+    def _capture(self, entry: Entry, call: UNetCall) -> None:
+        if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
+            return
+        try:
+            if self._tune(entry.key, call):
+                # Something else was chosen: let it do its first work outside the capture.
+                self._plainly(entry, replace(call, patches=None))
+            if entry.key.lossy.low_bit and self._managed.low_bit is None:
+                # By what was measured now, the next call goes another way.
+                return
+            self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
+        except torch.cuda.OutOfMemoryError:
+            self._graphs.free()
+            entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
+        except Exception as error:
+            entry.no_graph = f"the graph could not be captured: {first_line(error)}"
+            log.exception("%s (%s)", entry.no_graph, entry.key)
+
+    def _tune(self, key: ShapeKey, call: UNetCall) -> bool:
+        """Measure what is the fastest for this call, where that is not known; whether it was so."""
+        layout, low_bit = self._managed.bound.layout, self._route.low_bit
+        attentions = self._families.of(layout).attentions(layout, call)
+        measured = self._devices.named(key.backend).tune(attentions, call)
+        if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):
+            return measured
+        try:
+            low_bit.fit(self._managed, key.lossy, call, self._settings.low_bit_budget)
+        except Refusal:
+            return False
+        return True
+
+
+def refuse_lossy(call: UNetCall, device: Device, lossy: Lossy) -> None:
+    """Raise Refusal for what is not computed this way."""
+    if call.patches is not None and lossy != EXACT:
+        # Its operators hand each other more than tensors.
+        raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
+    if lossy.attention and call.upcast_attention:
+        raise Refusal(f"{lossy.attention} is not for attention in float32")
+
+
+def sampling_now(bound: BoundUNet) -> int | None:
+    """The number of the sampling in progress; None outside of any."""
+    return bound.samplings if bound.in_sampling else None
+
+
+def network_of(managed: ManagedUNet, call: UNetCall, lossy: Lossy = EXACT) -> Network:
+    bound, latent = managed.bound, call.latent
+    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)

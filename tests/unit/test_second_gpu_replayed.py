@@ -16,7 +16,7 @@ from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, ch
 
 from lib_onediff.core.call import UNetCall
 from lib_onediff.core.settings import Settings
-from lib_onediff.runtime.card_route import CardRoute
+from lib_onediff.runtime.card_route import OneCard
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
 
@@ -27,13 +27,13 @@ HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tenso
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
     """The rows of every part that was not looked up."""
     parts: list[int] = []
-    serve = CardRoute.serve
+    serve = OneCard.serve
 
-    def counting(self: CardRoute, managed: Any, settings: Any, call: UNetCall, *more: Any) -> Any:
+    def counting(self: OneCard, call: UNetCall, host: Any) -> Any:
         parts.append(call.latent.shape[0])
-        return serve(self, managed, settings, call, *more)
+        return serve(self, call, host)
 
-    monkeypatch.setattr(CardRoute, "serve", counting)
+    monkeypatch.setattr(OneCard, "serve", counting)
     return parts
 
 
