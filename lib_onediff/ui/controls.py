@@ -15,8 +15,8 @@ import gradio as gr
 
 from ..core.option import format_value, words_of
 from ..core.settings import OFF_IN_SETTINGS, Settings
-from ..runtime.effects import described
 from ..runtime.runtime import runtime
+from .effects import described
 from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults
 from .infotext import SWITCH, describe, options_of_a_run
 from .markup import sentence

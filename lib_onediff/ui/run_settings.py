@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.settings import OFF_IN_SETTINGS, Settings
-from ..runtime.effects import without_effect
 from ..runtime.runtime import runtime
 from . import infotext
+from .effects import without_effect
 from .infotext import KEY, PROBLEM, options_of_a_run, read_changes
 from .presets import AS_IN_SETTINGS, with_preset
 

@@ -19,8 +19,8 @@ import gradio as gr
 from ..core.migration import migrate_values
 from ..core.option import format_value, parse_value, words_of
 from ..core.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
-from ..runtime.effects import Machine, described
 from ..runtime.runtime import runtime
+from .effects import described
 from .events import HIDDEN
 from .presets import PRESETS
 
@@ -94,9 +94,8 @@ def for_the_browser() -> str:
 
 def notes(option: Field[Any]) -> dict[str, str]:
     """By the words of an option: why that value does nothing on this machine, or what to know of it."""
-    machine = Machine.now()
     found = {
-        word: described({option.name: parse_value(option, word)}, machine).get(option.name) for word in words_of(option)
+        word: described({option.name: parse_value(option, word)}).get(option.name) for word in words_of(option)
     }
     return {word: said for word, said in found.items() if said}
 

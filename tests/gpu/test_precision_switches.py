@@ -17,8 +17,8 @@ from lib_onediff.bench.models import random_vae
 from lib_onediff.core.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, Flags, applied
 from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.diffusers import vae as diffusers_decoder
-from lib_onediff.runtime.effects import Machine, why_no_effect
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.ui.effects import why_no_effect
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -28,7 +28,7 @@ STEP = 1 / 255
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     before = runtime.settings
-    states = {name: SWITCHES[name].state() for name in Machine.now().switches}
+    states = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
     runtime.purge()
     runtime.tuning_cache.clear()
     yield
@@ -39,7 +39,7 @@ def nothing_known() -> Iterator[None]:
 
 
 def has(switch: str) -> None:
-    if switch not in Machine.now().switches:
+    if SWITCHES[switch].read() is None:
         pytest.skip(f"this PyTorch has no switch for {switch}")
 
 
@@ -84,7 +84,7 @@ def test_convolutions_sum_in_float32_whatever_is_set(layout: torch.memory_format
     image, weight = torch.rand(1, 512, 32, 32, device=GPU).half(), torch.rand(64, 512, 3, 3, device=GPU).half()
     image, weight = (tensor.contiguous(memory_format=layout) for tensor in (image, weight))
     exact = functional.conv2d(image.double(), weight.double(), padding=1)
-    switches = [HALF_SUMS] if HALF_SUMS in Machine.now().switches else []
+    switches = [HALF_SUMS] if SWITCHES[HALF_SUMS].read() is not None else []
     for value in (True, False):
         work = lambda: functional.conv2d(image, weight, padding=1)  # noqa: E731
         assert error(work, exact, tuple((switch, value) for switch in switches)) < 5e-4
@@ -102,7 +102,6 @@ def test_tf32(switch: str, work: Any) -> None:
     exact = work(a.double(), b.double())
     on, off = (error(lambda: work(a, b), exact, ((switch, value),)) for value in (True, False))
     assert on > 20 * off and off < 1e-5, (on, off)
-    assert why_no_effect("matmul_accumulation", "half", dtype=torch.float32) is None
 
 
 # --- the VAE ----------------------------------------------------------------------------------------------------------

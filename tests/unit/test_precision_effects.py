@@ -1,7 +1,7 @@
 """Choices of precision that change nothing on a machine, and the sentences that say so."""
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib.util
 from typing import Any
 
 import pytest
@@ -18,55 +18,79 @@ from lib_onediff.core.precision import (
     flags_for,
 )
 from lib_onediff.core.settings import Settings
-from lib_onediff.runtime.effects import Machine, described, remark, why_no_effect
+from lib_onediff.runtime.cards import Cards
+from lib_onediff.runtime.runtime import Runtime, runtime
+from lib_onediff.ui import effects
+from lib_onediff.ui.effects import described, why_no_effect
 
 GPU = torch.device("cuda", 0)
-H200 = Machine("2.13.0", "NVIDIA H200", (9, 0), False, frozenset(SWITCHES))
-NO_GPU, ALONE = {"capability": None, "gpu": ""}, {"capability": None, "gpu": "", "cpu_alone": True}
-HALF, SINGLE = torch.float16, torch.float32
+NVIDIA, TURING, PASCAL, GEFORCE = "9.0", "7.5", "6.1", "8.9"
+AMD, NONE = "AMD", ""
 
 
-@pytest.mark.parametrize(("option", "value", "changes", "dtype", "part"), [
-    ("matmul_accumulation", "half", {}, HALF, None), ("matmul_accumulation", "half", {}, SINGLE, None),
-    ("vae_precision", "bf16", {}, None, None),
-    ("convolution_accumulation", "half", {}, None, "Only OneFlow"),
-    *(("matmul_accumulation", "half", NO_GPU, dtype, "can use none here") for dtype in (HALF, SINGLE, None)),
-    *(("matmul_accumulation", "half", {"amd": True}, dtype, "AMD") for dtype in (HALF, SINGLE, None)),
-    ("matmul_accumulation", "half", {"capability": (6, 1)}, HALF, "this NVIDIA H200 has 6.1."),
-    ("matmul_accumulation", "half", {"capability": (7, 5)}, SINGLE, "this NVIDIA H200 has 7.5."),
-    ("vae_precision", "bf16", {"capability": (7, 5)}, None, "this NVIDIA H200 has 7.5."),
-    # A GPU that is not NVIDIA's, or none.
-    ("vae_precision", "fp16", NO_GPU, None, None), ("vae_precision", "fp16", ALONE, None, "slower"),
-    ("vae_precision", "bf16", ALONE, None, None),
-    ("matmul_accumulation", "half", {}, torch.bfloat16, "bfloat16"),
-    ("matmul_accumulation", "half", {"oneflow": True, "capability": (8, 6)}, None, None),
-    ("convolution_accumulation", "half", {"oneflow": True, "capability": (8, 6)}, None, "CUTLASS"),
-    ("backend", "native", {}, None, None), ("matmul_accumulation", "full", NO_GPU, None, None),
+def use_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str, count: int = 1) -> None:
+    """torch says that it can use this many GPUs: NVIDIA's of a compute capability, AMD's, or NONE."""
+    monkeypatch.setattr(torch.version, "hip", "6.4" if gpu == AMD else None)
+    said = {
+        "is_available": bool(gpu), "device_count": count if gpu else 0, "current_device": 0,
+        "get_device_name": "NVIDIA RTX", "mem_get_info": (24 << 30, 24 << 30),
+        "get_device_capability": (9, 4) if gpu in (AMD, NONE) else tuple(map(int, gpu.split("."))),
+    }
+    for name, answer in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
+
+
+def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """These can be imported beside what is there, OneFlow and SageAttention only if they are among them."""
+    find = importlib.util.find_spec
+    known = {"oneflow", "sageattention"}
+    there = lambda name, *rest: (find("torch") if name in names else None) if name in known else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", there)
+    monkeypatch.setattr(effects, "find_spec", there)
+
+
+@pytest.mark.parametrize(("option", "value", "gpu", "part"), [
+    ("matmul_accumulation", "half", NVIDIA, None), ("matmul_accumulation", "half", NONE, "can use none"),
+    ("matmul_accumulation", "half", AMD, "AMD"), ("matmul_accumulation", "half", PASCAL, "NVIDIA RTX has 6.1"),
+    ("matmul_accumulation", "full", NONE, None),
+    ("convolution_accumulation", "half", NVIDIA, "only OneFlow"),
+    ("vae_precision", "bf16", NVIDIA, None), ("vae_precision", "bf16", TURING, "NVIDIA RTX has 7.5"),
+    ("vae_precision", "fp16", NONE, "slower"), ("vae_precision", "fp16", AMD, None),
+    ("vae_precision", "bf16", NONE, None), ("backend", "native", NONE, None),
+    ("low_bit", "auto", NONE, "an NVIDIA GPU"), ("low_bit", "int8", AMD, "AMD"), ("low_bit", "off", NONE, None),
+    ("low_bit", "int8", TURING, "8.0"), ("low_bit", "sage", NVIDIA, "sageattention"),
+    ("low_bit_only", True, NONE, "an NVIDIA GPU"), ("low_bit_only", False, NONE, None),
+    ("second_gpu", "off", NONE, None), ("second_gpu", "auto", NONE, "no GPU"),
+    ("second_gpu", "auto", NVIDIA, "one GPU"),
 ], ids=str)
 def test_what_changes_nothing_on_a_machine_is_said(
-    option: str, value: str, changes: dict[str, Any], dtype: torch.dtype | None, part: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    option: str, value: Any, gpu: str, part: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL", raising=False)
-    reason = why_no_effect(option, value, replace(H200, **changes), *([] if dtype is None else [dtype]))
+    use_gpu(monkeypatch, gpu)
+    use_packages(monkeypatch)
+    monkeypatch.setattr(runtime, "devices", Runtime().devices)
+    reason = why_no_effect(option, value)
     assert reason is None if part is None else part in (reason or ""), reason
 
 
-@pytest.mark.parametrize(("value", "changes", "part"), [
-    ("auto", {"capability": None}, "an NVIDIA GPU"), ("int8", {"amd": True}, "an NVIDIA GPU"),
-    ("int8", {"triton": None}, "Triton 3.0 or newer"), ("fp8", {"torch": "2.4.1"}, "2.5"),
-    ("fp8", {"capability": (8, 6)}, "8.9"), ("int8", {"capability": (7, 5)}, "8.0"),
-    ("auto", {"capability": (7, 5), "triton": "3.3.1"}, "8.0"),
-    ("auto", {"capability": (7, 5), "triton": "3.2.0"}, None),
-    ("int8", {"capability": (7, 0), "triton": "3.2.0"}, "7.5"),
-    ("int8", {"capability": (8, 6), "torch": "2.4.1"}, None),
-    ("auto", {"capability": (8, 6)}, None), ("fp8", {}, None), ("off", {"capability": None}, None),
-], ids=str)
-def test_low_bit(value: str, changes: dict[str, Any], part: str | None) -> None:
-    reason = why_no_effect("low_bit", value, replace(H200, **changes), torch.float16)
-    assert reason is None if part is None else part in reason
-    if part is None and value != "off":
-        assert "float32" in why_no_effect("low_bit", value, replace(H200, **changes), torch.float32)
+@pytest.mark.parametrize(("value", "reason"), [
+    ("auto", None), ("1", None), ("2", "there is no GPU 2: PyTorch sees 2, 0 to 1"),
+    ("0", "GPU 0 is the one that computes already"),
+])
+def test_of_two_gpus_the_second_is_another(value: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, NVIDIA, 2)
+    monkeypatch.setattr(Cards, "room", lambda cards, device: 1 << 30)
+    assert why_no_effect("second_gpu", value) == reason
+
+
+def test_oneflow_sums_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, GEFORCE)
+    use_packages(monkeypatch, "oneflow")
+    monkeypatch.delenv(effects.ONEFLOW_CUTLASS, raising=False)
+    assert why_no_effect("matmul_accumulation", "half") is None
+    assert "CUTLASS" in (why_no_effect("convolution_accumulation", "half") or "")
+    monkeypatch.setenv(effects.ONEFLOW_CUTLASS, "1")
+    assert why_no_effect("convolution_accumulation", "half") is None
 
 
 @grid(
@@ -101,15 +125,12 @@ def test_switches_that_torch_lacks(
     )
     if TF32_CONVOLUTION in missing:
         monkeypatch.setattr(torch.backends, "cudnn", Lacking(torch.backends.cudnn, {*tf32, "conv"}))
-    has = Machine.now().switches
+    has = {name for name, switch in SWITCHES.items() if switch.read() is not None}
     assert has.isdisjoint(missing)
-    machine = replace(H200, torch="1.2.3", switches=has)
-    for option, dtype, name in (
-        ("matmul_accumulation", torch.float16, HALF_SUMS), ("matmul_accumulation", torch.float32, TF32_MATMUL),
-    ):
-        reason = why_no_effect(option, "half", machine, dtype)
-        assert (reason is None) == (name in has)
-        assert reason is None or reason.endswith("here it is 1.2.3.")
+    use_gpu(monkeypatch, NVIDIA)
+    use_packages(monkeypatch)
+    reason = why_no_effect("matmul_accumulation", "half")
+    assert reason is None if HALF_SUMS in has else torch.__version__ in (reason or "")
     everything = Settings(matmul_accumulation="half", convolution_accumulation="half")
     for dtype in precision.OF_DTYPE:
         flags = flags_for(everything, dtype, GPU, upcast_attention=True)
@@ -120,9 +141,11 @@ def test_switches_that_torch_lacks(
         assert {name: SWITCHES[name].state() for name in has} == before
 
 
-def test_a_gain_that_is_not_to_be_had_is_said() -> None:
-    assert "full speed" in remark("matmul_accumulation", "half", H200)
-    assert remark("matmul_accumulation", "half", replace(H200, capability=(8, 9))) is None
-    assert described({"matmul_accumulation": "half"}, H200)["matmul_accumulation"].startswith("This GPU sums")
-    said = described({"convolution_accumulation": "half"}, H200)
-    assert said["convolution_accumulation"].startswith("No effect here")
+def test_a_gain_that_is_not_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {"matmul_accumulation": "half", "convolution_accumulation": "half"}
+    use_gpu(monkeypatch, NVIDIA)
+    use_packages(monkeypatch)
+    said = described(half)
+    assert "full speed" in said["matmul_accumulation"] and said["convolution_accumulation"].startswith("No effect here")
+    use_gpu(monkeypatch, GEFORCE)
+    assert "matmul_accumulation" not in described(half)

@@ -20,7 +20,6 @@ from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime import two_gpus
 from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
-from lib_onediff.runtime.effects import Machine, why_no_effect
 
 
 @pytest.mark.parametrize(("names", "rows"), [
@@ -192,15 +191,6 @@ def test_the_second_card_is_the_one_named_or_the_next_with_room(
         assert second_card(option, THREE[first], 4 << 30, Machine(THREE)) == THREE[expected]  # type: ignore[index]
     except Refusal as refusal:
         assert str(refusal) == expected
-
-
-@pytest.mark.parametrize(("value", "gpus", "reason"), [
-    ("off", 0, None), ("auto", 0, "PyTorch sees no GPU here."), ("auto", 1, "PyTorch sees one GPU here."),
-    ("1", 2, None), ("2", 2, "PyTorch sees 2 GPUs here, 0 to 1."), ("auto", 2, None),
-])
-def test_the_settings_say_where_the_option_has_no_effect(value: str, gpus: int, reason: str | None) -> None:
-    machine = Machine("2.11.0", "GPU", (9, 0), False, frozenset(), gpus=gpus)
-    assert why_no_effect("second_gpu", value, machine) == reason
 
 
 # --- the copy of the weights ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def for_the_browser() -> dict[str, Any]:
 def test_the_page_is_told_what_does_nothing_on_this_machine() -> None:
     options = for_the_browser()["options"]
     notes = options["onediff_convolution_accumulation"]["notes"]
-    assert list(notes) == ["half"] and notes["half"].startswith("No effect here: Only OneFlow")
+    assert list(notes) == ["half"] and notes["half"].startswith("No effect here: only OneFlow")
     assert options["onediff_enabled"]["notes"] == {}
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,13 +18,13 @@ from ...core.family import AttentionShapes
 from ...core.guard import first_line
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ...core.settings import Settings
+from ...core.settings import SAGE, Settings
 from ...core.tuning_cache import TuningCache
 from ...weights.contents import Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention
 from ..torch.device import refuse_without_gpu
-from ..torch.sage import SageAttention
+from ..torch.sage import SageAttention, why_no_sage
 from .kernels.launch_config import Launches, time_on_gpu
 from .low_bit.choice import LowBit
 from .requirements import why_no_triton
@@ -78,6 +79,11 @@ class Native(Device):
         if device not in self._why_not:
             self._why_not[device] = why_no_triton(device)
         return self._why_not[device]
+
+    def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why a choice of settings.low_bit changes nothing for a model of this dtype on a device; None if it does."""
+        lack = self.why_not(device)
+        return lack or (why_no_sage if option == SAGE else partial(self.low_bit.why_not, option))(device, dtype)
 
     def contents_reader(self, device: torch.device) -> Reader | None:
         return None if device.type != "cuda" or self.why_not(device) is not None else read_contents

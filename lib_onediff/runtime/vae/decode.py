@@ -154,7 +154,7 @@ class Decode:
     @property
     def _wanted(self) -> torch.dtype:
         """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that. So does
-        a choice that a CPU is too slow for, of which effects.py tells."""
+        a choice that a CPU is too slow for, of which ui.effects tells."""
         choice = self.settings.vae_precision
         is_slow = choice in precision.SLOW_ON_CPU and self._latent.device.type == "cpu"
         return self._latent.dtype if choice == AUTO or is_slow else precision.NAMED[choice]

@@ -1,0 +1,141 @@
+"""Why a choice does nothing on this machine, or what to know of it where it does something.
+
+Read in torch's sources: cuBLAS sums in float16 where allow_fp16_accumulation is set (torch 2.7 and newer, compute
+capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch from 2.1 to 2.13.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ..core.precision import HALF, HALF_SUMS, SWITCHES
+from ..core.refusal import Refusal
+from ..core.settings import ONE_GPU
+from ..runtime.cards import Cards, second_card
+from ..runtime.runtime import runtime
+
+ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
+HALF_SUMS_FROM, BF16_FROM = (7, 0), (8, 0)
+# GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.
+HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
+
+
+def described(values: Mapping[str, str | bool]) -> dict[str, str]:
+    """Of every option in values that has no effect here, or whose effect needs a word, that."""
+    found = {}
+    for option, value in values.items():
+        reason = why_no_effect(option, value)
+        said = f"No effect here: {reason}." if reason else remark(option, value)
+        if said:
+            found[option] = said
+    return found
+
+
+def without_effect(values: Mapping[str, str | bool]) -> list[str]:
+    """The options in values that change nothing on this machine."""
+    return [option for option, value in values.items() if why_no_effect(option, value)]
+
+
+def why_no_effect(option: str, value: str | bool) -> str | None:
+    """Why an option of core.settings.Settings at this value changes nothing here; None if it does, or if the value
+    leaves everything as it is."""
+    check = CHECKS.get(option)
+    return None if check is None else check(value)
+
+
+def remark(option: str, value: str | bool) -> str | None:
+    """What a user should know of a choice that has an effect here, in one sentence; None if nothing."""
+    if option == "matmul_accumulation" and value == HALF and capability() not in HALF_RATE:
+        return "This GPU sums in float32 at full speed: images change, and little time is gained."
+    return None
+
+
+def of_matmul(value: str) -> str | None:
+    if value != HALF or has_oneflow():
+        return None
+    if capability() is None:
+        here = "uses an AMD one" if torch.version.hip else "can use none"
+        return f"this needs an NVIDIA GPU, and PyTorch {here}"
+    if SWITCHES[HALF_SUMS].read() is None:
+        return f"PyTorch has this from 2.7 on, and here it is {torch.__version__}"
+    return too_old(HALF_SUMS_FROM, "cuBLAS sums in half precision")
+
+
+def of_convolution(value: str) -> str | None:
+    if value != HALF:
+        return None
+    if not has_oneflow():
+        return "only OneFlow can sum convolutions in half precision, and it is not installed"
+    if os.environ.get(ONEFLOW_CUTLASS) != "1":
+        return f"only OneFlow's CUTLASS convolutions can do this: start the WebUI with {ONEFLOW_CUTLASS}=1"
+    return None
+
+
+def of_vae(value: str) -> str | None:
+    kinds = (torch.cuda, torch.backends.mps, getattr(torch, "xpu", None))
+    if value == "fp16" and not any(kind is not None and kind.is_available() for kind in kinds):
+        # emoji-sd's VAE took 80 times as long as in float32.
+        return "CPUs decode float16 many times slower, so the VAE stays in the WebUI's type"
+    return too_old(BF16_FROM, "bfloat16 exists") if value == "bf16" else None
+
+
+def of_low_bit(value: str) -> str | None:
+    """As the devices themselves refuse it for a model in float16."""
+    if value == "off":
+        return None
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    reason: str | None = runtime.devices.lossy.why_not_lossy(value, device, torch.float16)
+    return reason
+
+
+def of_low_bit_only(value: bool) -> str | None:
+    # That there is any kind of eight bits.
+    return of_low_bit("auto") if value else None
+
+
+def of_second_gpu(value: str) -> str | None:
+    if value == ONE_GPU:
+        return None
+    cards = Cards()
+    if not cards.all():
+        return "PyTorch sees no GPU here"
+    try:
+        second_card(value, torch.device("cuda", torch.cuda.current_device()), 0, cards)
+    except Refusal as refusal:
+        return str(refusal)
+    return None
+
+
+CHECKS: Mapping[str, Callable[[Any], str | None]] = {
+    "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution, "vae_precision": of_vae,
+    "low_bit": of_low_bit, "low_bit_only": of_low_bit_only, "second_gpu": of_second_gpu,
+}
+
+
+def has_oneflow() -> bool:
+    return find_spec("oneflow") is not None
+
+
+def capability() -> tuple[int, int] | None:
+    """Of the NVIDIA GPU that PyTorch uses; None where there is none."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return None
+    try:
+        return torch.cuda.get_device_capability()
+    except RuntimeError:
+        # A GPU that does not start.
+        return None
+
+
+def too_old(least: tuple[int, int], what: str) -> str | None:
+    has = capability()
+    if has is None or has >= least:
+        return None
+    needed, there = (".".join(map(str, version)) for version in (least, has))
+    return f"{what} from compute capability {needed} on, and this {torch.cuda.get_device_name()} has {there}"
