@@ -117,20 +117,18 @@ def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
 def must_be_network(unet: Any, caller: str) -> None:
     """Raise TypeError with a sentence for what is no network."""
     if not isinstance(unet, nn.Module):
-        other = caller.replace("unet", "pipe")
-        pipeline = f"; for a whole pipeline there is {other}" if is_pipeline(unet) and other != caller else ""
-        raise TypeError(f"{caller} takes a UNet, such as pipe.unet, not a {type(unet).__name__}{pipeline}.")
+        is_whole = "unet" in caller and is_pipeline(unet)
+        hint = f"; for a whole pipeline there is {caller.replace('unet', 'pipe')}" if is_whole else ""
+        raise TypeError(f"{caller} takes a UNet, such as pipe.unet, not a {type(unet).__name__}{hint}.")
 
 
 def must_be_pipeline(pipe: Any, caller: str) -> None:
     """Raise TypeError with a sentence for what is no pipeline."""
     if not is_pipeline(pipe):
-        network = isinstance(pipe, nn.Module)
-        unet = f"; for a UNet there is {caller.replace('pipe', 'unet')}" if network else ""
-        what = f"the class {pipe.__name__}" if isinstance(pipe, type) else f"a {type(pipe).__name__}"
+        hint = f"; for a UNet there is {caller.replace('pipe', 'unet')}" if isinstance(pipe, nn.Module) else ""
         raise TypeError(
             f"{caller} takes a pipeline of diffusers, such as StableDiffusionPipeline.from_pretrained(...) returns, "
-            f"not {what}{unet}."
+            f"not a {type(pipe).__name__}{hint}."
         )
 
 

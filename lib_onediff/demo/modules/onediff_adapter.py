@@ -12,7 +12,7 @@ import torch
 
 from ...core.key import LATENT_PIXEL
 from ...core.refusal import Refusal
-from ...hosts.contract import PROMPT_NOISE, TIMESTEP, WebUI, random_state_kept
+from ...hosts.contract import TIMESTEP, WebUI, random_inputs, random_state_kept
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
 from ...hosts.diffusers.instance_forward import attached
@@ -79,10 +79,9 @@ class Standalone(WebUI):
         self.model_loaded(self.checkpoint())
         layout = runtime.layout_of(unet)
         with random_state_kept(), torch.no_grad():
-            unet(**random_inputs(unet, layout, width, height, batch, tokens))
+            unet(**arguments_of(unet, layout, width, height, batch, tokens))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-
         model = self.checkpoint()
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():
@@ -91,20 +90,18 @@ class Standalone(WebUI):
             model.decode(latent.to(vae.device, vae.dtype))
 
 
-def random_inputs(
-    unet: Any, layout: Any, width: int, height: int, batch: int, tokens: int
-) -> dict[str, Any]:
-    """The arguments of one call as a pipeline makes it, at a size in pixels."""
+def arguments_of(unet: Any, layout: Any, width: int, height: int, batch: int, tokens: int) -> dict[str, Any]:
+    """Random arguments of one call as a pipeline makes it, at a size in pixels."""
     noise = lambda *shape: torch.randn(shape, device=unet.device, dtype=unet.dtype)  # noqa: E731
-    label = None
-    if layout.label is not None:
+    latent, context, label = random_inputs(layout, width, height, batch, tokens, noise)
+    conditions = None
+    if label is not None:
         numbers = NUMBERS_OF_A_LABEL[layout.model_name == "SDXL refiner"]
-        text = layout.y_width - numbers * unet.config.addition_time_embed_dim
-        label = {"text_embeds": PROMPT_NOISE * noise(batch, text), "time_ids": noise(batch, numbers)}
+        text = label.shape[1] - numbers * unet.config.addition_time_embed_dim
+        conditions = {"text_embeds": label[:, :text], "time_ids": noise(len(label), numbers)}
     return {
-        "sample": noise(batch, layout.in_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
-        "timestep": torch.tensor(int(TIMESTEP), device=unet.device),
-        "encoder_hidden_states": PROMPT_NOISE * noise(batch, tokens, layout.context_width), "added_cond_kwargs": label,
+        "sample": latent, "timestep": torch.tensor(int(TIMESTEP), device=unet.device),
+        "encoder_hidden_states": context, "added_cond_kwargs": conditions,
     }
 
 
