@@ -32,7 +32,7 @@ from lib_onediff.demo.modules import (
 )
 from lib_onediff.demo.modules.scripts import ScriptRunner
 
-PAGE = "frontend/index.html"
+PAGE, ROOT = "frontend/index.html", Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -230,11 +230,38 @@ def test_page_has_no_references_to_other_hosts() -> None:
     assert not re.search(r"""<(link|script|meta)[^>]*https?://""", page)
 
 
+def test_pillow_reads_no_other_formats_for_anybody() -> None:
+    """In a process of its own, because it holds for all of it."""
+    script = """
+import io
+from PIL import Image
+from lib_onediff.demo.offline import limit_pillow
+limit_pillow()
+for format in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "ICO", "TGA"):
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, format)
+    file.seek(0)
+    try:
+        print(Image.open(file).format)
+    except Image.UnidentifiedImageError:
+        pass
+file = io.BytesIO()
+Image.new("1", (6000, 6000)).save(file, "PNG")
+try:
+    Image.open(file)
+except Image.DecompressionBombError:
+    print("too many pixels")
+"""
+    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.split() == ["PNG", "JPEG", "WEBP", "too", "many", "pixels"], found.stderr
+    assert not found.stderr
+
+
 def test_the_command_line_is_read_before_torch_is_imported() -> None:
     """A wrong argument and a port in use are told at once, and Ctrl-C finds its handler."""
     code = (
         "import sys, lib_onediff.demo.__main__, lib_onediff.demo.listening; assert 'torch' not in sys.modules;"
         "import lib_onediff; assert not set(lib_onediff.__all__) - set(dir(lib_onediff))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

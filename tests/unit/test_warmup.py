@@ -1,21 +1,31 @@
 """The pre-warm queue, with a real UNet behind the real runtime and a very small WebUI."""
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import builders
 import pytest
+import torch
 
+from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import Size
+from lib_onediff.core.table import State
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.prewarm.worker import Job, WarmUp
+from lib_onediff.prewarm import worker as warmup
+from lib_onediff.prewarm.worker import COMPILING, Job, WarmUp
 from lib_onediff.runtime.runtime import runtime
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60
 SMALL = Size(64, 64)
 MOST_PIXELS = 256 * 256
@@ -129,3 +139,190 @@ def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> No
     assert states[:3] == ["done"] * 3 and set(states[4:]) == {"cancelled"}
     assert not any(queue.cancel(job.id) for job in jobs), "there is nothing left to cancel"
     assert not queue.cancel(10**9)
+
+
+# --- what it tells ----------------------------------------------------------------------------------------------------
+
+
+class DecodingWebUI(SmallWebUI):
+    """decoded: what was asked for, and after how many UNet calls."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__(unet)
+        self.decoded: list[tuple[tuple[int, int, int], int]] = []
+
+    def warm_decode(self, width: int, height: int, pictures: int) -> None:
+        assert not self.lock.acquire(blocking=False), "a picture could be made meanwhile"
+        self.decoded.append(((width, height, pictures), len(self.calls)))
+        key = ShapeKey.of_decode("vae", torch.zeros(pictures, 4, height // 8, width // 8), False)
+        runtime.table.entry(key, "VAE decoder").state = State.PROVED
+        raise RuntimeError("what goes wrong in a decode costs no job")
+
+
+def test_the_first_decode_is_checked_too(webui: SmallWebUI) -> None:
+    decoding = DecodingWebUI(webui.unet)
+    queue = WarmUp(decoding, runtime)
+    for _ in range(2):
+        queue.add([SMALL, Size(72, 64, 2)], "panel")
+        wait_until_idle(queue)
+    assert decoding.decoded == [((64, 64, 1), 6), ((72, 64, 2), 12)], "once for each size, when its UNet calls are made"
+    assert {job.state for job in queue.jobs()} == {"done"}
+
+
+def wait_until_told(queue: WarmUp, what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while queue.jobs()[-1].what != what:
+        assert time.monotonic() < deadline, queue.jobs()
+        time.sleep(0.01)
+
+
+def test_it_tells_what_it_is_doing(webui: SmallWebUI, queue: WarmUp, tmp_path: Path) -> None:
+    """And how long it will take, from the second size on; what was made ready counts as no use."""
+    runtime.history.open(tmp_path)
+    told: list[Job] = []
+    warm = webui.warm
+
+    def listen(*call: int) -> None:
+        told.append(queue.jobs()[-1])
+        warm(*call)
+
+    webui.warm = listen  # type: ignore[method-assign]
+    queue.add([SMALL], "panel", tokens=154)
+    wait_until_idle(queue)
+    assert [job.what for job in told] == [warmup.CHECKING, warmup.MEASURING, warmup.MEASURING] * 2
+    assert [job.share for job in told] == [number / 6 for number in range(6)]
+    rows = runtime.history.rows()
+    assert {(row.batch, row.tokens) for row in rows} == {(2, 154), (1, 154)} and {row.uses for row in rows} == {0}
+    with webui.lock:
+        (job,) = queue.add([Size(128, 64)], "panel", tokens=154)
+        wait_until_told(queue, warmup.WAITING)
+    assert job.estimated_seconds is not None and 0 < job.estimated_seconds < SECONDS
+    done = finished(queue, job)
+    left = [job.estimated_seconds for job in told[6:]]
+    assert left == sorted(left, reverse=True) and done.estimated_seconds is None and done.what == ""
+
+
+@pytest.mark.parametrize(("route", "reason", "calls"), [
+    ("graph", "", [(64, 64, 2), (64, 64, 1)]),
+    ("plain", "its graph needs 900 MiB", [*[(64, 64, 2)] * 3, *[(64, 64, 1)] * 3]),
+])
+def test_a_graph_that_is_there_needs_no_more_calls_and_why_there_is_none_is_said(
+    webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch, route: str, reason: str, calls: list[tuple[int, int, int]]
+) -> None:
+    """As on a GPU, where the third call of a size finds the graph that the second has captured."""
+    status = runtime.status
+    said = {"backend": "native", "route": route, "reason": reason}
+    monkeypatch.setattr(runtime, "status", lambda: {**status(), **said})
+    queue = WarmUp(webui, runtime)
+    (job,) = queue.add([SMALL], "panel")
+    done = finished(queue, job)
+    assert (done.state, done.done, done.share, done.reason, webui.calls) == ("done", 6, 1.0, reason, calls)
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Future[None]]:
+    """The UNet's kernels are being compiled until this has a result."""
+    begun: Future[None] = Future()
+    monkeypatch.setattr(runtime.devices, "prepare_early", lambda unet, settings: begun)
+    yield begun
+    if not begun.done():
+        begun.set_result(None)
+
+
+def test_a_picture_is_made_meanwhile(webui: SmallWebUI, queue: WarmUp, compiling: Future[None]) -> None:
+    (job,) = queue.add([SMALL], "panel")
+    wait_until_told(queue, COMPILING)
+    webui.exclusively(lambda: builders.served(webui.unet, builders.a_call(webui.unet)))
+    assert webui.calls == [] and queue.busy()
+    compiling.set_result(None)
+    assert finished(queue, job).state == "done"
+
+
+def test_a_job_that_waits_for_a_compiler_can_be_cancelled(
+    webui: SmallWebUI, queue: WarmUp, compiling: Future[None]
+) -> None:
+    (job,) = queue.add([SMALL], "panel")
+    wait_until_told(queue, COMPILING)
+    assert queue.cancel(job.id)
+    assert finished(queue, job).state == "cancelled"
+    assert not compiling.done() and webui.calls == []
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+class WakingLock:
+    """As those of A1111 and Forge: it wakes who has waited longest, and goes to whoever comes first then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            turn = threading.Event()
+            self._waiting.append(turn)
+            turn.wait()
+            self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._waiting:
+            self._waiting.popleft().set()
+        self._lock.release()
+
+
+class UnfairWebUI(SmallWebUI):
+    """Its lock may go to who has just had it."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__(unet)
+        self.lock = WakingLock()  # type: ignore[assignment]
+
+    def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        """After the first, calls that never let another thread run, as launches and captures hardly do."""
+        if not self.calls:
+            super().warm(width, height, batch, tokens)
+        self.calls.append((width, height, batch))
+        end = time.perf_counter() + 0.003
+        while time.perf_counter() < end:
+            pass
+
+
+def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
+    unet = builders.diffusers_unet()
+    webui = UnfairWebUI(unet)
+    queue = WarmUp(webui, runtime)
+    queue.add([Size(64 + 8 * step, 64) for step in range(100)], "panel")
+    while not webui.calls:
+        time.sleep(0.001)
+    passed_by = []
+    for _ in range(10):
+        asked = len(webui.calls)
+        with webui.lock:
+            passed_by.append(len(webui.calls) - asked)
+        time.sleep(0.005)
+    assert queue.busy(), "the warm-up was over before the pictures"
+    queue.stop(SECONDS)
+    diffusers_host.detach(unet)
+    assert max(passed_by) <= 1, passed_by
+
+
+def test_the_program_can_end_in_the_middle() -> None:
+    """Python 3.10 to 3.13 abort when a daemon thread is inside a library of C++ at the end."""
+    program = """
+import sys, time
+sys.path[:0] = ["tests", "tests/unit"]
+import builders, test_warmup
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.core.sizes import Size
+from lib_onediff.core.table import State
+from lib_onediff.prewarm.worker import WarmUp
+webui = test_warmup.SmallWebUI(builders.diffusers_unet())
+queue = WarmUp(webui, runtime)
+queue.add([Size(256, 256 - 8 * step) for step in range(20)], "panel")
+while not webui.calls:
+    time.sleep(0.001)
+print("leaving")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "leaving\n", "")
