@@ -121,7 +121,9 @@ class History:
         self._store, self._gpu, self._machine = Store(folder), gpu, machine
         atexit.register(self.close)
         for kind, known in self._findings.items():
-            self._findings[kind] = {**findings_of(self._store.read(FINDINGS, self._machine, kind)), **known}
+            self._findings[kind] = findings_of(self._store.read(FINDINGS, self._machine, kind))
+            for name, value in known.items():
+                self._find(kind, name, value)
         self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
 
     def close(self) -> None:
