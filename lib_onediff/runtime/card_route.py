@@ -17,8 +17,8 @@ from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.policy import Answer, Host, Served
 from ..core.precision import AttentionOverflows, Flags, flags_for, our_modes
 from ..core.refusal import Refusal
+from ..core.settings import SAGE, Settings
 from ..core.table import Entry, State, Stopwatch
-from ..options.settings import SAGE, Settings
 from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
