@@ -97,6 +97,21 @@ WITHIN = [
         # At 64x64 it fails in reForge itself.
         **LARGER, **script("SelfAttentionGuidance Integrated", True, 0.5, 2.0),
     }, doubles_calls=True),
+    Foreign("FreeU", "forge", r"patches\[output_block_patch\]", {**FREEU, **LARGER}),
+    Foreign("FreeU in half of the steps", "forge", r"patches\[output_block_patch\]", {
+        **LARGER, **script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 0.5),
+    }),
+    Foreign("perturbed attention", "forge", r"patches_replace\[attn1\]", PERTURBED_ATTENTION, doubles_calls=True),
+    Foreign("Kohya HRFix", "forge", "input_block_patch", KOHYA_HRFIX),
+    Foreign("FreeU and Kohya HRFix", "forge", "input_block_patch", {
+        **LARGEST, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
+    }),
+    Foreign("FreeU of reForge", "ldm_patched", r"patches\[output_block_patch\]", {
+        **LARGER, **script("FreeU Integrated", True, 1.3, 1.4, 0.9, 0.2),
+    }),
+    Foreign("Kohya HRFix of reForge", "ldm_patched", "input_block_patch", {
+        **script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic"),
+    }),
     Foreign("SAG and Kohya HRFix", "forge", "input_block_patch", {
         **LARGER, "alwayson_scripts": {**SAG["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }, doubles_calls=True),
@@ -131,26 +146,6 @@ REFERENCES = [
     Foreign("reference_only and FreeU", "a1111", "controlnet runs.*block by .*controlnet", {
         **LARGER,
         "alwayson_scripts": {**reference("reference_only")["alwayson_scripts"], **FREEU_OF_A1111["alwayson_scripts"]},
-    }),
-]
-OURS = [
-    Foreign("FreeU", "forge", "", {**FREEU, **LARGER}),
-    Foreign("FreeU in half of the steps", "forge", "", {
-        **LARGER, **script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 0.5),
-    }),
-    Foreign("perturbed attention", "forge", "", PERTURBED_ATTENTION, doubles_calls=True),
-    Foreign("Kohya HRFix", "forge", "", KOHYA_HRFIX),
-    Foreign("Kohya HRFix in half of the steps, its skip too", "forge", "", {
-        **LARGER, **script("Kohya HRFix Integrated", True, 4, 1.7, 0.0, 0.5, False, "area", "bilinear"),
-    }),
-    Foreign("FreeU and Kohya HRFix", "forge", "", {
-        **LARGEST, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
-    }),
-    Foreign("FreeU of reForge", "ldm_patched", "", {
-        **LARGER, **script("FreeU Integrated", True, 1.3, 1.4, 0.9, 0.2),
-    }),
-    Foreign("Kohya HRFix of reForge", "ldm_patched", "", {
-        **script("Kohya HRFix Integrated", True, 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic"),
     }),
 ]
 UNTOUCHED = [
@@ -197,17 +192,16 @@ def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, 
     return request, plain
 
 
-@pytest.mark.parametrize("foreign", [*WITHIN, *OURS], ids=lambda foreign: foreign.name)
+@pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
 def test_it_runs_within_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
     plain, on = assert_within(webui, *prepared(webui, foreign), foreign.reason)
-    assert foreign in WITHIN or PATCHES not in on.reason, "ours computes it itself"
     if foreign.doubles_calls:
         assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
     else:
         assert_different(plain, on, foreign.name)
 
 
-@pytest.mark.parametrize("foreign", [*WITHIN, *OURS, *UNTOUCHED], ids=lambda foreign: foreign.name)
+@pytest.mark.parametrize("foreign", [*WITHIN, *UNTOUCHED], ids=lambda foreign: foreign.name)
 def test_with_graphs_it_does_the_same(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
     plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
     assert foreign in WITHIN or PATCHES not in on.reason, "it is part of the graph"
