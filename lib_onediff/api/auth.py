@@ -14,7 +14,7 @@ from fastapi import Depends, HTTPException, Request
 from .origins import FOREIGN_PAGE, READING, Origins, origins_of
 
 PACKAGE = __name__.partition(".")[0]
-HOSTS_API = "/sdapi/"
+HOSTS_OWN = "/sdapi/v1/txt2img"
 USER, LOGIN_CHECK = "/user", "/login_check"
 NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not know."
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
@@ -32,7 +32,7 @@ def protection(app: Any, cmd_opts: Any) -> list[Any]:
 def password_check(app: Any) -> list[Any]:
     """What the WebUI's own API depends on where it was started with --api-auth; where that is not found, nobody is let
     in."""
-    own = [route for route in app.routes if getattr(route, "path", "").startswith(HOSTS_API)]
+    own = [route for route in app.routes if getattr(route, "path", "") == HOSTS_OWN]
     return next((route.dependencies for route in own if getattr(route, "dependencies", [])), [Depends(let_nobody_in)])
 
 
