@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,7 @@ class TuningCache:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        self._save: Callable[[str, Any], None] | None = None
-        self._lock = threading.Lock()
+        self._save: Callable[[str, Any], object] = lambda name, value: None
 
     def get(self, name: str) -> Any | None:
         """What was chosen under a name, or None."""
@@ -26,27 +24,20 @@ class TuningCache:
     def set(self, name: str, value: Any) -> None:
         """Choose. Raises TypeError for a value that JSON cannot hold."""
         json.dumps(value)
-        with self._lock:
-            self._values[name] = value
-            save = self._save
-        if save is not None:
-            save(name, value)
+        self._values[name] = value
+        self._save(name, value)
 
     def clear(self) -> None:
         """Forget everything. What a store has kept of it is the store's to forget, before anything is chosen again."""
-        with self._lock:
-            self._values = {}
+        self._values = {}
 
-    def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], None]) -> None:
+    def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], object]) -> None:
         """Know from now on what load() knows, and save what is chosen; safe to call again.
 
         What was chosen before is saved now, and counts more than what was loaded: it was measured later. save must
         return at once.
         """
-        loaded = load()
-        with self._lock:
-            unsaved = {name: value for name, value in self._values.items() if loaded.get(name) != value}
-            self._values = {**loaded, **self._values}
-            self._save = save
-        for name, value in unsaved.items():
+        self._save, before = save, self._values
+        self._values = {**load(), **before}
+        for name, value in before.items():
             save(name, value)

@@ -17,7 +17,7 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_decoder
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.bound import BoundDecoder
+from lib_onediff.runtime.vae.route import BoundDecoder
 from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")

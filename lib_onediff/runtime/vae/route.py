@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,16 +19,60 @@ from ...core.settings import Settings
 from ...core.table import Entry
 from ...core.weak_dictionary import WeakDictionary
 from ...families.registry import read_decoder
-from ...weights.scan import HostTraits
+from ...weights.binding import Binding
+from ...weights.scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
+from ...weights.watch import Tree
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
-from .bound import BoundDecoder, refuse_latent
 from .decode import Decode, Decoded, HostDecode, NoTypeHelps
 from .precision import COLOURS, look_at, short_name
 
 log = logging.getLogger("onediff")
 
 OURS = "ours"
+
+
+class BoundDecoder:
+    """One decoder in our care: its parameters, true to a module that its host may change. Holds no reference to it.
+    settings override the runtime's."""
+
+    def __init__(self, decoder: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
+        self._decoder = weakref.ref(decoder)
+        self.settings = settings
+        self._host_traits = host_traits
+        self._tree: Tree | None = None
+        self._binding: Binding | Refusal | None = None
+
+    def look(self) -> Binding:
+        """The decoder's parameters as they are now, at every decode: where the module tree computes otherwise than it
+        did, it is read again. Raises Refusal where the decoder cannot be run.
+
+        The host's parameters are read where they lie and never re-pointed: turning a weight channels-last takes a
+        thousandth of a decode, so torch may do that at each convolution, and the host's own decode finds its weights
+        as it left them.
+        """
+        decoder = self._decoder()
+        if decoder is None:
+            raise Refusal("the host has unloaded this decoder")
+        if self._tree is None or not self._tree.stands(decoder):
+            tree, self._tree = Tree(decoder, LOOKED_AT_BY_OTHERS), None
+            try:
+                refuse_foreign_code(decoder, self._host_traits)
+                self._binding = Binding(decoder, read_decoder(decoder))
+            except Refusal as refusal:
+                # Its text alone: the one that was raised keeps the decoder alive.
+                self._binding = Refusal(str(refusal))
+            self._tree = tree
+        if not isinstance(self._binding, Binding):
+            raise Refusal(str(self._binding))
+        if self._host_traits.sync_lora is not None:
+            self._host_traits.sync_lora(self._binding.layers())
+        self._binding.refuse_mixture()
+        return self._binding
+
+    def sources(self) -> str:
+        """What tells the host's own decode from those of other sources; see Tree.digest."""
+        return "" if self._tree is None else self._tree.digest()
 
 
 class DecoderRoute:
@@ -212,6 +257,17 @@ class DecoderRoute:
             if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", line)
             self._logged[line] = now
+
+
+def refuse_latent(binding: Binding, latent: Tensor) -> None:
+    """Raise Refusal for a latent that does not fit a decoder."""
+    channels = binding.layout.in_convolution.in_channels
+    if latent.dim() != 4 or latent.shape[1] != channels:
+        raise Refusal(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
+    if latent.device != binding.device:
+        raise Refusal(f"the VAE's weights are on {binding.device}, the latent is on {latent.device}")
+    if latent.dtype != binding.dtype:
+        raise Refusal(f"the VAE's weights are {short_name(binding.dtype)}, the latent is {short_name(latent.dtype)}")
 
 
 def refuse_surroundings(latent: Tensor) -> None:
