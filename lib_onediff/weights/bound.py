@@ -136,8 +136,8 @@ class BoundUNet:
         return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
 
     def _begin_contents(self) -> Callable[[], bool]:
-        """See Contents.begin."""
-        return self._contents.begin() if self._contents is not None else lambda: False
+        """See Contents.begin; nothing has changed where nobody asks for them: bool() is False."""
+        return bool if self._contents is None else self._contents.begin()
 
     def _look_for_edits(self) -> None:
         """Count edits of values since the last time. Raises Refusal where the weights lie elsewhere by now."""

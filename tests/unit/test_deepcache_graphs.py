@@ -16,7 +16,7 @@ from graph_builders import PretendedGraphs
 
 from lib_onediff.core.table import Entry, State
 from lib_onediff.families.unet import cuts as compute
-from lib_onediff.runtime.graphs.recapture import CaptureRequest
+from lib_onediff.runtime.graphs.accounting import CaptureRequest
 from lib_onediff.runtime.runtime import runtime
 
 FULL, CACHED = "full", "cached"

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...core.call import UNetCall
 from ...core.key import ShapeKey
-from ...core.table import Entry, ShapeTable
+from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.capture import CudaGraphs, Output
 from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
@@ -31,6 +32,27 @@ class GraphRecord(NamedTuple):
     @property
     def key(self) -> ShapeKey:
         return self.entry.key
+
+
+class CaptureRequest(NamedTuple):
+    """What a graph is made of. generation: of the weights that it was made for; seconds: how long that took. Holds
+    nothing of the graph itself."""
+
+    managed: ManagedUNet
+    entry: Entry
+    generation: int
+    inputs: UNetCall
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, held: GraphRecord) -> CaptureRequest:
+        kept, runner = held.kept, held.kept.runner
+        return cls(held.managed, held.entry, kept.generation, runner.inputs, runner.seconds)
+
+    def can_be(self) -> bool:
+        """Whether the weights lie where they lay, and nothing has come between. Functions of other extensions are
+        called in a call of theirs alone."""
+        return not self.entry.key.patches and self.entry.state is State.PROVED and self.managed.stands(self.generation)
 
 
 class PoolKey(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 import torch
@@ -14,19 +14,22 @@ from ...core.affine import Source
 from ...core.call import UNetCall
 from ...core.key import ShapeKey
 from ...core.operators import Operators
+from ...core.precision import our_modes
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.inputs import own_inputs
 from ...weights.offload import empty_pinned_cache
 from ..managed_unet import ManagedUNet
-from .accounting import Holdings, PoolKey
+from .accounting import CaptureRequest, Holdings, PoolKey
 from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
-from .recapture import CaptureRequest, capture_again, in_time
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 CARD_IS_FULL = "the GPU's memory is nearly full, so its graph waits until there is room"
 NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' leaves no room for graphs between functions of other extensions"
+# How long a step of an image may take longer because older graphs are captured again; the others are when needed. A
+# rehearsal takes about as long as the capture after it.
+SECONDS_AN_IMAGE_WAITS, TIMES_TO_COMPUTE = 1.0, 2
 PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
 
 
@@ -137,14 +140,13 @@ class GraphCache:
         older = [held for held in self._now.graphs() if PoolKey.of(held.key) == pool]
         older.sort(key=lambda held: (held.key in pinned, held.entry.last_used), reverse=True)
         room = allowed - (self._now.held(pool.device) - self._now.held_by(pool))
-        new = [] if first is None else [first]
-        again = [CaptureRequest.of(held) for held in older if not new or held.entry is not new[0].entry]
-        wanted = [*new, *in_time(again, pinned, room, new)]
+        again = [CaptureRequest.of(held) for held in older if first is None or held.entry is not first.entry]
+        wanted = in_time(again, pinned, room, 0 if first is None else first.entry.needs)
         doomed = {held.key for held in older}
         # With the last that knows of it, the memory goes.
         del older
         self._drop(doomed)
-        self.capture_again(wanted, allowed)
+        self.capture_again(wanted if first is None else [first, *wanted], allowed)
 
     def _without_the_others(self, wanted: CaptureRequest, allowed: int) -> None:
         """The last try: the graph alone. Where even that is too much, there is none."""
@@ -157,15 +159,21 @@ class GraphCache:
             entry.needs, entry.no_graph = needed, too_large(needed, allowed)
 
     def capture_again(self, wanted: Collection[CaptureRequest], allowed: int = 0) -> None:
-        """Capture what was dropped a moment ago; see recapture.capture_again."""
-        capture_again(
-            wanted, self._make, self._rehearse, lambda device: fits(self._now.held(device), allowed),
-            self._now.card.empty_cache,
-        )
+        """Capture graphs that were dropped a moment ago, the largest first: it gets the memory in one piece, and the
+        others fit into that. What cannot be made stays PROVED, and is captured at its next use; so does what comes
+        after the memory has stopped to fit."""
+        possible = sorted((one for one in wanted if one.can_be()), key=lambda one: -one.entry.needs)
+        rehearsed = [one for one in possible if attempted(one, self._rehearse)]
+        if rehearsed:
+            # What the rehearsals have left is of no use to a capture.
+            self._now.card.empty_cache()
+        for one in rehearsed:
+            if not attempted(one, self._make) or not fits(self._now.held(one.entry.key.device), allowed):
+                break
 
     def _rehearse(self, one: CaptureRequest) -> None:
-        computed_by = self._computed_by(one.managed, one.entry.key)
-        self._now.made.rehearse(*computed_by, one.inputs)
+        """Make the call that a capture needs before it in the same thread."""
+        self._now.made.rehearse(*self._computed_by(one.managed, one.entry.key), one.inputs)
 
     def _computed_by(self, managed: ManagedUNet, key: ShapeKey) -> tuple[Source, Operators]:
         operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
@@ -256,3 +264,30 @@ class GraphCache:
                     entry.state = State.PROVED
         self._now.card.empty_cache()
         self._shared_noticed = self._now.shared()
+
+
+def in_time(
+    older: Iterable[CaptureRequest], pinned: Collection[ShapeKey], room: int, largest: int
+) -> list[CaptureRequest]:
+    """Those of the older graphs, in this order, that fit into so many bytes together with one that needs largest, and
+    take no longer than an image can wait for. The pinned take the time that they need."""
+    chosen: list[CaptureRequest] = []
+    seconds = 0.0
+    for one in older:
+        needs, takes = max(largest, one.entry.needs), seconds + TIMES_TO_COMPUTE * one.seconds
+        in_time = takes <= SECONDS_AN_IMAGE_WAITS or one.entry.key in pinned
+        if in_time and memory_of([needs]) <= room:
+            chosen.append(one)
+            largest, seconds = needs, takes
+    return chosen
+
+
+def attempted(one: CaptureRequest, work: Callable[[CaptureRequest], None]) -> bool:
+    """Whether work(one) was possible; it may lack memory, or be what cannot be captured here."""
+    try:
+        with our_modes(one.entry.key.device, one.entry.key.precision):
+            work(one)
+    except Exception as error:
+        log.debug("%s is not captured again: %s", one.entry.key, error, exc_info=True)
+        return False
+    return True
