@@ -50,10 +50,6 @@ SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple,
 CONTAINERS = (dict, list, tuple, set, frozenset)
 # Of the entries of an attribute: a longer one is known by its length alone.
 MOST_ENTRIES, DEEPEST = 256, 4
-# torch's own check of its CUDA graphs: builds with CUDA have it, and it takes half the time of a loop here. Private, so
-# it may go or change: where it is missing or raises, the loop is asked.
-lie_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-
 state_of = operator.attrgetter("__dict__")
 of_parameters = operator.itemgetter("_parameters")
 of_children = operator.itemgetter("_modules")
@@ -280,7 +276,6 @@ class Parameters:
         parameters = present_in(modules)
         self._references = list(map(weakref.ref, parameters))
         self._addresses = list(map(Tensor.data_ptr, parameters))
-        self._indices = list(range(len(parameters)))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
         self._guards = guards_of(parameters)
@@ -298,45 +293,36 @@ class Parameters:
         """The parameters, where what lies at the addresses is alive: without that, nothing may read there. A fifth of a
         millisecond for SDXL's UNet. Drop them after the call."""
         parameters = self._now()
-        return parameters if parameters is not None and self._lie_at_their_addresses(parameters) else None
-
-    def _lie_at_their_addresses(self, parameters: list[Any]) -> bool:
-        if lie_at is not None:
-            with suppress(RuntimeError, TypeError):
-                return bool(lie_at(parameters, self._addresses, self._indices))
-        try:
-            return self._addresses == list(map(Tensor.data_ptr, parameters))
-        except (TypeError, RuntimeError):
-            return False
+        with suppress(RuntimeError, TypeError):
+            if parameters is not None and self._addresses == list(map(Tensor.data_ptr, parameters)):
+                return parameters
+        return None
 
     def stand(self) -> bool:
         """Whether these are the very parameters, and each lies where and as it lay."""
-        return self._standing(self._now()) is not None
+        found = self.lie_still()
+        return found is not None and self._are_the_same(found)
 
     def were_edited(self, found: list[Any] | None = None) -> bool:
         """Whether any was edited in place since this was asked last, as far as torch counts that. found: what lie_still
         has told at this call. Raises Refusal where they do not stand."""
-        parameters = self._standing(found or self._now())
-        if parameters is None:
+        parameters = found or self.lie_still()
+        if parameters is None or not self._are_the_same(parameters):
             raise Refusal("the host has moved or exchanged weights")
         before, self._versions = self._versions, edit_counts(parameters)
         return self._versions != before
 
-    def _standing(self, parameters: list[Any] | None) -> list[Any] | None:
-        """The parameters, where they are those that they were and lie where and as they lay."""
-        if parameters is None or not all(
-            map(operator.is_, parameters, [reference() for reference in self._references])
-        ):
-            return None
-        if not self._lie_at_their_addresses(parameters):
-            return None
+    def _are_the_same(self, parameters: list[Any]) -> bool:
+        """Whether those that lie still are the very parameters, and lie as they lay."""
+        if not all(map(operator.is_, parameters, [reference() for reference in self._references])):
+            return False
         with suppress(RuntimeError, TypeError):
             if self._guards is not None and self._guards.check(*parameters):
-                return parameters
+                return True
         with suppress(RuntimeError, TypeError):
             strides, layouts = list(map(Tensor.stride, parameters)), list(map(layout_of, parameters))
-            return parameters if (strides, layouts) == (self._strides, self._layouts) else None
-        return None
+            return (strides, layouts) == (self._strides, self._layouts)
+        return False
 
 
 def present_in(modules: Iterable[nn.Module]) -> list[Any]:
@@ -347,8 +333,8 @@ def present_in(modules: Iterable[nn.Module]) -> list[Any]:
 
 def guards_of(parameters: Sequence[Tensor]) -> Any:
     """torch's own check of shapes, strides and types, as torch.compile has it: a third of the time of a loop here. It
-    keeps no tensor alive. Private, as lie_at; None where this torch has none. What it does not pass may be the same
-    all the same (other modes of autograd): then the loop is asked."""
+    keeps no tensor alive. Private, so it may go or change: None where this torch has none. What it does not pass may be
+    the same all the same (other modes of autograd): then the loop is asked."""
     try:
         kind: Any = torch._C._dynamo.guards.TensorGuards
         shapes, strides = [list(one.shape) for one in parameters], [list(one.stride()) for one in parameters]
