@@ -198,25 +198,6 @@ def tf32_is_on() -> bool:
     return any(SWITCHES[name].read() for name in (TF32_MATMUL, TF32_CONVOLUTION))
 
 
-@dataclass(frozen=True)
-class AttentionOverflows:
-    """Which networks' attention was seen to overflow, as SD 2.1's does in float16.
-
-    tuning_cache: remembers it on this machine; see core.tuning_cache.
-    """
-
-    tuning_cache: Any
-
-    def seen(self, architecture: str, dtype: torch.dtype) -> bool:
-        return self.tuning_cache.get(self._name(architecture, dtype)) is True
-
-    def note(self, architecture: str, dtype: torch.dtype) -> None:
-        self.tuning_cache.set(self._name(architecture, dtype), True)
-
-    def _name(self, architecture: str, dtype: torch.dtype) -> str:
-        return f"attention overflows, {architecture}, {str(dtype).removeprefix('torch.')}"
-
-
 # Older torch raises when asked for autocast on another kind of device, such as mps.
 AUTOCAST_DEVICES = ("cuda", "cpu")
 

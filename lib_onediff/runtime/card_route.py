@@ -15,7 +15,7 @@ from ..core.device import Candidates, Device, Network, NotYet
 from ..core.guard import first_line
 from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.policy import Answer, Host, Served
-from ..core.precision import AttentionOverflows, Flags, flags_for, our_modes
+from ..core.precision import Flags, flags_for, our_modes
 from ..core.refusal import Refusal
 from ..core.settings import SAGE, Settings
 from ..core.table import Entry, State, Stopwatch
@@ -38,7 +38,6 @@ class CardRoute:
 
     def __init__(self, services: Services, stepping: Stepping) -> None:
         self.services, self._stepping = services, stepping
-        self.attention_overflows = AttentionOverflows(services.tuning_cache)
         self.choice, self.low_bit, self.patched = BackendChoice(services), LowBitRoute(services), PatchedRoute(services)
 
     def answer(
@@ -140,11 +139,12 @@ class OneCard:
         The first output of a shape that overflows is computed again with attention in float32; so is every other of
         this network from then on.
         """
-        bound, known = self._managed.bound, self._route.attention_overflows
-        weights, dtype, by_host = bound.identity(), bound.binding.dtype, call.upcast_attention
-        overflows = seen = known.seen(weights, dtype)
+        bound, tuned, by_host = self._managed.bound, self._services.tuning_cache, call.upcast_attention
+        dtype, device = bound.binding.dtype, call.latent.device
+        name = f"attention overflows, {bound.identity()}, {str(dtype).removeprefix('torch.')}"
+        overflows = seen = tuned.get(name) is True
         while True:
-            upcast, device = by_host or overflows, call.latent.device
+            upcast = by_host or overflows
             if upcast != call.upcast_attention:
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(self._settings, dtype, device, upcast)
@@ -154,7 +154,7 @@ class OneCard:
                 break
             overflows = True
         if overflows and not seen and bool(torch.isfinite(served.output).all()):
-            known.note(weights, dtype)
+            tuned.set(name, True)
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -193,15 +193,6 @@ class ManagedUNet:
         """The largest depth at which the UNet can be cut in two. Raises Refusal."""
         layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
         return self._families.of(layout).deepest(layout)
-
-    def ready_keys(self) -> set[ShapeKey]:
-        """The shapes that have a graph."""
-        return set(self.runners)
-
-    def kept(self) -> Iterator[tuple[ShapeKey, CachedRunner]]:
-        """Every graph, with what it was made for."""
-        # A copy: a page asks in another thread than the one that makes graphs.
-        yield from self.runners.copy().items()
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""

@@ -128,10 +128,10 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     runtime.generations.begin(p, Settings())
     emptied = card.emptied
     runtime.pressure._note_lost()
-    assert card.emptied == emptied and runtime.managed_unet(unet).ready_keys()
+    assert card.emptied == emptied and runtime.managed_unet(unet).runners
     runtime.generations.end(p)
     runtime.pressure._note_lost()
-    assert card.emptied > emptied and not runtime.managed_unet(unet).ready_keys()
+    assert card.emptied > emptied and not runtime.managed_unet(unet).runners
 
 
 def test_the_most_that_is_in_use_at_a_time() -> None:

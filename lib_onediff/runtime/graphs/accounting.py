@@ -139,7 +139,7 @@ class Holdings:
 
     def keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
-        return set().union(*(managed.ready_keys() for managed in self._managed.values()))
+        return set().union(*(managed.runners for managed in self._managed.values()))
 
     def pinned(self) -> set[ShapeKey]:
         """Those of them that the user has pinned."""
@@ -155,7 +155,8 @@ class Holdings:
         entries = self._table.by_key()
         return [
             GraphRecord(managed, entries[key], kept)
-            for managed in self._managed.values() for key, kept in managed.kept() if key in entries
+            # A copy: a page asks in another thread than the one that makes graphs.
+            for managed in self._managed.values() for key, kept in managed.runners.copy().items() if key in entries
         ]
 
     def others(self, pool: PoolKey) -> list[set[ShapeKey]]:

@@ -235,7 +235,7 @@ class GraphCache:
 
     def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
         # Their graphs know where they lie.
-        self._drop({key for key in managed.ready_keys() if key.lossy.low_bit})
+        self._drop({key for key in managed.runners if key.lossy.low_bit})
         managed.low_bit = None
 
     def note_lost(self) -> None:
