@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from ...core.guard import first_line
+from ...core.logs import debug_wanted
 from . import paths, script_callbacks
 
 log = logging.getLogger("onediff")
@@ -105,8 +107,8 @@ def load_scripts() -> None:
     for path in sorted(Path(paths.script_path, "scripts").glob("*.py")):
         try:
             module = load_module(str(path))
-        except Exception:
-            log.exception("the script %s failed", path.name)
+        except Exception as error:
+            log.error("the script %s failed: %s", path.name, first_line(error), exc_info=debug_wanted())
             continue
         classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, Script)]
         scripts_data.extend(ScriptClassData(found, str(path), module) for found in classes if found is not Script)
