@@ -99,18 +99,19 @@ def test_sdxl_takes_less_than_60_percent_and_comes_back_bit_for_bit(option: str)
     expected = host(unet, given).clone()
     torch.cuda.empty_cache()
     whole, floor = bytes_on_gpu(unet), allocated()
-    # Without the check there is no graph yet: what is allocated is weights.
     compile_unet(unet, low_bit=option, low_bit_only=True)
-    first = called(unet, given)
-    managed = runtime.managed_unet(unet)
-    left, rounded = bytes_on_gpu(unet), managed.low_bit.bytes
-    grown = allocated() - floor - first.nbytes
+    # The first call is checked against the host, which has its weights back for that; the second moves them.
+    output = [called(unet, given) for _ in range(2)][-1]
+    assert is_offloaded(unet), status()["reason"]
+    left, rounded = bytes_on_gpu(unet), runtime.totals().low_bit
+    # Beside graphs, what is allocated is weights.
+    grown = allocated() - floor - output.nbytes - runtime.totals().vram
     print(f"\n{option}: {whole / MEBIBYTE:.0f} MiB -> {(left + rounded) / MEBIBYTE:.0f} MiB")
     assert status()["lossy"] == "8-bit only", status()["reason"]
     assert left + rounded <= 0.6 * whole and left + rounded < 3 << 30
     assert whole + grown <= 0.65 * whole, "what torch has allocated says the same, with its libraries' own"
-    # The first is checked, the second moves the weights, the third may be timed.
-    assert relative_error(replayed(unet, given, "8-bit only", 4), expected) < NEAR[option] and is_offloaded(unet)
+    # A third may be timed.
+    assert relative_error(replayed(unet, given, "8-bit only", 2), expected) < NEAR[option] and is_offloaded(unet)
     runtime.restore(unet)
     assert not is_offloaded(unet) and bytes_on_gpu(unet) == whole
     called(unet, given)

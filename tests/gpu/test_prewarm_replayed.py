@@ -12,10 +12,11 @@ from torch import nn
 
 pytest.importorskip("diffusers")
 
+from gpu_calls import arguments
+
 from lib_onediff.bench.models import random_unet
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import Size
-from lib_onediff.demo.modules.onediff_adapter import random_inputs
 from lib_onediff.hosts.diffusers.unet import attach, detach
 from lib_onediff.prewarm.worker import CAPTURING, CHECKING, WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -37,7 +38,7 @@ class Host:
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         self.told |= {job.what for job in self.queue.jobs() if job.state == "running"}
         with torch.no_grad():
-            self.unet(**random_inputs(self.unet, runtime.layout_of(self.unet), width, height, batch, tokens))
+            self.unet(**arguments(self.unet, width, height, batch, tokens))
 
     def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
         return (2 * pictures, tokens), (pictures, tokens)
