@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .core.version import __version__
-
 if TYPE_CHECKING:
-    from .core.settings import Settings
-    from .public import compile_pipe, compile_unet, sampling, status, uncompile_pipe, uncompile_unet
+    from .public import (
+        Settings,
+        __version__,
+        compile_pipe,
+        compile_unet,
+        sampling,
+        status,
+        uncompile_pipe,
+        uncompile_unet,
+    )
 
 __all__ = [
     "Settings", "__version__", "compile_pipe", "compile_unet", "sampling", "status", "uncompile_pipe", "uncompile_unet",
@@ -24,9 +30,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import public
-    from .core.settings import Settings
 
-    return Settings if name == "Settings" else getattr(public, name)
+    return getattr(public, name)
 
 
 def __dir__() -> list[str]:

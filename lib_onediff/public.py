@@ -11,9 +11,11 @@ from torch import nn
 from .core.refusal import Refusal
 from .core.sampling import Sampling
 from .core.settings import Settings
+from .core.version import __version__ as __version__
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.instance_forward import unwrapped
+from .hosts.diffusers.model_folder import load_folder as load_folder
 from .hosts.diffusers.schedule import no_longer_announce
 from .runtime.runtime import runtime
 

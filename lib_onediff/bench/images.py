@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hosts.diffusers.model_folder import load_folder
-from ..public import compile_pipe, uncompile_pipe
-from ..quality import compare
+from ..core.quality import compare
+from ..public import compile_pipe, load_folder, uncompile_pipe
 from ..runtime.runtime import runtime
 from . import models
 from .judge import Judge, load_judge

@@ -17,7 +17,7 @@ from ..devices.cuda.requirements import triton_here
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # What no UNet's output passes through. Everything else counts, what is added later too.
-COMPUTES_NOTHING = {"api", "bench", "quality", "ui"}
+COMPUTES_NOTHING = {"api", "bench", "ui"}
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from ..api.answers import SentenceRoute
 from ..api.gate import LARGEST_LOGIN, Gate
 from ..api.origins import Origins, host_name
 from ..core.sizes import parse_sizes
-from ..hosts.diffusers.model_folder import load_folder
-from ..public import compile_pipe
+from ..public import compile_pipe, load_folder
 from ..runtime.runtime import runtime
 from .groups import Groups, Limits, Request
 

@@ -9,10 +9,10 @@ from PIL import Image
 from test_standalone_host import generate
 
 from lib_onediff.bench.judge import Judge, load_judge
+from lib_onediff.core.quality import pixels_of
 from lib_onediff.demo import models
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
-from lib_onediff.quality import pixels_of
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000

@@ -12,7 +12,7 @@ from PIL import Image
 from quality_images import desaturated, noisy, painted, poster, veiled
 from torch import Tensor
 
-from lib_onediff.quality import (
+from lib_onediff.core.quality import (
     DETAILS,
     FINE_DETAILS,
     IDENTICAL,

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...core.guard import outcome_of
 from ...core.option import did_you_mean
+from ...core.quality import ImageComparison, compare
 from ...core.settings import Settings
 from ...core.sizes import Size
-from ...quality import ImageComparison, compare
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively
 from ..infotext import describe, read_changes
