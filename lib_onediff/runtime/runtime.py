@@ -50,10 +50,8 @@ class Runtime:
         """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last.
         families: of the networks that are served. By default, those of the registries."""
         services = self.services = Services(devices, families)
-        self.guard, self.table = services.guard, services.table
-        self.tuning_cache, self.devices, self.call_stats = (
-            services.tuning_cache, services.devices, services.call_stats,
-        )
+        self.guard, self.table, self.tuning_cache = services.guard, services.table, services.tuning_cache
+        self.devices, self.call_stats = services.devices, services.call_stats
         self.generations, self.pressure = services.generations, services.pressure
         self.settings_for_run, self.wait_for_compile = services.settings_for_run, services.wait_for_compile
         self.computing, self.free_graphs = services.computing, services.free_graphs
@@ -61,8 +59,7 @@ class Runtime:
         self.by_card = CardRoute(services, self.stepping)
         self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
         self.vae = DecoderRoute(services)
-        self.cache = Cache(services, self.stepping, self.vae, self.two_gpus)
-        cache = self.cache
+        cache = self.cache = Cache(services, self.stepping, self.vae, self.two_gpus)
         self.rows, self.totals, self.status, self.pin = cache.rows, cache.totals, cache.status, cache.pin
         self.open_cache, self.keep_history, self.purge = cache.open_cache, cache.keep_history, cache.purge
         self.purge_disk, self.release_memory = cache.purge_disk, cache.release_memory
@@ -77,10 +74,6 @@ class Runtime:
     def history(self) -> History:
         """What outlives the process."""
         return self.services.history
-
-    @history.setter
-    def history(self, history: History) -> None:
-        self.services.history = history
 
     @property
     def settings(self) -> Settings:

@@ -57,7 +57,7 @@ def host() -> Iterator[Host]:
     host = Host(random_unet("sd15", torch.device("cuda")).half())
     yield host
     detach(host.unet)
-    runtime.history = History()
+    runtime.services.history = History()
     runtime.configure(Settings())
     runtime.purge()
 

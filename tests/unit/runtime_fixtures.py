@@ -28,7 +28,7 @@ def seed() -> None:
 
 def remember_nothing() -> None:
     """The runtime has no cache folder, as in a new process."""
-    runtime.services.history = runtime.history = History()
+    runtime.services.history = History()
     runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
 
 
