@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import UNetCall
-from ..core.device import Device
+from ..core.device import Candidates, Device
 from ..core.guard import first_line
 from ..core.key import ShapeKey
 from ..core.operators import Operators
@@ -148,8 +148,10 @@ class BlockRoute:
             latent=hidden_states, timestep=embedding[:, 0], context=context, patches=patches,
             upcast_attention=self._upcasts_attention(),
         )
-        device = hidden_states.device
-        seen = self._seen_before(managed, settings, call) if device.type in self.timed_on else None
+        device, services = hidden_states.device, self._runtime.services
+        found = services.devices.launched(settings, device, hidden_states.dtype, services.waits_for_compile)
+        is_timed = device.type in self.timed_on
+        seen = self._seen_before(managed, settings, call, found.devices) if is_timed else None
         slower = "" if seen is None else why_the_hosts(seen)
         if seen is not None and slower:
             # As the host has them: that is what is timed.
@@ -157,7 +159,7 @@ class BlockRoute:
                 managed.drop_runners()
             loop.stop = seen.host.start(device)
             raise Refusal(slower)
-        entry, why_not_faster = self._entry(managed, settings, call)
+        entry, why_not_faster = self._entry(managed, settings, call, found)
         call_stats.entry, call_stats.model, call_stats.backend = entry, entry.model, entry.key.backend
         ops = self._runtime.devices.operators(entry.key.backend, managed.has_wide_norms)
         with our_modes(hidden_states.device, entry.key.precision):
@@ -180,14 +182,16 @@ class BlockRoute:
         loop.running = LoopPass(entry, settings, layers, stages, made, weakref.ref(context), stop)
         return loop.running
 
-    def _entry(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> tuple[Entry, str]:
+    def _entry(
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, found: Candidates
+    ) -> tuple[Entry, str]:
         """What is known of this shape by the best backend that has not failed, and why it is not a better one. Raises
         Refusal where there is none."""
         bound, waits = managed.bound, self._runtime.services.waits_for_compile
-        devices, reason = self._launched(settings, call)
-        bound.refresh(call, channels_last=devices[0].traits.channels_last)
+        reason = found.reason
+        bound.refresh(call, channels_last=found.devices[0].traits.channels_last)
         managed.refuse_call(call, is_embedded=True)
-        for device in devices:
+        for device in found.devices:
             key = key_of(managed, settings, call, device.name)
             entry = self._runtime.table.entry(key, bound.layout.model_name)
             entry.of_weights(bound.identity(), sampling_now(bound))
@@ -200,21 +204,13 @@ class BlockRoute:
             reason = entry.reason
         raise Refusal(reason)
 
-    def _launched(self, settings: Settings, call: UNetCall) -> tuple[tuple[Device, ...], str]:
-        latent, services = call.latent, self._runtime.services
-        devices, reason, _ = services.devices.launched(
-            settings, latent.device, latent.dtype, services.waits_for_compile
-        )
-        return devices, reason
-
-    def _seen_before(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Entry | None:
+    def _seen_before(
+        self, managed: ManagedUNet, settings: Settings, call: UNetCall, devices: tuple[Device, ...]
+    ) -> Entry | None:
         """What is known of a shape that was proved, before the weights are made ready for it."""
         known = self._runtime.table.by_key()
         try:
-            entries = [
-                known.get(key_of(managed, settings, call, device.name))
-                for device in self._launched(settings, call)[0]
-            ]
+            entries = [known.get(key_of(managed, settings, call, device.name)) for device in devices]
             weights = managed.bound.identity()
         except Refusal:  # not bound yet
             return None

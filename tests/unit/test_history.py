@@ -181,7 +181,7 @@ def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known
         return diffusers_output(unet, call)
 
     def one_call() -> dict[str, Any]:
-        monkeypatch.setattr(runtime, "history", opened(tmp_path))
+        monkeypatch.setattr(runtime.services, "history", opened(tmp_path))
         runtime.table.forget({entry.key for entry in runtime.table.entries()})  # as a process begins
         runtime.adopt(unet)
         with torch.no_grad():
