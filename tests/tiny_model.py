@@ -1,4 +1,4 @@
-"""A small random pipeline with the topology of a real one, made as code: no weights in git, no download."""
+"""Small random pipelines with the topology of real ones, made as code: no weights in git, no download."""
 from __future__ import annotations
 
 import json
@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tiny_weights import CHANNELS_PER_VALUE, shape_unet, shape_vae
+from tiny_weights import randomise
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, StableDiffusionPipeline
     from diffusers.schedulers import DDIMScheduler
     from transformers import CLIPTextConfig, CLIPTokenizer
 
-# The noise schedule that all of Stable Diffusion 1, 2 and XL were trained with.
+# The noise schedule of Stable Diffusion 1, 2 and XL. Our models predict v, as some of SD 2 do: a step's image follows
+# from that without a division by a small number, so that untrained networks make images too.
 TRAINING_SCHEDULE: dict[str, Any] = {
+    "prediction_type": "v_prediction",
     "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
     "set_alpha_to_one": False, "steps_offset": 1,
 }
@@ -25,7 +27,9 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 BYTE_TOKENS = 2 * 256 + 2
 DEFAULT_SEED = 15
 TEXT_WIDTH = 64
-GROUPS = 32 // CHANNELS_PER_VALUE
+SECOND_TEXT_WIDTH = 96
+TIME_ID_WIDTH = 32
+GROUPS = 8
 
 
 def tiny_sd15_pipeline(seed: int = DEFAULT_SEED) -> StableDiffusionPipeline:
@@ -38,13 +42,44 @@ def tiny_sd15_pipeline(seed: int = DEFAULT_SEED) -> StableDiffusionPipeline:
             sample_size=32, block_out_channels=(32, 64, 128, 128), norm_num_groups=GROUPS,
             cross_attention_dim=TEXT_WIDTH, attention_head_dim=8,
         )
-        shape_unet(unet)
         text_encoder = CLIPTextModel(text_config(TEXT_WIDTH))
         vae = tiny_vae(scaling_factor=0.18215)
     return StableDiffusionPipeline(
-        vae=vae, text_encoder=text_encoder.eval(), tokenizer=byte_tokenizer(), unet=unet.eval(),
+        vae=vae, text_encoder=text_encoder.eval(), tokenizer=byte_tokenizer(), unet=random_unet(unet, seed),
         scheduler=training_schedule(), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )
+
+
+def tiny_sdxl_pipeline(seed: int = DEFAULT_SEED) -> Any:
+    """A random StableDiffusionXLPipeline in float32: SDXL's topology with full transformer depth 2, 10, and channels
+    32, 64, 128 with heads of width 8; the same seed gives the same weights."""
+    from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    with seeded(seed):
+        unet = UNet2DConditionModel(
+            sample_size=128, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), block_out_channels=(32, 64, 128),
+            transformer_layers_per_block=(1, 2, 10), norm_num_groups=GROUPS,
+            cross_attention_dim=TEXT_WIDTH + SECOND_TEXT_WIDTH, attention_head_dim=(4, 8, 16),
+            use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=TIME_ID_WIDTH,
+            projection_class_embeddings_input_dim=SECOND_TEXT_WIDTH + 6 * TIME_ID_WIDTH,
+        )
+        text_encoder = CLIPTextModel(text_config(TEXT_WIDTH, spread=1.5))
+        text_encoder_2 = CLIPTextModelWithProjection(text_config(SECOND_TEXT_WIDTH, "gelu", spread=1.5))
+        vae = tiny_vae(scaling_factor=0.13025)
+    return StableDiffusionXLPipeline(
+        vae=vae, text_encoder=text_encoder.eval(), text_encoder_2=text_encoder_2.eval(), tokenizer=byte_tokenizer(),
+        tokenizer_2=byte_tokenizer(pad_token="!"), unet=random_unet(unet, seed), scheduler=training_schedule(),
+        force_zeros_for_empty_prompt=True, add_watermarker=False,
+    )
+
+
+def random_unet(unet: Any, seed: int) -> Any:
+    """A UNet with random weights of which each step changes an image by a little, as a trained one does."""
+    with torch.no_grad():
+        randomise(unet, seed).conv_out.weight.mul_(0.3)
+    return unet
 
 
 def tiny_vae(scaling_factor: float) -> AutoencoderKL:
@@ -56,8 +91,7 @@ def tiny_vae(scaling_factor: float) -> AutoencoderKL:
         block_out_channels=(32,) * 4, layers_per_block=1, norm_num_groups=GROUPS, scaling_factor=scaling_factor,
         force_upcast=False,
     )
-    shape_vae(vae)
-    return vae.eval()
+    return randomise(vae)
 
 
 def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0) -> CLIPTextConfig:
@@ -76,7 +110,7 @@ def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0)
 
 
 def training_schedule() -> DDIMScheduler:
-    """The noise schedule that SD1, SD2 and SDXL were trained with, predicting the noise."""
+    """The noise schedule that SD1, SD2 and SDXL were trained with."""
     from diffusers import DDIMScheduler
 
     return DDIMScheduler(**TRAINING_SCHEDULE)

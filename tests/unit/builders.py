@@ -3,15 +3,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as functional
 from computed import compute
+from tiny_weights import randomise
 from torch import Tensor, nn
 
 from lib_onediff.core.call import UNetCall
@@ -70,30 +70,6 @@ LAYOUTS = {
     "small": SMALL, "small XL": SMALL_XL, "SD1": SD1, "SD2": SD2, "SDXL": SDXL, "refiner": REFINER, "SSD": SSD,
     "LCM": LCM, "inpainting": INPAINTING, "one layer a block": ONE_LAYER_A_BLOCK, "no middle": NO_MIDDLE,
 }
-
-
-def randomise(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Give every parameter random values of a size at which every layer counts, those that start as zero too."""
-    parameters = dict(module.named_parameters())
-    values = random_values(seed, tuple((name, tuple(parameter.shape)) for name, parameter in parameters.items()))
-    with torch.no_grad():
-        for parameter, value in zip(parameters.values(), values, strict=True):
-            parameter.copy_(value)
-    return module.eval()
-
-
-@lru_cache(maxsize=16)
-def random_values(seed: int, parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> list[Tensor]:
-    """Those of randomise, for parameters of these names and shapes. Most tests of a file ask for the same ones."""
-    generator, made = torch.Generator().manual_seed(seed), []
-    with torch.inference_mode(False), torch.no_grad():
-        for name, shape in parameters:
-            values = torch.randn(shape, generator=generator)
-            if len(shape) > 1:
-                made.append(values / math.prod(shape[1:]) ** 0.5)
-            else:
-                made.append(0.1 * values + (0.0 if name.endswith("bias") else 1.0))
-    return made
 
 
 @contextlib.contextmanager

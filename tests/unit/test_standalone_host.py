@@ -16,8 +16,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("PIL")
 
 from PIL import Image
-from tiny_model import tiny_sd15_pipeline
-from tiny_sdxl import tiny_sdxl_pipeline
+from tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo import generation_tab, limits, listening, offline

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers")
 
-from tiny_model import tiny_sd15_pipeline
-from tiny_sdxl import tiny_sdxl_pipeline
+from tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo.models import load_model
