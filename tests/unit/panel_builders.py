@@ -69,7 +69,9 @@ class Seen:
 
     def look(self, *cancelled: int) -> None:
         shown = self.panel.view(json.dumps(cancelled), ALL_MODELS, self.waiting)
-        below, self.waiting, totals, jobs, models, table, question, asking, *_ = shown
+        below, waiting, totals, jobs, models, table, question, asking, *_ = shown
+        if waiting != gradio.update():
+            self.waiting = waiting
         self._show(
             below=below, totals=totals, jobs=jobs, models=models, table=table, question=question, asking=asking,
         )

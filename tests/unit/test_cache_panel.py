@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("gradio")
 
 import builders
+import gradio
 from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, used
 from test_warmup import SmallWebUI
 
@@ -74,6 +75,10 @@ def test_jobs_that_wait_are_in_the_table_and_can_be_cancelled(seen: Seen) -> Non
     seen.look_until_idle()
     seen.do(seen.panel.cancel_all)
     assert "Nothing is being pre-warmed." in seen.text("told")
+
+
+def test_a_look_that_was_begun_before_a_click_does_not_undo_it(seen: Seen) -> None:
+    assert seen.panel.view("[]", "All models", None)[1] == gradio.update()
 
 
 @pytest.mark.parametrize("text", ["", None, "null", "3", '"x"', "{", '["x"]', "[[5]]", "[true]", "[1e999]"])

@@ -15,18 +15,7 @@ from webui_axe import CONTRAST, LEVELS, violations
 from webui_client import WebUI
 from webui_compare_tab import Compare
 from webui_models import Models
-from webui_page import (
-    TAB,
-    changed_options,
-    make_picture,
-    open_advanced,
-    open_page,
-    show_inner_page,
-    show_settings,
-    show_tab,
-    status_line,
-    told,
-)
+from webui_page import TAB, make_picture, open_advanced, open_page, show_inner_page, show_settings, show_tab
 
 ACCORDION, ACCORDION_TAB = ".onediff-accordion", "txt2img"
 PAGES = ("Cache", "Compare", "Consistency")
@@ -101,9 +90,9 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
         open_page(browser, f"{webui.url}/?__theme={theme}")
         open_advanced(browser, "txt2img")
         look("accordion", ACCORDION, 15)
-        browser.type(changed_options("txt2img"), "deepcache_interval 99")
-        browser.find(changed_options("txt2img")).send_keys(Keys.TAB)
-        browser.wait_for_text(told("txt2img"), "it takes 1 to 20", 20)
+        browser.type("#onediff_txt2img_changes :is(textarea, input)", "deepcache_interval 99")
+        browser.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
+        browser.wait_for_text("onediff_txt2img_told", "it takes 1 to 20", 20)
         look("accordion with an error", ACCORDION, 15)
         compare = Compare(browser)
         compare.show()
@@ -194,15 +183,15 @@ def test_a_new_status_moves_nothing(standalone: WebUI, page: Any) -> None:
     with standalone.options(onediff_enabled=False):
         standalone.txt2img()
         open_advanced(browser, "txt2img")
-        browser.wait_for_text(told("txt2img"), "switched off", 20)
+        browser.wait_for_text("onediff_txt2img_told", "switched off", 20)
         before = settled_boxes(browser)
-    browser.type(changed_options("txt2img"), "backend maybe")
-    browser.find(changed_options("txt2img")).send_keys(Keys.TAB)
-    browser.wait_for_text(told("txt2img"), "is made without OneDiff", 20)
+    browser.type("#onediff_txt2img_changes :is(textarea, input)", "backend maybe")
+    browser.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
+    browser.wait_for_text("onediff_txt2img_told", "is made without OneDiff", 20)
     assert not moved(before, browser)
-    browser.type(changed_options("txt2img"), "")
+    browser.type("#onediff_txt2img_changes :is(textarea, input)", "")
     make_picture(browser)
-    browser.wait_for_text(status_line("txt2img"), "without CUDA graphs", 20)
+    browser.wait_for_text("onediff_txt2img_status", "without CUDA graphs", 20)
     assert not moved(before, browser)
     browser.run("""
         const at = document.querySelector(".onediff-accordion .onediff-summary");

@@ -12,21 +12,14 @@ from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI, gradient, one_run
 from webui_page import (
     SMALL,
-    accordion,
     accordion_values,
-    changed_options,
     choose,
     choose_preset,
-    control,
-    enabled_checkbox,
     make_picture,
     open_advanced,
     open_page,
-    preset_list,
     show_settings,
     show_tab,
-    status_line,
-    told,
 )
 
 TAB = "txt2img"
@@ -51,12 +44,12 @@ def test_generating_on_and_off(page, webui: WebUI) -> None:
         assert (ours >= 3 and grown["host"] == grown["blocks"] == 0) if on else (ours == 0 and grown["host"] >= 3)
         if on:
             page.wait(lambda: page.pictures("txt2img_gallery") not in ([], shown), "another image in the gallery")
-            status = page.wait_for_text(status_line("txt2img"), "72x64", 30)
+            status = page.wait_for_text("onediff_txt2img_status", "72x64", 30)
             assert "without CUDA graphs" in status or "CUDA graph" in status
             known = webui.status()
             assert "ms" in status and known["model"] in status and known["backend"] in status
-            page.find(enabled_checkbox("txt2img")).click()
-    page.wait_for_text(status_line("txt2img"), "the WebUI's UNet", 30)
+            page.find("#onediff_txt2img_enabled input").click()
+    page.wait_for_text("onediff_txt2img_status", "the WebUI's UNet", 30)
 
 
 def test_img2img(page, webui: WebUI, tmp_path) -> None:
@@ -93,12 +86,12 @@ def wait_for_changes(page: Any, text: str) -> None:
 
 def wait_for_controls(page: Any, **values: str) -> None:
     value = "return document.querySelector(arguments[0]).value"
-    shown = lambda: {name: page.run(value, control(TAB, name)) for name in values}  # noqa: E731
+    shown = lambda: {name: page.run(value, f"#onediff_txt2img_{name} input") for name in values}  # noqa: E731
     page.wait(lambda: shown() == values, f"{values} in the controls", 20)
 
 
 def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
-    preset, box = page.find(f"#{preset_list(TAB)}"), page.find(enabled_checkbox(TAB))
+    preset, box = page.find("#onediff_txt2img_preset"), page.find("#onediff_txt2img_enabled input")
     assert not preset.is_displayed() and box.is_displayed() and box.is_selected()
     make_picture(page)
     summary = f"onediff_{TAB}_summary"
@@ -108,28 +101,28 @@ def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
     assert not preset.is_displayed() and not box.is_selected(), "the checkbox does not open it"
     box.click()
     for opened in (True, False):
-        page.find(f"#{accordion(TAB)} .label-wrap").click()
+        page.find("#onediff_txt2img_accordion .label-wrap").click()
         page.wait(lambda now=opened: preset.is_displayed() is now, f"open: {opened}", 10)
         assert box.is_selected(), "opening and closing it switches nothing"
 
 
 def test_controls_and_text_are_one_and_hold_for_the_image(page, webui: WebUI) -> None:
     open_advanced(page, TAB)
-    page.wait_for_text(told(TAB), "This run: on", 20)
+    page.wait_for_text("onediff_txt2img_told", "This run: on", 20)
     move(page, "deepcache_interval", 3)
     choose(page, f"onediff_{TAB}_vae_precision", "fp32")
     wait_for_changes(page, "deepcache_interval 3; vae_precision fp32")
-    page.wait_for_text(told(TAB), "This run: on; deepcache_interval 3; vae_precision fp32.", 20)
+    page.wait_for_text("onediff_txt2img_told", "This run: on; deepcache_interval 3; vae_precision fp32.", 20)
     assert "OneDiff: on; deepcache_interval 3; vae_precision fp32" in make_picture(page)
     other = webui.txt2img().info["infotexts"][0]
     assert "OneDiff: on" in other and "deepcache" not in other, "another user's run is as the settings tab says"
     move(page, "deepcache_interval", 1)
     wait_for_changes(page, "vae_precision fp32")
-    field = page.find(changed_options(TAB))
+    field = page.find("#onediff_txt2img_changes :is(textarea, input)")
     field.send_keys("; deepcache_intervall 3")
-    assert "Did you mean" not in page.text(told(TAB)), "nobody is corrected while typing"
+    assert "Did you mean" not in page.text("onediff_txt2img_told"), "nobody is corrected while typing"
     field.send_keys(Keys.TAB)
-    page.wait_for_text(told(TAB), "Did you mean 'deepcache_interval'? Fix this, or", 20)
+    page.wait_for_text("onediff_txt2img_told", "Did you mean 'deepcache_interval'? Fix this, or", 20)
 
 
 def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: WebUI) -> None:
@@ -137,22 +130,22 @@ def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: Web
         open_advanced(page, TAB)
         wait_for_controls(page, deepcache_depth="3")
         wait_for_changes(page, "")
-        page.type(changed_options(TAB), "backend eager; deepcache_interval 5; low_bit fp8")
-        page.find(changed_options(TAB)).send_keys(Keys.TAB)
+        page.type("#onediff_txt2img_changes :is(textarea, input)", "backend eager; deepcache_interval 5; low_bit fp8")
+        page.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
         wait_for_controls(page, deepcache_interval="5", low_bit="fp8")
         choose_preset(page, TAB, "Balanced")
         wait_for_changes(page, "backend eager")
         wait_for_controls(page, deepcache_interval="3", low_bit="off")
-        page.wait_for_text(told(TAB), "deepcache_depth 3; backend eager.", 20)
+        page.wait_for_text("onediff_txt2img_told", "deepcache_depth 3; backend eager.", 20)
 
 
 def test_the_first_quick_click_opens_the_list_of_presets(page) -> None:
     # Without the pointer: its coming to the accordion asks the server, and the click follows at once.
-    page.run("document.querySelector(arguments[0]).click()", f"#{accordion(TAB)} .label-wrap")
-    page.find(f"#{preset_list(TAB)} input").click()
+    page.run("document.querySelector(arguments[0]).click()", "#onediff_txt2img_accordion .label-wrap")
+    page.find("#onediff_txt2img_preset input").click()
     offered = "return [...document.querySelectorAll('ul.options li')].map(at => at.innerText.trim())"
     page.wait(lambda: any("Balanced" in name for name in page.run(offered)), "the list", 10)
-    page.wait_for_text(told(TAB), "This run: on", 20)
+    page.wait_for_text("onediff_txt2img_told", "This run: on", 20)
     assert any("Balanced" in name for name in page.run(offered)), "what the server said has closed the list"
 
 
@@ -245,8 +238,8 @@ def test_infotext_pastes_back(
     infotext = webui.txt2img(**one_run(**made_with)).info["infotexts"][0]
     show_tab(page, tab)
     open_advanced(page, tab)
-    page.find(enabled_checkbox(tab)).click()
-    page.type(changed_options(tab), "backend eager")
+    page.find(f"#onediff_{tab}_enabled input").click()
+    page.type(f"#onediff_{tab}_changes :is(textarea, input)", "backend eager")
     with webui.options(**options):
         paste(page, tab, infotext)
         page.wait(lambda: accordion_values(page, tab) == expected, f"{expected}, not {accordion_values(page, tab)}", 30)
@@ -257,8 +250,8 @@ def test_infotext_pastes_back(
 
 def test_infotext_without_onediff_leaves_the_accordion_alone(page, webui: WebUI) -> None:
     open_advanced(page, "txt2img")
-    page.find(enabled_checkbox("txt2img")).click()
-    page.type(changed_options("txt2img"), "backend eager")
+    page.find("#onediff_txt2img_enabled input").click()
+    page.type("#onediff_txt2img_changes :is(textarea, input)", "backend eager")
     paste(page, "txt2img", "a fox\nSteps: 5, Sampler: Euler a, CFG scale: 7, Seed: 31, Size: 64x64")
     page.wait(lambda: page.run("return document.querySelector('#txt2img_seed input').value") == "31", "the seed", 30)
     assert accordion_values(page, "txt2img") == (False, "As in the settings", "backend eager")
@@ -268,7 +261,7 @@ def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_gener
     """Nobody comes to the accordion meanwhile: it asks by itself."""
     def told_without_pointing(expected: str) -> None:
         page.choose_tab("txt2img")
-        page.wait_for_text(told("txt2img"), expected, 20)
+        page.wait_for_text("onediff_txt2img_told", expected, 20)
 
     def apply() -> None:
         page.find("#settings_submit").click()
@@ -287,12 +280,12 @@ def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_gener
         told_without_pointing("This run: on.")
         paste(page, "txt2img", "a fox\nSteps: 3, Sampler: Euler a, Seed: 31, Size: 64x64, OneDiff: on; "
                                "deepcache_interval 2")
-        page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2.", 20)
+        page.wait_for_text("onediff_txt2img_told", "This run: on; deepcache_interval 2.", 20)
         # By another page, say.
         webui.set_options(onediff_vae_precision="fp32")
         assert "deepcache_interval 2; vae_precision fp32" in make_picture(page, seed=31)
-        page.wait_for_text(told("txt2img"), "This run: on; deepcache_interval 2; vae_precision fp32.", 20)
-        page.close_accordion(accordion("txt2img"))
+        page.wait_for_text("onediff_txt2img_told", "This run: on; deepcache_interval 2; vae_precision fp32.", 20)
+        page.close_accordion("onediff_txt2img_accordion")
         here = "onediff_txt2img_set_here"
         page.wait(lambda: page.text(here) == "Set here: deepcache_interval 2", "it where the accordion is closed", 10)
 

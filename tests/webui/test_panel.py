@@ -11,7 +11,7 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
-from webui_page import accordion, prewarm_button, prewarm_result, show_tab
+from webui_page import show_tab
 from webui_panel import TABLE, Panel, served
 
 MOST_TABS = 80
@@ -110,15 +110,15 @@ def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI)
 def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None:
     page = panel.page
     show_tab(page, "txt2img")
-    page.open_accordion(accordion("txt2img"))
+    page.open_accordion("onediff_txt2img_accordion")
     page.type("#txt2img_width input[type=number]", 80)
     before, host_before = served(webui), webui.calls()["host"]
-    page.find(f"#{prewarm_button('txt2img')}").click()
-    page.wait_for_text(prewarm_button("txt2img"), "✓ 80x64 is ready", 240)
-    assert "done in" in page.text(prewarm_result("txt2img"))
+    page.find("#onediff_txt2img_prewarm").click()
+    page.wait_for_text("onediff_txt2img_prewarm", "✓ 80x64 is ready", 240)
+    assert "done in" in page.text("onediff_txt2img_prewarm_result")
     assert served(webui) > before and webui.calls()["host"] == host_before
     page.type("#txt2img_width input[type=number]", 88)
-    page.wait_for_text(prewarm_button("txt2img"), "Pre-warm this size", 10)
+    page.wait_for_text("onediff_txt2img_prewarm", "Pre-warm this size", 10)
     panel.show()
     panel.wait_until_ready("80x64")
 

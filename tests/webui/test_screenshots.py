@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 from webui_client import WebUI, one_run
 from webui_compare_tab import Compare
-from webui_page import TAB, accordion, choose_preset, make_picture, open_page, show_settings
+from webui_page import TAB, choose_preset, make_picture, open_page, show_settings
 
 FOLDER = Path(__file__).parents[2] / ".readme"
 WIDTH = 1100
@@ -64,7 +64,7 @@ def draw(page: Any, selector: str, name: str, last: str = "") -> None:
 
 def test_screenshots(page: Any) -> None:
     page.type("#txt2img_prompt textarea", "an owl and a rocket on a blue background")
-    page.open_accordion(accordion("txt2img"))
+    page.open_accordion("onediff_txt2img_accordion")
     choose_preset(page, "txt2img", "Balanced")
     make_picture(page)
     draw(page, "#tabs", "demo")

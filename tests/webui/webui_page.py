@@ -10,35 +10,20 @@ AS_NEW = (True, "As in the settings", "")
 SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
 
 
-def accordion(tab: str) -> str:
-    return f"onediff_{tab}_accordion"
-
-
-def enabled_checkbox(tab: str) -> str:
-    return f"#onediff_{tab}_enabled input"
-
-
-def preset_list(tab: str) -> str:
-    return f"onediff_{tab}_preset"
-
-
-def changed_options(tab: str) -> str:
-    return f"#onediff_{tab}_changes textarea, #onediff_{tab}_changes input"
-
-
 def accordion_values(page: Any, tab: str) -> tuple[bool, str, str]:
     """The checkbox, the preset and the changed options that the accordion shows."""
     value = "return document.querySelector(arguments[0]).value"
-    checked = page.driver.find_element("css selector", enabled_checkbox(tab)).is_selected()
-    return checked, page.run(value, f"#{preset_list(tab)} input"), page.run(value, changed_options(tab))
+    checked = page.driver.find_element("css selector", f"#onediff_{tab}_enabled input").is_selected()
+    changes = page.run(value, f"#onediff_{tab}_changes :is(textarea, input)")
+    return checked, page.run(value, f"#onediff_{tab}_preset input"), changes
 
 
 def choose_preset(page: Any, tab: str, name: str) -> None:
     """Choose from the accordion's list, which is brought up to date when the pointer comes to the accordion."""
     ActionChains(page.driver).move_to_element(page.find(f"#{tab}_prompt")).perform()
-    ActionChains(page.driver).move_to_element(page.find(f"#{accordion(tab)} .label-wrap")).perform()
+    ActionChains(page.driver).move_to_element(page.find(f"#onediff_{tab}_accordion .label-wrap")).perform()
     page.wait_for_answers()
-    choose(page, preset_list(tab), name)
+    choose(page, f"onediff_{tab}_preset", name)
 
 
 def choose(page: Any, elem_id: str, name: str) -> None:
@@ -49,29 +34,9 @@ def choose(page: Any, elem_id: str, name: str) -> None:
     page.run(option, name).click()
 
 
-def control(tab: str, name: str) -> str:
-    return f"#onediff_{tab}_{name} input"
-
-
 def open_advanced(page: Any, tab: str) -> None:
-    page.open_accordion(accordion(tab))
+    page.open_accordion(f"onediff_{tab}_accordion")
     page.open_accordion(f"onediff_{tab}_advanced")
-
-
-def told(tab: str) -> str:
-    return f"onediff_{tab}_told"
-
-
-def status_line(tab: str) -> str:
-    return f"onediff_{tab}_status"
-
-
-def prewarm_button(tab: str) -> str:
-    return f"onediff_{tab}_prewarm"
-
-
-def prewarm_result(tab: str) -> str:
-    return f"onediff_{tab}_prewarm_result"
 
 
 def open_page(browser: Any, url: str, **values: Any) -> Any:
@@ -100,12 +65,12 @@ def reset_accordion(page: Any, tab: str) -> None:
     if accordion_values(page, tab) != AS_NEW:
         open_advanced(page, tab)
         if accordion_values(page, tab)[1] != AS_NEW[1]:
-            choose(page, preset_list(tab), AS_NEW[1])
+            choose(page, f"onediff_{tab}_preset", AS_NEW[1])
         if not accordion_values(page, tab)[0]:
-            page.find(enabled_checkbox(tab)).click()
-        page.type(changed_options(tab), "")
+            page.find(f"#onediff_{tab}_enabled input").click()
+        page.type(f"#onediff_{tab}_changes :is(textarea, input)", "")
         page.wait(lambda: accordion_values(page, tab) == AS_NEW, f"{AS_NEW} in the accordion", 20)
-    page.close_accordion(accordion(tab))
+    page.close_accordion(f"onediff_{tab}_accordion")
 
 
 def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> str:

@@ -143,9 +143,10 @@ class Panel:
         whose buttons were clicked, as JSON."""
         for job in read_list(cancelled, int):
             self.warmup.cancel(job)
-        below: Any = UNCHANGED
+        # Somebody may have clicked on something since this look was begun: what the page waits for stays as it is.
+        below, waits_now = UNCHANGED, UNCHANGED
         if isinstance(waiting, Chore) and waiting.over():
-            below, waiting = sentence(waiting.outcome, wrong=waiting.failed), None
+            below, waits_now = sentence(waiting.outcome, wrong=waiting.failed), None
         known, jobs = self.runtime.rows(), self.warmup.jobs()
         rows = rows_with_jobs(known, jobs, self.warmup.model)
         models = models_of(rows)
@@ -153,7 +154,7 @@ class Panel:
         question = sentence(waiting.question) if isinstance(waiting, Purge) else ""
         families = families_for(self.warmup.model)
         return (
-            below, waiting, totals_html(self.runtime.totals(), known, jobs), jobs_html(jobs),
+            below, waits_now, totals_html(self.runtime.totals(), known, jobs), jobs_html(jobs),
             gr.update(choices=models, value=model), resolutions_html(selected(rows, model)), question,
             gr.update(visible=bool(question)), *(gr.update(visible=family in families) for family in FAMILIES),
         )
