@@ -336,6 +336,8 @@ class OursOrHosts:
                 return split
         else:
             two_gpus.forget(self._unet)
+            # Another UNet may be computed on both.
+            two_gpus.note()
         call_stats.begin()
         answer = self._runtime.by_card.answer(self._managed, settings, call, host, was_looked_at=self._was_looked_at)
         if answer.served is not None:
