@@ -53,6 +53,12 @@ def unet() -> Iterator[Any]:
     runtime.purge()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What matrix libraries keep since other tests, and by which attention these have computed, changes what graphs
+    take."""
+    items.sort(key=lambda item: item.path.name != "test_budget.py")
+
+
 @pytest.fixture(params=list(KINDS_OF))
 def option(request: pytest.FixtureRequest) -> Any:
     """A value of Low-bit that this GPU has."""

@@ -20,7 +20,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.allocations import peak
 from lib_onediff.devices.cuda.graphs.device_memory import empty_cache
 from lib_onediff.public import status
-from lib_onediff.runtime.graphs.pool_size import memory_of
+from lib_onediff.runtime.graphs.pool_size import PAGE, memory_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
@@ -63,7 +63,9 @@ def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[in
         before, said = reserved(), row(largest).bytes
         freed = runtime.purge([row(largest).resolution])
         fell = before - reserved()
-        assert said > MIB and abs(fell - said) <= 0.1 * said, f"{said / MIB:.1f} MiB said, {fell / MIB:.1f} fell"
+        # What is small takes pages of its own.
+        close = 0.1 * said + 2 * PAGE
+        assert said > MIB and abs(fell - said) <= close, f"{said / MIB:.1f} MiB said, {fell / MIB:.1f} fell"
         assert abs(freed - fell) <= 4 * MIB
         assert states() == dict.fromkeys(rest, "ready")
         for width, height in map(SIDES.__getitem__, rest):

@@ -149,9 +149,11 @@ class TritonOperators:
         return triton_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
-        """output = image + update + bias, measured on the way: a norm that follows may want to know."""
+        """output = image + update + bias, measured on the way, where a norm that follows will want to know."""
         config = self._cut(cuts.ADDITION, output)
-        self._strips[output] = triton_images.add_and_measure(image, update, bias, output, config)
+        measured = triton_images.add_and_measure(image, update, bias, output, config)
+        if output.shape[2] * output.shape[3] > triton_group_norm.SMALL_IMAGE_PIXELS:
+            self._strips[output] = measured
 
     def _measured(
         self, image: Image
