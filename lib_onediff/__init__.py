@@ -1,13 +1,14 @@
 """Make Stable Diffusion's UNet fast without changing its images.
 
-compile_pipe(pipe) and compile_unet(unet) for users of diffusers, sampling(unet) for loops of their own; the WebUI
-extension in scripts/ uses the same parts.
+compile_pipe(pipe) and compile_unet(unet) for users of diffusers, sampling(unet) for loops of their own, and
+quality.compare(image, other); the WebUI extension in scripts/ uses the same parts.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .core import quality
     from .public import (
         Settings,
         __version__,
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Settings", "__version__", "compile_pipe", "compile_unet", "sampling", "status", "uncompile_pipe", "uncompile_unet",
+    "Settings", "__version__", "compile_pipe", "compile_unet", "quality", "sampling", "status", "uncompile_pipe",
+    "uncompile_unet",
 ]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from .core import quality as quality
 from .core.refusal import Refusal
 from .core.sampling import Sampling
 from .core.settings import Settings

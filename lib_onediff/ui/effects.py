@@ -119,7 +119,9 @@ CHECKS: Mapping[str, Callable[[Any], str | None]] = {
 
 
 def has_oneflow() -> bool:
-    return find_spec("oneflow") is not None
+    found = find_spec("oneflow")
+    # Any folder of this name beside a script is found too, without an origin.
+    return found is not None and found.origin is not None
 
 
 def capability() -> tuple[int, int] | None:

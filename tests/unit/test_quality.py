@@ -12,6 +12,7 @@ from PIL import Image
 from quality_images import desaturated, noisy, painted, poster, veiled
 from torch import Tensor
 
+import lib_onediff
 from lib_onediff.core.quality import (
     DETAILS,
     FINE_DETAILS,
@@ -35,6 +36,10 @@ def bytes_of(image: Tensor) -> Tensor:
 
 def verdict(first: Tensor, second: Tensor) -> str:
     return compare(bytes_of(first), bytes_of(second)).verdict
+
+
+def test_it_is_found_where_the_page_for_diffusers_users_names_it() -> None:
+    assert lib_onediff.quality.compare is compare
 
 
 def test_the_same_image_in_every_form() -> None:
