@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core import quality
     from .public import (
         Settings,
         __version__,
         compile_pipe,
         compile_unet,
+        quality,
         sampling,
         status,
         uncompile_pipe,
