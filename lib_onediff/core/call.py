@@ -90,7 +90,7 @@ class Control:
 
 
 @dataclass(frozen=True)
-class UNetCall:
+class Call:
     """The inputs of one denoising call.
 
     latent: (batch, channels, height, width), in latent pixels.

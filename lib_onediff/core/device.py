@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .call import UNetCall
+from .call import Call
 from .family import AttentionShapes
 from .key import Lossy
 from .operators import Operators
@@ -38,7 +38,7 @@ class Runner(Protocol):
     how long it took to make.
     """
 
-    inputs: UNetCall
+    inputs: Call
     own_bytes: int
     seconds: float
 
@@ -46,7 +46,7 @@ class Runner(Protocol):
     def memory(self) -> Memory:
         """What it shares with others: the device's own kind."""
 
-    def run(self, call: UNetCall) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         """The UNet's output as a new tensor."""
 
 
@@ -109,7 +109,7 @@ class Device:
         """Raise Refusal with the reason where this machine lacks what it needs, or these settings rule it out. waits:
         whether the caller waits for what takes long to find out."""
 
-    def refuse_call(self, call: UNetCall) -> None:
+    def refuse_call(self, call: Call) -> None:
         """Raise Refusal with the reason for inputs that it does not compute."""
 
     def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
@@ -120,11 +120,11 @@ class Device:
         """Have what a network needs compiled, and, where that is waited for, also measured (measures). Raises NotYet
         while that goes on in a thread (waits: wait for it), and RuntimeError where it fails."""
 
-    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
+    def tune(self, attentions: Sequence[AttentionShapes], call: Call) -> bool:
         """Measure what is the fastest for a call with these attentions, where that is not known; whether it was so."""
         return False
 
-    def runner(self, managed: Any, key: Any, call: UNetCall, waits: bool) -> Any:
+    def runner(self, managed: Any, key: Any, call: Call, waits: bool) -> Any:
         """A runner of its own for a call (managed_unet.Runner); None where it has none, and calls are launched or
         captured. Raises Refusal."""
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .affine import Weights
-from .call import UNetCall
+from .call import Call
 from .operators import Operators
 
 # Shapes, (batch, heads, tokens, width), of an attention's queries and of its keys.
@@ -33,16 +33,16 @@ class Family(Protocol):
         weights at each use; and layers(kind), every description of this kind.
         """
 
-    def refuse_call(self, layout: Any, call: UNetCall, is_embedded: bool = False) -> None:
+    def refuse_call(self, layout: Any, call: Call, is_embedded: bool = False) -> None:
         """Raise Refusal with the reason for inputs that cannot be this network's. is_embedded: what conditions it has
         gone into the embedding already."""
 
-    def output(self, layout: Any, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+    def output(self, layout: Any, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """The network's output, (batch, channels, height, width) in the latent's dtype. With call.cut, hidden states
         are written to or read from its memory (see Cut). Raises RuntimeError where a cut was never written."""
 
     def deepest(self, layout: Any) -> int:
         """The largest depth at which it can be cut in two; 0 where it cannot."""
 
-    def attentions(self, layout: Any, call: UNetCall) -> list[AttentionShapes]:
+    def attentions(self, layout: Any, call: Call) -> list[AttentionShapes]:
         """The different attentions of a call."""

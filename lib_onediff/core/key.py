@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import CACHED, UNetCall
+from .call import CACHED, Call
 from .precision import Flags
 
 LATENT_PIXEL = 8
@@ -67,7 +67,7 @@ class ShapeKey:
 
     @classmethod
     def of(
-        cls, architecture: str, dtype: torch.dtype, call: UNetCall, backend: str = "", precision: Flags = (),
+        cls, architecture: str, dtype: torch.dtype, call: Call, backend: str = "", precision: Flags = (),
         marks: tuple[str, ...] = (), lossy: Lossy = EXACT,
     ) -> ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else

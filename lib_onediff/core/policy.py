@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from .call import CutMemory, UNetCall
+from .call import Call, CutMemory
 from .refusal import Refusal
 from .rows import PromptRows
 from .sampling import Position, Sampling
@@ -35,7 +35,7 @@ class Served(NamedTuple):
     edition: int
     route: str
     reason: str
-    call: UNetCall
+    call: Call
     rewind: Callable[[], None] | None = None
 
 
@@ -50,14 +50,14 @@ class Answer(NamedTuple):
 class Compute(Protocol):
     """What a policy has calls computed by: the next policy, or the runtime itself."""
 
-    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+    def __call__(self, call: Call, host: Host | None) -> Answer:
         """The output of a call, which need not be the one that the host has made. host: the host's own forward of the
         same, with which a first use is compared. With None, only what was checked before serves.
 
         Raises Refusal where OneDiff does not serve the call, torch.cuda.OutOfMemoryError, and what the host raises.
         """
 
-    def check(self, call: UNetCall, served: Served) -> None:
+    def check(self, call: Call, served: Served) -> None:
         """See once that this call computes what was served, to rounding, so that calls like it may serve without
         a host. Where it does not, they never do."""
 
@@ -113,7 +113,7 @@ class Moment:
     of a call that is counted as a whole.
     """
 
-    call: UNetCall
+    call: Call
     host: Host
     settings: Settings
     sampling: Sampling

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Control, UNetCall
+from .call import Call, Control
 
 # Why the prompt's rows of a call are not known, in words for the user, whatever the host.
 APART = "prompt and negative prompt come in calls of their own, or without the negative one"
@@ -27,7 +27,7 @@ class PromptRows(NamedTuple):
     host: Callable[[], Tensor]
 
 
-def halves(call: UNetCall, rows: slice) -> tuple[Tensor, Tensor]:
+def halves(call: Call, rows: slice) -> tuple[Tensor, Tensor]:
     """The latents of these rows, one half of the batch, and those of the other half."""
     first, second = call.latent.chunk(2)
     return (first, second) if not rows.start else (second, first)
@@ -38,12 +38,12 @@ def half_of(batch: int, is_first: bool) -> slice:
     return slice(0, batch // 2) if is_first else slice(batch // 2, batch)
 
 
-def why_not_taken(call: UNetCall) -> str:
+def why_not_taken(call: Call) -> str:
     """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
     return "" if call.patches is None else PATCHED
 
 
-def take_rows(call: UNetCall, rows: slice) -> UNetCall:
+def take_rows(call: Call, rows: slice) -> Call:
     """The call of these rows alone. Raises ValueError for an input that has neither the batch's rows nor one for all.
     """
     batch = call.latent.shape[0]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..core.affine import Weights
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.family import Family
 from ..core.operators import Operators
 from ..core.refusal import Refusal
@@ -35,7 +35,7 @@ class Families:
         """The family that has read it."""
         return next(family for family in self.all if isinstance(layout, family.layout))
 
-    def output(self, layout: Any, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+    def output(self, layout: Any, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """See Family.output."""
         return self.of(layout).output(layout, weights, ops, call)
 

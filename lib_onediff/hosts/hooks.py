@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.guard import Guard
 from ..core.origins import origin, package
 from ..core.refusal import Refusal
@@ -149,7 +149,7 @@ def was_interrupted() -> bool:
 
 
 def serve_call(
-    unet: nn.Module, read: Callable[[], UNetCall], host: Callable[[], Tensor], prompt_rows: Callable[[], PromptRows],
+    unet: nn.Module, read: Callable[[], Call], host: Callable[[], Tensor], prompt_rows: Callable[[], PromptRows],
     host_traits: HostTraits | None = None,
 ) -> Tensor:
     """The output of a UNet's call. host: the host's own forward of it. read: the call as ours; prompt_rows: which of

@@ -21,7 +21,7 @@ class Shape(NamedTuple):
     tokens: int
 
 
-class Call(NamedTuple):
+class WarmCall(NamedTuple):
     """One UNet call of a job. number: the how manieth at its shape, from 0."""
 
     size: Size
@@ -64,9 +64,9 @@ class Job:
         """How much of it is done, from 0 to 1."""
         return self.done / self.total if self.total else 0.0
 
-    def calls_left(self) -> list[Call]:
+    def calls_left(self) -> list[WarmCall]:
         """The UNet calls that are not made yet, in their order."""
-        calls = [Call(self.size, shape, number) for shape in self.shapes for number in range(CALLS_PER_SHAPE)]
+        calls = [WarmCall(self.size, shape, number) for shape in self.shapes for number in range(CALLS_PER_SHAPE)]
         return calls[self.done:]
 
 

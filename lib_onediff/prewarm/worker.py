@@ -22,7 +22,7 @@ from ..core.settings import OFF_IN_SETTINGS
 from ..core.sizes import TOKENS, Size
 from ..core.table import State
 from ..runtime.runtime import Runtime
-from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Call, Job, Shape, check_tokens
+from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Job, Shape, WarmCall, check_tokens
 
 log = logging.getLogger("onediff")
 
@@ -163,7 +163,7 @@ class WarmUp:
             if now is not None and now.what != what:
                 self._update(now, what=what)
 
-    def _advance(self, job: Job, call: Call, seconds: float, calls: int) -> None:
+    def _advance(self, job: Job, call: WarmCall, seconds: float, calls: int) -> None:
         """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
         with self._lock:
             self._rates[call.number].append(seconds / call.pixels)
@@ -214,7 +214,7 @@ class WarmUp:
         except Exception as error:
             log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
 
-    def _call(self, job: Job, call: Call) -> str:
+    def _call(self, job: Job, call: WarmCall) -> str:
         """One UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
 
         Raises Refusal, and what the call raises.

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.device import Candidates
 from ..core.key import EXACT, Lossy
 from ..core.settings import ONE_GPU, SAGE, Settings
@@ -22,7 +22,7 @@ class BackendChoice:
     def __init__(self, services: Services) -> None:
         self._services, self._graphs, self._devices = services, services.graphs, services.devices
 
-    def begin(self, managed: ManagedUNet, settings: Settings, call: UNetCall) -> Candidates:
+    def begin(self, managed: ManagedUNet, settings: Settings, call: Call) -> Candidates:
         """The devices to try for a call, with the binding made true for it.
 
         Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
@@ -46,7 +46,7 @@ class BackendChoice:
         return with_sage(candidates, call) if settings.low_bit == SAGE else candidates
 
     def _that_cast(
-        self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: UNetCall, waits: bool
+        self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: Call, waits: bool
     ) -> Candidates:
         """Those that compute with weights which a host casts or changes at each use."""
         first = found.devices[0]
@@ -59,7 +59,7 @@ class BackendChoice:
         return Candidates(left, f"the backend {first.name} does not compute with {' and '.join(kinds)}")
 
     def _with_low_bit(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, found: Candidates
+        self, managed: ManagedUNet, settings: Settings, call: Call, found: Candidates
     ) -> Candidates:
         """The same, with products in eight bits to be tried first, or the reason why not."""
         if not found.devices[0].traits.takes_lossy:
@@ -77,7 +77,7 @@ class BackendChoice:
                 tried.append(lossy)
         return found._replace(reason="; ".join(lacks), lossy=tuple(tried))
 
-    def _why_no_low_bit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> str | None:
+    def _why_no_low_bit(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> str | None:
         if managed.no_room_for_low_bit:
             return NO_ROOM
         low_bit = self._devices.lossy.low_bit
@@ -85,7 +85,7 @@ class BackendChoice:
         return lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
 
 
-def with_sage(found: Candidates, call: UNetCall) -> Candidates:
+def with_sage(found: Candidates, call: Call) -> Candidates:
     """The same, with self attention by SageAttention beside what is tried first, or the reason why not."""
     lack: str | None = f"{SAGE_ATTENTION} needs the native backend"
     if found.devices[0].traits.takes_lossy:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.device import Candidates, Device
 from ..core.guard import first_line
 from ..core.key import ShapeKey
@@ -74,7 +74,7 @@ class BlockRoute:
         upcasts_attention: Callable[[], bool] = lambda: False,
     ) -> None:
         """patches_of: what other extensions have put within a UNet's stages. check: raises Refusal where a UNet's
-        stages are the host's now. upcasts_attention: see UNetCall."""
+        stages are the host's now. upcasts_attention: see Call."""
         self._runtime, self._patches_of, self._check = runtime, patches_of, check
         self._upcasts_attention = upcasts_attention
         # Where launches may cost more than what is launched. Elsewhere ours are taken to be the faster ones.
@@ -144,7 +144,7 @@ class BlockRoute:
         self._runtime.restore(unet)
         # The owner of the loop has embedded timestep and y already.
         patches = self._patches_of(managed.bound.module)
-        call = UNetCall(
+        call = Call(
             latent=hidden_states, timestep=embedding[:, 0], context=context, patches=patches,
             upcast_attention=self._upcasts_attention(),
         )
@@ -183,7 +183,7 @@ class BlockRoute:
         return loop.running
 
     def _entry(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, found: Candidates
+        self, managed: ManagedUNet, settings: Settings, call: Call, found: Candidates
     ) -> tuple[Entry, str]:
         """What is known of this shape by the best backend that has not failed, and why it is not a better one. Raises
         Refusal where there is none."""
@@ -205,7 +205,7 @@ class BlockRoute:
         raise Refusal(reason)
 
     def _seen_before(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, devices: tuple[Device, ...]
+        self, managed: ManagedUNet, settings: Settings, call: Call, devices: tuple[Device, ...]
     ) -> Entry | None:
         """What is known of a shape that was proved, before the weights are made ready for it."""
         known = self._runtime.table.by_key()
@@ -219,7 +219,7 @@ class BlockRoute:
         )), None)
 
     @staticmethod
-    def _layers(managed: ManagedUNet, ops: Operators, call: UNetCall, embedding: Tensor, flags: Flags) -> Layers:
+    def _layers(managed: ManagedUNet, ops: Operators, call: Call, embedding: Tensor, flags: Flags) -> Layers:
         bound = managed.bound
         weights, layout = bound.weights(), bound.layout
         shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
@@ -275,7 +275,7 @@ class BlockRoute:
         return blame(running.entry, what)
 
 
-def key_of(managed: ManagedUNet, settings: Settings, call: UNetCall, backend: str) -> ShapeKey:
+def key_of(managed: ManagedUNet, settings: Settings, call: Call, backend: str) -> ShapeKey:
     """Raises Refusal for a UNet that is not bound yet."""
     architecture, dtype = managed.bound.architecture, managed.bound.binding.dtype
     flags = flags_for(settings, dtype, call.latent.device)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.device import Candidates, Device, Network, NotYet
 from ..core.guard import first_line
 from ..core.key import EXACT, Lossy, ShapeKey
@@ -41,7 +41,7 @@ class CardRoute:
         self.choice, self.low_bit, self.patched = BackendChoice(services), LowBitRoute(services), PatchedRoute(services)
 
     def answer(
-        self, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host, times_host: bool = True,
+        self, managed: ManagedUNet, settings: Settings, call: Call, host: Host, times_host: bool = True,
         is_counted: bool = True, was_looked_at: bool = False,
     ) -> Answer:
         """The output of a call, with the step policies around it that are on for each card. times_host: host makes this
@@ -67,14 +67,14 @@ class OneCard:
         self._managed, self._settings = managed, settings
         self._times_host, self._may_replay = times_host, may_replay
 
-    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+    def __call__(self, call: Call, host: Host | None) -> Answer:
         session = self._managed.session if self._may_replay else None
         served = None if session is None else session.replay(call, self._settings, call.latent.device)
         if served is None:
             served = self.serve(call, host)
         return Answer(served.output, served)
 
-    def serve(self, call: UNetCall, host: Host | None) -> Served:
+    def serve(self, call: Call, host: Host | None) -> Served:
         """The output with everything found out. host: None: what is cold does not serve. Raises what answer raises."""
         services, managed, device = self._services, self._managed, call.latent.device
         with services.computing(device):
@@ -99,7 +99,7 @@ class OneCard:
         self._note_session(call, served)
         return served
 
-    def check(self, call: UNetCall, served: Served) -> None:
+    def check(self, call: Call, served: Served) -> None:
         """Of the backend that has served."""
         key, call = served.entry.key, replace(call, upcast_attention=served.call.upcast_attention)
         with self._services.computing(call.latent.device), our_modes(call.latent.device, key.precision):
@@ -117,7 +117,7 @@ class OneCard:
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
 
-    def _note_session(self, call: UNetCall, served: Served) -> None:
+    def _note_session(self, call: Call, served: Served) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
         are in eight bits, what some devices compile."""
         managed, settings, device, key = self._managed, self._settings, call.latent.device, served.entry.key
@@ -133,7 +133,7 @@ class OneCard:
 
     # --- the ladder -----------------------------------------------------------------------------------------------
 
-    def _compute(self, candidates: Candidates, call: UNetCall) -> Served:
+    def _compute(self, candidates: Candidates, call: Call) -> Served:
         """The output of a call by one of these backends.
 
         The first output of a shape that overflows is computed again with attention in float32; so is every other of
@@ -158,7 +158,7 @@ class OneCard:
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
 
-    def _by_the_first(self, candidates: Candidates, call: UNetCall, flags: Flags) -> Served:
+    def _by_the_first(self, candidates: Candidates, call: Call, flags: Flags) -> Served:
         """The output by the first backend that does not fail. flags: torch's switches of precision, as they stand; the
         entry's key holds them.
 
@@ -194,13 +194,13 @@ class OneCard:
                 log.exception("%s (%s)", entry.reason, entry.key)
         raise Refusal(reason)
 
-    def _entry(self, call: UNetCall, backend: str, lossy: Lossy, flags: Flags) -> Entry:
+    def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
         managed, bound = self._managed, self._managed.bound
         key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds, lossy)
         entry = self._services.table.entry(key, bound.layout.model_name)
         return entry.of_weights(bound.identity(), sampling_now(bound))
 
-    def _run(self, device: Device, entry: Entry, call: UNetCall, reason: str) -> Served:
+    def _run(self, device: Device, entry: Entry, call: Call, reason: str) -> Served:
         """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
         """
         managed, lossy, has_graphs = self._managed, entry.key.lossy, device.traits.has_graphs
@@ -234,7 +234,7 @@ class OneCard:
             )
         return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
 
-    def _plainly(self, entry: Entry, call: UNetCall) -> Tensor:
+    def _plainly(self, entry: Entry, call: Call) -> Tensor:
         managed, lossy = self._managed, entry.key.lossy
         ops = self._devices.operators(entry.key.backend, managed.has_wide_norms, lossy.attention)
         binding = managed.binding_for(lossy)
@@ -253,7 +253,7 @@ class OneCard:
         else:
             self._route.patched.capture(self._managed, served, served.rewind, capture)
 
-    def _capture(self, entry: Entry, call: UNetCall) -> None:
+    def _capture(self, entry: Entry, call: Call) -> None:
         if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
         try:
@@ -271,7 +271,7 @@ class OneCard:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
-    def _tune(self, key: ShapeKey, call: UNetCall) -> bool:
+    def _tune(self, key: ShapeKey, call: Call) -> bool:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
         layout, low_bit = self._managed.bound.layout, self._route.low_bit
         attentions = self._families.of(layout).attentions(layout, call)
@@ -285,7 +285,7 @@ class OneCard:
         return True
 
 
-def refuse_lossy(call: UNetCall, device: Device, lossy: Lossy) -> None:
+def refuse_lossy(call: Call, device: Device, lossy: Lossy) -> None:
     """Raise Refusal for what is not computed this way."""
     if call.patches is not None and lossy != EXACT:
         # Its operators hand each other more than tensors.
@@ -299,6 +299,6 @@ def sampling_now(bound: BoundUNet) -> int | None:
     return bound.samplings if bound.in_sampling else None
 
 
-def network_of(managed: ManagedUNet, call: UNetCall, lossy: Lossy = EXACT) -> Network:
+def network_of(managed: ManagedUNet, call: Call, lossy: Lossy = EXACT) -> Network:
     bound, latent = managed.bound, call.latent
     return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)

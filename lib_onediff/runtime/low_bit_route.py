@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
@@ -39,12 +39,12 @@ class LowBitRoute:
         self._services, self._graphs = services, services.graphs
         self._devices, self._families = services.devices, services.families
 
-    def tune(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall) -> bool:
+    def tune(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> bool:
         """Measure which products in eight bits pay, where that is not known; whether it was so."""
         time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
         return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, time_ms)
 
-    def fit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, budget: float) -> None:
+    def fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float) -> None:
         """Have the weights in eight bits that a call wants: those that pay within a budget, or, where they take the
         place of the host's, all. Raises Refusal with the reason where there are none."""
         try:
@@ -63,7 +63,7 @@ class LowBitRoute:
             self._graphs.drop_low_bit(managed)
             raise
 
-    def _fit(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, budget: float) -> None:
+    def _fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float) -> None:
         if managed.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
         low_bit, layout = self._devices.lossy.low_bit, managed.bound.layout
@@ -92,7 +92,7 @@ class LowBitRoute:
                 f"{budget:g} (measured)"
             )
 
-    def _left_out(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, choice: Choice) -> frozenset[str]:
+    def _left_out(self, managed: ManagedUNet, lossy: Lossy, call: Call, choice: Choice) -> frozenset[str]:
         """The classes of layers that stay exact, measured where that is not known.
 
         A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
@@ -127,7 +127,7 @@ class LowBitRoute:
         managed.low_bit_sampling = managed.bound.samplings
         return BOTH if begins else SECOND_HALF
 
-    def _measured(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, choice: Choice, half: int) -> Choice:
+    def _measured(self, managed: ManagedUNet, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
         """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
         for fewer until they are within it, without a graph. Raises Refusal where that cannot be, and
         torch.cuda.OutOfMemoryError."""
@@ -159,7 +159,7 @@ class LowBitRoute:
         managed.fit_low_bit(low_bit.quantizer(), left, left_out)
         return True
 
-    def _output(self, managed: ManagedUNet, lossy: Lossy, call: UNetCall, layers: Collection[str]) -> Tensor:
+    def _output(self, managed: ManagedUNet, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
         """The whole UNet's, with these layers alone in eight bits."""
         assert managed.low_bit is not None
         binding = managed.low_bit.source(managed.bound.binding, KINDS_OF[lossy.low_bit], layers)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core.affine import Source
-from ..core.call import Cut, CutMemory, UNetCall
+from ..core.call import Call, Cut, CutMemory
 from ..core.device import CachedRunner, Memory, Runner
 from ..core.key import Lossy, ShapeKey
 from ..core.policy import StepMemory
@@ -71,7 +71,7 @@ class ManagedUNet:
         except Refusal:
             return None
 
-    def refuse_call(self, call: UNetCall, is_embedded: bool = False) -> None:
+    def refuse_call(self, call: Call, is_embedded: bool = False) -> None:
         """Raise Refusal with the reason where the inputs of a call do not fit the bound UNet. is_embedded: see
         Family.refuse_call."""
         binding = self.bound.binding

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.patch_points import PatchPoints
 from ..core.policy import Served
 from ..core.refusal import Refusal
@@ -32,7 +32,7 @@ class PatchedRoute:
         self._services, self._graphs, self._devices = services, services.graphs, services.devices
 
     def run(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall, patches: PatchPoints,
+        self, managed: ManagedUNet, entry: Entry, call: Call, patches: PatchPoints,
         plainly: Callable[[], Tensor], why_not_better: str = "",
     ) -> Served:
         """The output. Raises Refusal where this backend does not serve the call. plainly: computes it operator by
@@ -61,7 +61,7 @@ class PatchedRoute:
         return Served(output, entry, managed.bound.edition, PLAIN, reason, call, rewind)
 
     def _replayed(
-        self, managed: ManagedUNet, entry: Entry, call: UNetCall
+        self, managed: ManagedUNet, entry: Entry, call: Call
     ) -> Tensor | None:
         """The output by graphs; None where there are none for this call."""
         runner = managed.runner(entry.key)

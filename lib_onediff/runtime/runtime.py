@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.device import Device
 from ..core.family import Family
 from ..core.guard import HostFunction
@@ -206,7 +206,7 @@ class Runtime:
     # --- one call -------------------------------------------------------------------------------------------------
 
     def run(
-        self, unet: nn.Module, call: UNetCall, host: Host, host_traits: HostTraits | None = None,
+        self, unet: nn.Module, call: Call, host: Host, host_traits: HostTraits | None = None,
         guidance: Guidance | None = None,
     ) -> Tensor:
         """The UNet's output for a call, by the fastest exact route; host() is the host's own forward of the same call.
@@ -311,7 +311,7 @@ class OursOrHosts:
         self._runtime, self._unet, self._managed, self._settings = runtime, unet, managed, settings
         self._was_looked_at = was_looked_at
 
-    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+    def __call__(self, call: Call, host: Host | None) -> Answer:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
         runtime, host = self._runtime, HostFunction(host)
         try:
@@ -327,7 +327,7 @@ class OursOrHosts:
         # Only now is everything gone that our forward had computed before it failed.
         return Answer(runtime.by_host(self._unet, reason, host))
 
-    def _ours(self, call: UNetCall, host: HostFunction) -> Answer:
+    def _ours(self, call: Call, host: HostFunction) -> Answer:
         """Raises what CardRoute.answer raises."""
         two_gpus, call_stats, settings = self._runtime.two_gpus, self._runtime.call_stats, self._settings
         if settings.second_gpu != ONE_GPU:
@@ -344,7 +344,7 @@ class OursOrHosts:
             call_stats.note_served(answer.served)
         return answer
 
-    def check(self, call: UNetCall, served: Served) -> None:
+    def check(self, call: Call, served: Served) -> None:
         raise Refusal("policies for whole batches compare nothing")
 
 

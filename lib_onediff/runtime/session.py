@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.key import ShapeKey
 from ..core.policy import Served
 from ..core.precision import autocast_dtype, is_autocast_on
@@ -54,11 +54,11 @@ class Session:
             and (self._autocast is None or autocast_dtype(device.type) is self._autocast)
         )
 
-    def note(self, call: UNetCall, entry: Entry, reason: str) -> None:
+    def note(self, call: Call, entry: Entry, reason: str) -> None:
         """Calls like this one are served by this entry's runner."""
         self._known[call.signature] = KnownCall(entry.key, entry, reason)
 
-    def replay(self, call: UNetCall, settings: Settings, device: torch.device) -> Served | None:
+    def replay(self, call: Call, settings: Settings, device: torch.device) -> Served | None:
         """The answer to a call like an earlier one: look up, copy the inputs, replay, clone. device: where it is
         computed; inputs that are copied may come from elsewhere.
 

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import torch
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.guard import Guard, HostFunction
 from ..core.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
 from ..core.refusal import Refusal
@@ -20,11 +20,11 @@ class Around:
     """A policy, and what is inside of it, as one Compute."""
 
     def __init__(
-        self, policy: StepPolicy, inner: Compute, guard: Guard, moment_of: Callable[[UNetCall, Host | None], Moment]
+        self, policy: StepPolicy, inner: Compute, guard: Guard, moment_of: Callable[[Call, Host | None], Moment]
     ) -> None:
         self._policy, self._inner, self._guard, self._moment_of = policy, inner, guard, moment_of
 
-    def __call__(self, call: UNetCall, host: Host | None) -> Answer:
+    def __call__(self, call: Call, host: Host | None) -> Answer:
         policy, host = self._policy, None if host is None else HostFunction(host)
         moment = self._moment_of(call, host)
         try:
@@ -46,7 +46,7 @@ class Around:
                 moment.memories[policy.name] = Broken(walk)
         return self._inner(call, host)
 
-    def check(self, call: UNetCall, served: Served) -> None:
+    def check(self, call: Call, served: Served) -> None:
         self._inner.check(call, served)
 
 
@@ -82,7 +82,7 @@ class Stepping:
         services, sampling = self._services, self._sampling_of(managed)
         belongs_to_image = not services.waits_for_compile
 
-        def moment_of(call: UNetCall, host: Host | None) -> Moment:
+        def moment_of(call: Call, host: Host | None) -> Moment:
             assert host is not None, "who computes without a host has no policy inside"
             bound = managed.bound
             return Moment(

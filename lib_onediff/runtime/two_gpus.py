@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.device import NotYet
 from ..core.guard import HostFunction
 from ..core.policy import Answer, Host, Served
@@ -64,11 +64,11 @@ class Pair:
     shares: dict[Any, tuple[int, int]] = field(default_factory=dict)
     entries: dict[Any, tuple[Entry, Entry]] = field(default_factory=dict)
 
-    def rows(self, call: UNetCall, rows: slice) -> UNetCall:
+    def rows(self, call: Call, rows: slice) -> Call:
         """The call of these rows, on the second card: copies follow what the first one is doing."""
         return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def share(self, call: UNetCall, sampling: int) -> int:
+    def share(self, call: Call, sampling: int) -> int:
         """How many rows of a call the second card computes. It changes between samplings alone."""
         batch, shape = call.latent.shape[0], call.latent.shape
         if self.equal:
@@ -157,7 +157,7 @@ class TwoGpusRoute:
                 self.forget(unet)
 
     def answer(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: Host
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: Call, host: Host
     ) -> Answer | None:
         """The output of a call by both cards; None where one has to compute it, for a reason that is noted.
 
@@ -195,7 +195,7 @@ class TwoGpusRoute:
         self.note(why_one=reason)
         return None
 
-    def _refuse(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall) -> None:
+    def _refuse(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: Call) -> None:
         """Raise Refusal for what is known to stand in the way before anything is computed."""
         if call.latent.shape[0] < 2:
             raise Refusal(ONE_ROW)
@@ -215,7 +215,7 @@ class TwoGpusRoute:
             raise Refusal(lack)
 
     def _serve(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: UNetCall, host: HostFunction
+        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: Call, host: HostFunction
     ) -> Served:
         """The output. Where both cards know what to do, the second one begins first: the first one is done when its own
         launches are. Raises Refusal where one card has to compute it."""
@@ -257,7 +257,7 @@ class TwoGpusRoute:
         return first._replace(output=output, route=route, reason=first.reason or second.reason)
 
     def _second(
-        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: UNetCall, rows: slice, host: HostFunction,
+        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: Call, rows: slice, host: HostFunction,
         was_looked_at: bool,
     ) -> Served:
         """The second card's rows, with everything found out."""

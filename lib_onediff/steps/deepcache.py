@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.call import CACHED, FULL, Cut, UNetCall
+from ..core.call import CACHED, FULL, Call, Cut
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
 from ..core.rows import PATCHED
@@ -133,5 +133,5 @@ class Passes:
             self.memory.failure = str(refusal)
             return None
 
-    def _cut(self, reads: bool) -> UNetCall:
+    def _cut(self, reads: bool) -> Call:
         return replace(self.moment.call, cut=Cut(self.depth, reads, self.place.memory, self.record.edition))

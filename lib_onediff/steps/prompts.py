@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.refusal import Refusal
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
@@ -53,7 +53,7 @@ class Threads:
         self._at_first: set[Hashable] = set()
         self._has_tiles = False
 
-    def thread(self, call: UNetCall, time: float) -> tuple[Hashable, int]:
+    def thread(self, call: Call, time: float) -> tuple[Hashable, int]:
         """The shape and the prompt of a call at a timestep. What is in its context (batch, tokens, width) and y
         (batch, width) tells, which waits for the GPU unless they are the very tensors that came before. Raises Refusal
         where one thread may have several calls a step."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..core.affine import Weights
-from ..core.call import UNetCall
+from ..core.call import Call
 from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values, few_rows
@@ -212,7 +212,7 @@ class BoundUNet:
         return self.layout
 
     def refresh(
-        self, call: UNetCall, channels_last: bool = False, room: Callable[[], int] | None = None
+        self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None
     ) -> None:
         """Make the binding true for this call. Raises Refusal with the reason if that is impossible.
 

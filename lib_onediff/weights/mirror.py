@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import UNetCall
+from ..core.call import Call
 from .binding import Binding
 from .bound import BoundUNet, Result
 from .scan import HostTraits
@@ -35,7 +35,7 @@ class MirrorUNet(BoundUNet):
         """Whether the weights are those of the source, as far as its own last look has told."""
         return self.is_of(self._source) and self._copied == self._source.edition
 
-    def refresh(self, call: UNetCall, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
+    def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
         """As of BoundUNet, where the source was refreshed for the same call. Copies the weights where any have changed,
         behind what the devices are doing. Raises torch.cuda.OutOfMemoryError too."""
         self.samplings, self.in_sampling = self._source.samplings, self._source.in_sampling

@@ -14,7 +14,7 @@ from computed import compute
 from tiny_weights import randomise
 from torch import Tensor, nn
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_layout
@@ -162,13 +162,13 @@ def a1111_sizes() -> Iterator[None]:
         yield
 
 
-def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77, seed: int = 0) -> UNetCall:
+def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77, seed: int = 0) -> Call:
     """A random call that fits a UNet of builders; sizes in latent pixels, a timestep with a fraction per sample."""
     generator = torch.Generator().manual_seed(seed)
     random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     config = getattr(unet, "config", {})
     y_width, guidance = config.get("projection_class_embeddings_input_dim"), config.get("time_cond_proj_dim")
-    return UNetCall(
+    return Call(
         latent=random(batch, config["in_channels"] if config else unet.in_channels, height, width),
         timestep=torch.tensor([981.25, 3.5, 417.0, 0.125]).repeat(batch)[:batch],
         context=random(batch, tokens, CONTEXT_WIDTH),
@@ -177,7 +177,7 @@ def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: i
     )
 
 
-def diffusers_arguments(call: UNetCall) -> dict[str, Any]:
+def diffusers_arguments(call: Call) -> dict[str, Any]:
     """A call (its control aside) as a pipeline would hand it to a diffusers UNet."""
     added = None
     if call.y is not None:
@@ -190,24 +190,24 @@ def diffusers_arguments(call: UNetCall) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def diffusers_output(unet: Any, call: UNetCall, **others: Any) -> Tensor:
+def diffusers_output(unet: Any, call: Call, **others: Any) -> Tensor:
     """What a diffusers UNet's own forward makes of a call, compiled or not."""
     return type(unet).forward(unet, **diffusers_arguments(call), **others).sample
 
 
 @torch.no_grad()
-def served(unet: Any, call: UNetCall, **others: Any) -> Tensor:
+def served(unet: Any, call: Call, **others: Any) -> Tensor:
     """What a diffusers UNet answers to a call, by whichever route."""
     return unet(**diffusers_arguments(call), **others).sample
 
 
 @torch.no_grad()
-def ldm_output(unet: Any, call: UNetCall) -> Tensor:
+def ldm_output(unet: Any, call: Call) -> Tensor:
     with a1111_sizes():
         return unet(call.latent, call.timestep, context=call.context)
 
 
-def host_output(unet: Any, call: UNetCall) -> Tensor:
+def host_output(unet: Any, call: Call) -> Tensor:
     """What the host's own forward makes of a call, for a UNet of either kind."""
     return diffusers_output(unet, call) if hasattr(unet, "config") else ldm_output(unet, call)
 
@@ -220,7 +220,7 @@ def wrap_round(network: nn.Module) -> None:
 
 
 @torch.no_grad()
-def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> Tensor:
+def our_output(unet: nn.Module, call: Call, ops: Operators = torch_ops) -> Tensor:
     bound = BoundUNet(unet, read_layout)
     bound.refresh(call)
     return compute(bound.layout, bound.binding.weights(), ops, call)

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 from lib_onediff.bench.models import CONFIGURATIONS
 from lib_onediff.core.affine import Affine, QuantizedWeight, Weights
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.leaves import TransformerBlock, descriptions
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda import compile_kernels as triton_warm
@@ -87,7 +87,7 @@ def pass_through(
 ) -> Tensor:
     """One forward at a size in pixels. kind: with all products in it that can be."""
     empty = lambda *shape: torch.empty(shape, device=META, dtype=dtype)  # noqa: E731
-    call = UNetCall(
+    call = Call(
         latent=empty(batch, layout.in_channels, height // 8, width // 8), timestep=empty(batch),
         context=empty(batch, TOKENS, layout.context_width),
         y=None if layout.y_width is None else empty(batch, layout.y_width),

@@ -11,7 +11,7 @@ from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, rel
 from torch import Tensor
 
 from lib_onediff.core import timeline
-from lib_onediff.core.call import CACHED, FULL, UNetCall
+from lib_onediff.core.call import CACHED, FULL, Call
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
@@ -56,12 +56,12 @@ def prompt(name: str, tokens: int = 77) -> Tensor:
 
 
 def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size: int = 8, tokens: int = 77,
-            seed: int = 0) -> UNetCall:
+            seed: int = 0) -> Call:
     """The call of a step: a picture for each name, with tensors that nobody has seen before."""
     generator = torch.Generator().manual_seed(int(time * 8) + 4096 * seed)
     y_width = unet.config.get("projection_class_embeddings_input_dim")
     context = torch.cat([prompt(name, tokens) for name in names])
-    return UNetCall(
+    return Call(
         latent=torch.randn(len(names), 4, size, size, generator=generator),
         timestep=torch.full((len(names),), time), context=context,
         y=context[:, :1, :1].expand(-1, 1, y_width)[:, 0].clone() if y_width else None,
@@ -76,14 +76,14 @@ class Oracle:
         self._bound = BoundUNet(unet, read_layout)
 
     @torch.no_grad()
-    def whole(self, call: UNetCall) -> tuple[Tensor, Tensor]:
+    def whole(self, call: Call) -> tuple[Tensor, Tensor]:
         return deepcache.full_pass(*self._inputs(call), self.depth)
 
     @torch.no_grad()
-    def shallow(self, call: UNetCall, feature: Tensor) -> Tensor:
+    def shallow(self, call: Call, feature: Tensor) -> Tensor:
         return deepcache.cached_pass(*self._inputs(call), self.depth, feature)
 
-    def _inputs(self, call: UNetCall) -> tuple:
+    def _inputs(self, call: Call) -> tuple:
         self._bound.begin_sampling()
         self._bound.refresh(call)
         binding = self._bound.binding
@@ -114,12 +114,12 @@ class Rig:
     def begin(self, times: Sequence[float] | None = STEPS, **more: Any) -> None:
         self.runtime.begin_sampling(self.unet, Sampling(times=lambda: times, **more))
 
-    def host(self, call: UNetCall) -> Tensor:
+    def host(self, call: Call) -> Tensor:
         """diffusers' own forward; with residuals, which it takes at other places, the oracle's."""
         return diffusers_output(self.unet, call) if call.control is None else self.oracle.whole(call)[0]
 
     @torch.no_grad()
-    def run(self, call: UNetCall) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         """What the runtime answers; log takes down which half it was."""
         before = counts(self.runtime)
         output = self.runtime.run(self.unet, call, lambda: self.host(call))
@@ -129,7 +129,7 @@ class Rig:
         self.log.append(changed[0] if changed else "whole")
         return output
 
-    def check(self, call: UNetCall, key: str, expected: str) -> None:
+    def check(self, call: Call, key: str, expected: str) -> None:
         """Run a call, which must be answered by this half; a shallow one around the last feature under key."""
         output = self.run(call)
         assert self.log[-1] == expected, (len(self.log), self.log)

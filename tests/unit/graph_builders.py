@@ -12,7 +12,7 @@ from computed import compute
 from tape import TapeRecording
 from torch import Tensor
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
 from lib_onediff.devices.cuda.graphs.device_memory import Card
@@ -48,12 +48,12 @@ class PretendedGraph:
     seconds = 0.1
 
     def __init__(
-        self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: UNetCall, memory: PretendedPool
+        self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: Call, memory: PretendedPool
     ) -> None:
         self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
         self._graphs, self._compute = graphs, compute
 
-    def run(self, call: UNetCall) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         self._graphs.before_replay()
         copy_inputs(call, self.inputs)
         return self._compute()
@@ -66,13 +66,13 @@ class PretendedGraphs(CudaGraphs):
         super().__init__(compute)
         self.card = PretendedCard(self)
         self.before_replay: Callable[[], None] = lambda: None
-        self.before_capture: Callable[[UNetCall], None] = lambda inputs: None
+        self.before_capture: Callable[[Call], None] = lambda inputs: None
         self.captured: list[str] = []
         self.rehearsed = 0
         self.most = 0
 
     def prepare(
-        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall,
+        self, architecture: str, binding: Binding, ops: Operators, inputs: Call,
         needs: int = 0,
     ) -> Any:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
@@ -103,7 +103,7 @@ class PretendedGraphs(CudaGraphs):
         again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
         return PretendedGraph(self, again, inputs, pool)
 
-    def rehearse(self, binding: Binding, ops: Operators, inputs: UNetCall) -> None:
+    def rehearse(self, binding: Binding, ops: Operators, inputs: Call) -> None:
         self.rehearsed += 1
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.core.affine import Affine
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.diffusers import unet as diffusers_host
@@ -83,5 +83,5 @@ def reason() -> str:
     return lib_onediff.status()["reason"]
 
 
-def error(unet: nn.Module, call: UNetCall) -> float:
+def error(unet: nn.Module, call: Call) -> float:
     return relative_error(served(unet, call), diffusers_output(unet, call))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.core.affine import QuantizedWeight
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.key import Lossy
 from lib_onediff.core.operators import Operators, QuantizedTokens, Stream
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
@@ -39,7 +39,7 @@ def half_unet(seed: int = 0) -> nn.Module:
     return diffusers_unet(seed, **{**SMALL_XL, "norm_num_groups": 2}).half()
 
 
-def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0, timestep: float = 981.25) -> UNetCall:
+def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0, timestep: float = 981.25) -> Call:
     call = a_call(unet, height, width, 1, 5, seed)
     parts: dict[str, Any] = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
     return replace(call, **parts, timestep=torch.full_like(call.timestep, timestep))

@@ -10,7 +10,7 @@ from builders import SMALL, diffusers_output, diffusers_unet, our_output
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
@@ -46,26 +46,26 @@ class Samplings:
         known = {"why_no_forecast": lambda: "", **more}
         self.runtime.begin_sampling(self.unet, Sampling(times=lambda: times, **known))
 
-    def call(self, time: float, images: int = 1, **more: Any) -> UNetCall:
+    def call(self, time: float, images: int = 1, **more: Any) -> Call:
         """Of a step: the same latents for the prompt and for the negative prompt, or as more says, see call_of."""
         if more:
             return call_of(self.unet, time, **more)
         call = call_of(self.unet, time, ["cat", "dog", "ugly", "bad"][:images] + ["ugly", "bad"][:images])
         return replace(call, latent=call.latent[:images].repeat(2, 1, 1, 1))
 
-    def host(self, call: UNetCall) -> Tensor:
+    def host(self, call: Call) -> Tensor:
         """diffusers' own forward; for what it takes in other ways, ours by a UNet of its own."""
         self.host_rows.append(call.latent.shape[0])
         if call.control is None:
             return diffusers_output(self.unet, call)
         return our_output(diffusers_unet(**self.config), call)
 
-    def rows(self, call: UNetCall) -> PromptRows:
+    def rows(self, call: Call) -> PromptRows:
         rows = half_of(call.latent.shape[0], self.prompt_first)
         return PromptRows(rows, lambda: self.host(take_rows(call, rows)))
 
     @torch.no_grad()
-    def run(self, call: UNetCall, guidance: Callable[[], PromptRows | str] | None = None) -> tuple[str, Tensor]:
+    def run(self, call: Call, guidance: Callable[[], PromptRows | str] | None = None) -> tuple[str, Tensor]:
         before = self.runtime.status()
         output = self.runtime.run(
             self.unet, call, lambda: self.host(call), guidance=guidance or (lambda: self.rows(call))

@@ -16,7 +16,7 @@ from test_blocks import controlled_forward
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.a1111.patches import does_nothing_now, is_brought, patches_of
@@ -108,7 +108,7 @@ def ours(unet: Any, changed: ChangedModules, seed: int = 0) -> Tensor:
     patches = patches_of(changed.at_call(unet))
     with torch.no_grad():
         return runtime.run(
-            unet, UNetCall(call.latent, call.timestep, call.context, patches=patches), lambda: ldm_output(unet, call)
+            unet, Call(call.latent, call.timestep, call.context, patches=patches), lambda: ldm_output(unet, call)
         )
 
 

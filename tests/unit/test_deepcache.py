@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 from builders import a_call, relative_error, shared_ldm_unet, shared_unet
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.call import Call, Control
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_layout
 from lib_onediff.families.unet import cuts as deepcache
@@ -27,17 +27,17 @@ class TwoPasses:
         self.bound = BoundUNet(unet, read_layout)
 
     @torch.no_grad()
-    def _run(self, function: object, call: UNetCall, *more: object) -> object:
+    def _run(self, function: object, call: Call, *more: object) -> object:
         self.bound.refresh(call)
         return function(self.bound.layout, self.bound.binding.weights(), torch_ops, call, *more)
 
-    def forward(self, call: UNetCall) -> Tensor:
+    def forward(self, call: Call) -> Tensor:
         return self._run(forward.forward, call)
 
-    def full(self, call: UNetCall, depth: int) -> tuple[Tensor, Tensor]:
+    def full(self, call: Call, depth: int) -> tuple[Tensor, Tensor]:
         return self._run(deepcache.full_pass, call, depth)
 
-    def shallow(self, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
+    def shallow(self, call: Call, depth: int, deep: Tensor) -> Tensor:
         return self._run(deepcache.cached_pass, call, depth, deep)
 
 
@@ -52,7 +52,7 @@ def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tup
 
 
 @torch.no_grad()
-def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
+def outer_blocks_of_ldm(unet: nn.Module, call: Call, depth: int, deep: Tensor) -> Tensor:
     """The host's own outer blocks around a deep feature."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 

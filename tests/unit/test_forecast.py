@@ -12,7 +12,7 @@ from deepcache_builders import STEPS
 from samplings import FORECAST, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
 
@@ -101,7 +101,7 @@ def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), "at different steps"),
     (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
 ])
-def test_calls_without_forecasts(change: Callable[[UNetCall], UNetCall], why: str) -> None:
+def test_calls_without_forecasts(change: Callable[[Call], Call], why: str) -> None:
     ours = Samplings.of("forecast")
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]

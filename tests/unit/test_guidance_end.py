@@ -14,7 +14,7 @@ from grid import grid
 from samplings import ALONE, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.call import Call, Control
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
@@ -53,7 +53,7 @@ def test_half_of_the_steps_are_the_hosts_own_unet_on_the_prompts_rows(
     assert ours.runtime.status()["guidance"] == {"without_negative": 10, "reason": ""}
 
 
-def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda call: call, **more: Any) -> str:
+def refused(ours: Samplings, change: Callable[[Call], Call] = lambda call: call, **more: Any) -> str:
     """The reason at the end of a sampling that is computed whole."""
     for time in STEPS:
         call = change(ours.call(time))
@@ -71,7 +71,7 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
     (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
 ])
 def test_calls_and_samplings_that_are_computed_whole(
-    change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
+    change: Callable[[Call], Call], known: dict[str, Any], why: str
 ) -> None:
     ours = Samplings.of("guidance")
     ours.begin(**known)

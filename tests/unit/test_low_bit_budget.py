@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
 
 import lib_onediff
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.low_bit.sensitivity import BOTH, FIRST_HALF, MIDDLE, Findings
@@ -37,7 +37,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = LowBitRoute._output
 
-    def output(self: LowBitRoute, managed: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
+    def output(self: LowBitRoute, managed: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
         found.append(len(layers))
         return real(self, managed, lossy, call, layers)
 
@@ -77,7 +77,7 @@ def classes_kept(unet: nn.Module) -> set[str]:
     return set() if managed.low_bit is None else {classes[name] for name, _ in managed.low_bit._kept}
 
 
-def exact(unet: nn.Module, call: UNetCall) -> Tensor:
+def exact(unet: nn.Module, call: Call) -> Tensor:
     """By our own exact operators."""
     with runtime.settings_for_run(Settings(low_bit="off")):
         return served(unet, call)
@@ -145,7 +145,7 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
     assert now() == (EIGHT, "graph") and used() == set(CLASSES)
     real, worst = LowBitRoute._output, runtime.devices.lossy.low_bit
 
-    def output(self: LowBitRoute, managed: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
+    def output(self: LowBitRoute, managed: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
         classes = worst.classes(managed.bound.layout)
         bad = any(classes[layer] == CROSS_OUT for layer in layers)
         return real(self, managed, lossy, call, layers) * (2 if bad else 1)

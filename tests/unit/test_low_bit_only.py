@@ -35,7 +35,7 @@ from low_bit_builders import (
 )
 
 import lib_onediff
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.runtime.managed_unet import ManagedUNet
@@ -79,7 +79,7 @@ def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.M
     watch_offloaded(monkeypatch)
 
 
-def host_over(unet: nn.Module, call: UNetCall) -> Tensor:
+def host_over(unet: nn.Module, call: Call) -> Tensor:
     """The host's forward over the weights that it was given, laid out as this UNet's are now: after calls of ours a
     convolution's are channels-last, and some processors round those otherwise (rounds_by_layout)."""
     fresh = half_unet()
@@ -107,7 +107,7 @@ def unet(on_a_gpu: None) -> nn.Module:
     return lib_onediff.compile_unet(half_unet(), **ALONE)
 
 
-def twice(unet: nn.Module, call: UNetCall) -> Tensor:
+def twice(unet: nn.Module, call: Call) -> Tensor:
     """The first call of a shape is checked, which takes the host's weights."""
     served(unet, call)
     output = served(unet, call)

@@ -13,7 +13,7 @@ from graph_builders import PretendedCard, PretendedGraphs
 from ladder_builders import Weather, error, now, reason
 from torch import Tensor, nn
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.allocations import PIECE, most_in_use
 from lib_onediff.runtime.freed_memory import give_back_freed_memory
@@ -96,7 +96,7 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
 
     with torch.no_grad():
         # Gradients are not ours, so the host serves it.
-        output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
+        output = runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call))
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
 

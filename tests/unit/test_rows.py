@@ -8,7 +8,7 @@ from typing import Any
 import builders
 import torch
 
-from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.call import Call, Control
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry, State, Verdict
 from lib_onediff.hosts.diffusers import unet as diffusers_host
@@ -21,7 +21,7 @@ def an_entry(
     own: tuple[float, ...] = (), host: tuple[float, ...] = (), control: Control | None = None, **others: Any,
 ) -> Entry:
     """others: of the entry, or of its verdict."""
-    call = UNetCall(
+    call = Call(
         latent=torch.empty(batch, 4, height // 8, width // 8), timestep=torch.empty(batch),
         context=torch.empty(batch, tokens, 48), control=control,
     )

@@ -9,14 +9,14 @@ import torch
 from builders import a_call, diffusers_output, relative_error, shared_unet
 
 from lib_onediff.core.additions import ImagePrompt
-from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.call import Call, Control
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.rows import PATCHED, for_all_rows, half_of, take_rows, why_not_taken
 
 
-def whole_call(batch: int = 4) -> UNetCall:
+def whole_call(batch: int = 4) -> Call:
     rows = lambda *shape: torch.randn(batch, *shape)  # noqa: E731
-    return UNetCall(
+    return Call(
         rows(4, 8, 8), torch.full((1,), 500.0).expand(batch), rows(77, 48), rows(136), rows(24),
         Control((None, rows(16, 8, 8)), (rows(64, 1, 1),), (torch.ones(1, 16, 8, 8), None)),
         image_prompts=(ImagePrompt(rows(4, 32), {"attn": (0, 32)}, {64: torch.ones(1, 64, 1), 16: rows(16, 1)}),),

@@ -13,7 +13,7 @@ from deepcache_builders import STEPS, WEBUI, equal_distances, few_steps_suffice 
 from torch import Tensor, nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
-from lib_onediff.core.call import Control, UNetCall
+from lib_onediff.core.call import Call, Control
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
@@ -39,7 +39,7 @@ def test_each_card_computes_its_rows_and_they_come_back_in_their_places(names: A
     assert image.runtime.call_stats.total == 3 and image.runtime.guard.faults == []
 
 
-def control_of(unet: Any, call: UNetCall, rows: int) -> Control:
+def control_of(unet: Any, call: Call, rows: int) -> Control:
     shapes: list[torch.Size] = []
     hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
     for block in unet.down_blocks:

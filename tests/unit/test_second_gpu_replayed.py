@@ -14,7 +14,7 @@ from graph_builders import PretendedGraphs
 from ladder_builders import EAGER, NATIVE
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.card_route import OneCard
 from lib_onediff.runtime.runtime import runtime
@@ -29,7 +29,7 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
     parts: list[int] = []
     serve = OneCard.serve
 
-    def counting(self: OneCard, call: UNetCall, host: Any) -> Any:
+    def counting(self: OneCard, call: Call, host: Any) -> Any:
         parts.append(call.latent.shape[0])
         return serve(self, call, host)
 
@@ -50,7 +50,7 @@ def image_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Image]:
     return make
 
 
-def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> list[UNetCall]:
+def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> list[Call]:
     """The calls of some steps, with one prompt."""
     first = image.call(STEPS[0])
     calls = [image.call(STEPS[step]) for step in range(start, start + count)]
@@ -59,7 +59,7 @@ def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> li
     return [replace(call, context=first.context, y=first.y) for call in calls]
 
 
-def ready(image: Image, traits: HostTraits) -> list[UNetCall]:
+def ready(image: Image, traits: HostTraits) -> list[Call]:
     """Calls that both cards replay by now; the next ones are looked up."""
     calls = calls_of(image, traits, 8)
     for call in calls[:4]:

@@ -14,7 +14,7 @@ from tape import TapeRecording
 from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
 from torch import Tensor, nn
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.devices.cuda.graphs.inputs import own_inputs
 from lib_onediff.devices.cuda.graphs.segments import Segments, record
 from lib_onediff.devices.torch import operators as torch_ops
@@ -24,7 +24,7 @@ from lib_onediff.weights.bound import BoundUNet
 SEED = 7
 
 
-def recorded(unet: Any, call: UNetCall) -> tuple[Segments, UNetCall, TapeRecording]:
+def recorded(unet: Any, call: Call) -> tuple[Segments, Call, TapeRecording]:
     bound = BoundUNet(unet, read_layout)
     bound.refresh(call)
     inputs, recording = own_inputs(call), TapeRecording()
@@ -50,7 +50,7 @@ def test_a_replay_is_the_forward_of_its_own_call(case: str) -> None:
 def test_each_call_is_handed_its_own_options() -> None:
     unet, heard = shared_ldm_unet(), []
 
-    def listening(seed: int) -> UNetCall:
+    def listening(seed: int) -> Call:
         def hear(tensor: Tensor, extra: Options) -> Tensor:
             heard.append((seed, extra["step"], extra["block"], extra["block_index"], extra["transformer_index"]))
             return tensor * extra["step"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff import Settings
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.patch_points import MIDDLE, PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
@@ -31,12 +31,12 @@ KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
 
 
 @pytest.fixture
-def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[UNetCall]:
+def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[Call]:
     """The calls that did not go by a session."""
-    calls: list[UNetCall] = []
+    calls: list[Call] = []
     begin = BackendChoice.begin
 
-    def counting(self: BackendChoice, managed: Any, settings: Settings, call: UNetCall) -> Any:
+    def counting(self: BackendChoice, managed: Any, settings: Settings, call: Call) -> Any:
         calls.append(call)
         return begin(self, managed, settings, call)
 
@@ -44,7 +44,7 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
     return calls
 
 
-def run(unet: nn.Module, call: UNetCall, step: int = 0) -> tuple[str, float]:
+def run(unet: nn.Module, call: Call, step: int = 0) -> tuple[str, float]:
     """The route of a call, and how far its output is from the host's own of the same."""
     call = replace(call, latent=call.latent + 0.1 * step, timestep=call.timestep - step)
     with torch.no_grad():
@@ -53,13 +53,13 @@ def run(unet: nn.Module, call: UNetCall, step: int = 0) -> tuple[str, float]:
     return str(runtime.status()["route"]), relative_error(output, expected)
 
 
-def ready(unet: nn.Module, call: UNetCall, of: Callable[[UNetCall], UNetCall] = lambda call: call) -> None:
+def ready(unet: nn.Module, call: Call, of: Callable[[Call], Call] = lambda call: call) -> None:
     """Cold, then proved and captured, then replayed: the fourth call may go by the session."""
     routes = [run(unet, of(call), step)[0] for step in range(3)]
     assert routes == ["plain", "plain", "graph"], runtime.status()["reason"]
 
 
-def copied(call: UNetCall) -> UNetCall:
+def copied(call: Call) -> Call:
     return replace(call, context=call.context.clone(), y=None if call.y is None else call.y.clone())
 
 
@@ -68,7 +68,7 @@ def unet() -> Any:
     return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
 
 
-def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out: list[UNetCall]) -> None:
+def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out: list[Call]) -> None:
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)
@@ -83,28 +83,28 @@ def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out
     assert len(found_out) == 4
 
 
-def move(unet: nn.Module, call: UNetCall) -> UNetCall:
+def move(unet: nn.Module, call: Call) -> Call:
     weight = unet.get_submodule("conv_in").weight
     weight.data = weight.detach().clone() * 1.5
     return call
 
 
-def edit_keys(unet: nn.Module, call: UNetCall) -> UNetCall:
+def edit_keys(unet: nn.Module, call: Call) -> Call:
     with torch.no_grad():
         unet.get_submodule(KEYS).weight.mul_(2.0)
     return call
 
 
-def another_prompt(unet: nn.Module, call: UNetCall) -> UNetCall:
+def another_prompt(unet: nn.Module, call: Call) -> Call:
     return replace(call, context=call.context + 1.0)
 
 
-def purge(unet: nn.Module, call: UNetCall) -> UNetCall:
+def purge(unet: nn.Module, call: Call) -> Call:
     runtime.purge()
     return call
 
 
-def other_settings(unet: nn.Module, call: UNetCall) -> UNetCall:
+def other_settings(unet: nn.Module, call: Call) -> Call:
     lib_onediff.compile_unet(unet, backend=NATIVE, memory_budget=100)
     return call
 
@@ -117,7 +117,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_between_two_calls_is_found_out(
-    unet: Any, found_out: list[UNetCall], change: Callable[[nn.Module, UNetCall], UNetCall]
+    unet: Any, found_out: list[Call], change: Callable[[nn.Module, Call], Call]
 ) -> None:
     call = a_call(unet)
     ready(unet, call)
@@ -128,7 +128,7 @@ def test_what_changes_between_two_calls_is_found_out(
     assert route in ("plain", "graph") and error < CLOSE and len(found_out) == 3 + CHANGES[change]
 
 
-def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[Call]) -> None:
     """As a scheduled LoRA on A1111: the host merges it lazily, and we ask for that."""
     lora: dict[str, float] = {"wanted": 1.0, "merged": 1.0}
 
@@ -151,14 +151,14 @@ def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found
     assert len(found_out) == 4
 
 
-def output_of(unet: nn.Module, call: UNetCall) -> Tensor:
+def output_of(unet: nn.Module, call: Call) -> Tensor:
     with torch.no_grad():
         return runtime.run(unet, call, lambda: pytest.fail("the host was asked"))
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["a page looks", "nobody looks"])
 def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_first(
-    unet: Any, found_out: list[UNetCall], looks: bool
+    unet: Any, found_out: list[Call], looks: bool
 ) -> None:
     """A page or a pre-warm may ask for the layout between the change and the next call."""
     call = a_call(unet)
@@ -176,7 +176,7 @@ def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_firs
     assert route in ("plain", "graph") and error < CLOSE
 
 
-def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: list[Call]) -> None:
     call = a_call(unet)
     ready(unet, call)
     with runtime.settings_for_run(Settings(enabled=False), "off for this face"):
@@ -199,7 +199,7 @@ class Louder(PatchPoints):
         return hidden_states * 1.5 if part == MIDDLE else hidden_states
 
 
-def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_out: list[Call]) -> None:
     """Perturbed attention guidance has both kinds of calls in each step."""
     call = a_call(unet)
     ready(unet, call)
@@ -245,7 +245,7 @@ def moves_between_files(work: Callable[[], object]) -> list[str]:
     return entered
 
 
-def test_the_way_of_a_later_call_is_short(unet: Any, found_out: list[UNetCall]) -> None:
+def test_the_way_of_a_later_call_is_short(unet: Any, found_out: list[Call]) -> None:
     arguments = diffusers_arguments(a_call(unet))
     work = lambda: unet(**arguments)  # noqa: E731
     with torch.no_grad():

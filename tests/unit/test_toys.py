@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.leaves import Convolution, Linear
 from lib_onediff.core.policy import Answer, Compute, Moment
 from lib_onediff.core.refusal import Refusal
@@ -71,11 +71,11 @@ class Toys:
         reader.refuse_unclaimed()
         return layout
 
-    def refuse_call(self, layout: ToyLayout, call: UNetCall, is_embedded: bool = False) -> None:
+    def refuse_call(self, layout: ToyLayout, call: Call, is_embedded: bool = False) -> None:
         if call.latent.shape[1] != layout.convolution.in_channels:
             raise Refusal("a toy has four channels")
 
-    def output(self, layout: ToyLayout, weights: Any, ops: Any, call: UNetCall) -> Tensor:
+    def output(self, layout: ToyLayout, weights: Any, ops: Any, call: Call) -> Tensor:
         hidden_states = ops.convolution(call.latent, weights[layout.convolution.path], layout.convolution)
         prompt = ops.linear(call.context.mean(1), weights[layout.prompt.path])
         return hidden_states * call.timestep[:, None, None, None] + prompt[..., None, None]
@@ -83,7 +83,7 @@ class Toys:
     def deepest(self, layout: ToyLayout) -> int:
         return 0
 
-    def attentions(self, layout: ToyLayout, call: UNetCall) -> list[Any]:
+    def attentions(self, layout: ToyLayout, call: Call) -> list[Any]:
         return []
 
 
@@ -96,7 +96,7 @@ class ToyDevice(Eager):
         super().__init__()
         self.calls = 0
 
-    def refuse_call(self, call: UNetCall) -> None:
+    def refuse_call(self, call: Call) -> None:
         if call.latent.shape[-1] > 16:
             raise Refusal("it is too wide for a toy")
 
@@ -145,15 +145,15 @@ class LastOutput:
         return 0 if self.output is None else self.output.nbytes
 
 
-def a_call(time: float = 500.0, width: int = 8) -> UNetCall:
+def a_call(time: float = 500.0, width: int = 8) -> Call:
     generator = torch.Generator().manual_seed(int(time))
-    return UNetCall(
+    return Call(
         torch.randn(2, 4, 8, width, generator=generator), torch.full((2,), time),
         torch.randn(2, 77, 8, generator=generator),
     )
 
 
-def run(runtime: Runtime, toy: Toy, call: UNetCall) -> Tensor:
+def run(runtime: Runtime, toy: Toy, call: Call) -> Tensor:
     with torch.no_grad():
         return runtime.run(toy, call, lambda: toy(call.latent, call.timestep, call.context))
 

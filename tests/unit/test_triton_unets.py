@@ -22,7 +22,7 @@ from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -50,16 +50,16 @@ def shared(name: str) -> nn.Module:
     return UNETS[name]().to(DEVICE)
 
 
-def moved(call: UNetCall) -> UNetCall:
+def moved(call: Call) -> Call:
     parts = {name: getattr(call, name) for name in ("latent", "timestep", "context", "y")}
     return replace(call, **{name: part if part is None else part.to(DEVICE) for name, part in parts.items()})
 
 
-def call_of(unet: nn.Module, height: int, width: int, batch: int, tokens: int = 5) -> UNetCall:
+def call_of(unet: nn.Module, height: int, width: int, batch: int, tokens: int = 5) -> Call:
     return moved(a_call(unet, height, width, batch, tokens))
 
 
-def error(unet: nn.Module, call: UNetCall) -> float:
+def error(unet: nn.Module, call: Call) -> float:
     return relative_error(our_output(unet, call, TritonOperators()), host_output(unet, call))
 
 

@@ -13,7 +13,7 @@ from builders import SMALL, diffusers_output, diffusers_unet
 from deepcache_builders import STEPS, WEBUI, call_of
 from torch import Tensor, nn
 
-from lib_onediff.core.call import UNetCall
+from lib_onediff.core.call import Call
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.cards import Cards
@@ -77,11 +77,11 @@ class Image:
         """As a host does."""
         self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS, **known))
 
-    def call(self, time: float = 501.0, names: Any = NAMES, **more: Any) -> UNetCall:
+    def call(self, time: float = 501.0, names: Any = NAMES, **more: Any) -> Call:
         return call_of(self.unet, time, names, **more)
 
     @torch.no_grad()
-    def run(self, call: UNetCall, host: Callable[[], Tensor] | None = None, **more: Any) -> Tensor:
+    def run(self, call: Call, host: Callable[[], Tensor] | None = None, **more: Any) -> Tensor:
         return self.runtime.run(self.unet, call, host or (lambda: diffusers_output(self.unet, call)), **more)
 
     @property
@@ -98,7 +98,7 @@ def near(output: Tensor, expected: Tensor) -> bool:
 
 
 @torch.no_grad()
-def exact(image: Image, call: UNetCall) -> Tensor:
+def exact(image: Image, call: Call) -> Tensor:
     return diffusers_output(image.unet, call)
 
 

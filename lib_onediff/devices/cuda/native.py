@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.card import on_card
 from ...core.device import Device, Network, NotYet, Traits
 from ...core.family import AttentionShapes
@@ -138,7 +138,7 @@ class Native(Device):
         log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
         return ""
 
-    def tune(self, attentions: Sequence[AttentionShapes], call: UNetCall) -> bool:
+    def tune(self, attentions: Sequence[AttentionShapes], call: Call) -> bool:
         dtype = torch.float32 if call.upcast_attention else call.latent.dtype
         return any([self.attention.measure(*pair, dtype, call.latent.device) for pair in attentions])
 

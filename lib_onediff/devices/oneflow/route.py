@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...core.affine import Affine, Weights
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.device import CachedRunner, Device, Traits
 from ...core.key import ShapeKey
 from ...core.operators import Operators
@@ -54,12 +54,12 @@ class OneFlowRunner:
     the environment that OneFlow is to see, see oneflow_variables. running: held while OneFlow runs."""
 
     graph: Any
-    inputs: UNetCall
+    inputs: Call
     given: list[Tensor]
     variables: Mapping[str, str]
     running: threading.Lock
 
-    def run(self, call: UNetCall) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         from .operators import run_graph
 
         copy_inputs(call, self.inputs)
@@ -110,7 +110,7 @@ class OneFlow(Device):
             raise Refusal(verdict.reason)
         self._variables, self._fused_attention = oneflow_variables(settings), verdict.fused_attention
 
-    def refuse_call(self, call: UNetCall) -> None:
+    def refuse_call(self, call: Call) -> None:
         if call.patches is not None:
             raise Refusal("OneFlow runs no functions of other extensions")
         if call.additions:
@@ -121,7 +121,7 @@ class OneFlow(Device):
         return torch_ops
 
     def runner(
-        self, managed: Any, key: ShapeKey, call: UNetCall, waits: bool
+        self, managed: Any, key: ShapeKey, call: Call, waits: bool
     ) -> OneFlowRunner:
         """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
         thread, seconds where the shape or the address of a weight is new. waits: wait for it."""
@@ -216,7 +216,7 @@ class Crossing:
         self.deep = deep
 
 
-def forward_of(output: Output, layout: Any, inputs: UNetCall, fused_attention: bool) -> Callable[..., Any]:
+def forward_of(output: Output, layout: Any, inputs: Call, fused_attention: bool) -> Callable[..., Any]:
     """The forward for inputs like these, as a function of OneFlow's tensors: the weights, then what tensors_of names.
     fused_attention: see operators.OneFlowOperators."""
 
@@ -234,7 +234,7 @@ def forward_of(output: Output, layout: Any, inputs: UNetCall, fused_attention: b
     return build
 
 
-def tensors_of(inputs: UNetCall) -> list[Tensor]:
+def tensors_of(inputs: Call) -> list[Tensor]:
     """What a graph takes: the inputs, and the deep feature where it is read."""
     tensors: list[Tensor] = []
     mapped(inputs, tensors.append)

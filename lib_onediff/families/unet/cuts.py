@@ -8,14 +8,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...core.affine import Weights
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.operators import Operators
 from .forward import Pass
 from .layout import UNetLayout
 
 
 def full_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
+    layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int
 ) -> tuple[Tensor, Tensor]:
     """The whole UNet; returns (output, deep feature). The output is exactly forward's."""
     running = Pass(layout, weights, ops, call)
@@ -28,7 +28,7 @@ def full_pass(
 
 
 def cached_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
+    layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int, deep: Tensor
 ) -> Tensor:
     """The outer stages only, around a deep feature from an earlier step."""
     running = Pass(layout, weights, ops, call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...core.affine import Weights
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.family import AttentionShapes
 from ...core.operators import Operators
 from . import cuts
@@ -25,10 +25,10 @@ class UNets:
     def read(self, module: nn.Module) -> UNetLayout:
         return read_ldm(module) if is_ldm_unet(module) else read_diffusers(module)
 
-    def refuse_call(self, layout: UNetLayout, call: UNetCall, is_embedded: bool = False) -> None:
+    def refuse_call(self, layout: UNetLayout, call: Call, is_embedded: bool = False) -> None:
         refuse_call(layout, call, is_embedded)
 
-    def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+    def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """A call with patches is computed whole."""
         cut = call.cut
         if cut is None or call.patches is not None:
@@ -43,7 +43,7 @@ class UNets:
     def deepest(self, layout: UNetLayout) -> int:
         return len(layout.input_stages) - 1
 
-    def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
+    def attentions(self, layout: UNetLayout, call: Call) -> list[AttentionShapes]:
         """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""
         (batch, _, height, width), tokens = call.latent.shape, call.context.shape[1]
         found: dict[AttentionShapes, None] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.affine import Weights, bias_of
-from ...core.call import Control, UNetCall
+from ...core.call import Call, Control
 from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Image, Operators
 from ...core.patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
@@ -55,7 +55,7 @@ class ContextProjections:
         return self._waiting.pop(name)
 
 
-def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
     """The embedding of the timestep, with the guidance embedding where there is one: (batch, width)."""
     time = layout.time
     waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
@@ -79,7 +79,7 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
 class Pass:
     """One forward pass in progress: the inputs that every layer needs, and the way through the layers."""
 
-    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> None:
+    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> None:
         self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
         self.control = call.control or Control()
         self.patches = call.patches or PatchPoints()
@@ -157,7 +157,7 @@ class Pass:
         return self.patches.after_stage(LAST, 0, output).to(self.call.latent.dtype)
 
 
-def forward(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+def forward(layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
     """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
     return Pass(layout, weights, ops, call).whole()
 

@@ -20,7 +20,7 @@ class Layers:
 
     shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
     key_values: (batch, tokens, keys then values) of each cross attention, by the name of its fused layer.
-    image_prompts: see UNetCall. patches: the functions of others, called where the host would; context, in
+    image_prompts: see Call. patches: the functions of others, called where the host would; context, in
     the weights' dtype, is theirs alone.
     """
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.leaves import (
     Convolution,
     CrossAttention,
@@ -188,7 +188,7 @@ class UNetLayout:
         return digest_without(self, ("path", "name", "family", "foreign"))
 
 
-def refuse_call(layout: UNetLayout, call: UNetCall, is_embedded: bool = False) -> None:
+def refuse_call(layout: UNetLayout, call: Call, is_embedded: bool = False) -> None:
     """See core.family.Family. is_embedded: the call carries no y, because it has gone into the embedding already."""
     latent, context = call.latent, call.context
     if latent.dim() != 4 or latent.shape[1] != layout.in_channels:

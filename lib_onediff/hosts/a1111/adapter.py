@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.key import LATENT_PIXEL
 from ...core.refusal import Refusal
 from ...core.rows import APART, OTHER_ROWS, PromptRows, half_of
@@ -139,7 +139,7 @@ class A1111(WebUI):
             # stages, each of which is ours, and is counted.
             return runtime.pressure.run_host(host)
 
-        def read() -> UNetCall:
+        def read() -> Call:
             if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
                 raise Refusal("the UNet is called without a timestep or a context")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
@@ -149,7 +149,7 @@ class A1111(WebUI):
             if owner is not None:
                 raise Refusal(f"{owner} calls the UNet from a forward of its own")
             patches = patches_of(self._changed.at_call(unet), replaced_concatenation())
-            return UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
+            return Call(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
 
         def prompt_rows() -> PromptRows:
             rows = rows_of_prompts(self._step(), context)

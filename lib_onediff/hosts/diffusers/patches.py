@@ -81,7 +81,7 @@ class UNetPatches(PatchPoints):
 
 
 class Within(NamedTuple):
-    """What runs within the UNet in one call beside its own layers; see UNetCall."""
+    """What runs within the UNet in one call beside its own layers; see Call."""
 
     patches: UNetPatches | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
@@ -82,7 +82,7 @@ class DiffusersForward(InstanceForward):
         alone = arguments_of_prompt(given, rows)
         return PromptRows(rows, lambda: sample_of(host, unet, alone))
 
-    def _read(self, unet: Any, given: dict[str, Any]) -> UNetCall:
+    def _read(self, unet: Any, given: dict[str, Any]) -> Call:
         """The call with these arguments as ours."""
         try:
             return self._call(unet, **given)
@@ -99,7 +99,7 @@ class DiffusersForward(InstanceForward):
         down_block_additional_residuals: Any = None, mid_block_additional_residual: Tensor | None = None,
         down_intrablock_additional_residuals: Any = None, cross_attention_kwargs: dict[str, Any] | None = None,
         **others: Any,
-    ) -> UNetCall:
+    ) -> Call:
         if isinstance(encoder_hidden_states, (tuple, list)):
             raise Refusal("the context has several parts")
         for name, value in others.items():
@@ -121,7 +121,7 @@ class DiffusersForward(InstanceForward):
         )
         # The host computes attention scores in float32 by its older processor alone.
         upcasts = bool(processors) and type(processors[0]).__name__ == UPCASTING and attentions[0].upcast_attention
-        return UNetCall(
+        return Call(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, added_cond_kwargs), timestep_condition=timestep_cond,
             control=control_of(unet, sample, *residuals) if any(one is not None for one in residuals) else None,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.guard import first_line, outcome_of
 from ...core.key import LATENT_PIXEL
 from ...core.origins import origin
@@ -190,7 +190,7 @@ class Forge(WebUI):
 
         return serve_call(unet, lambda: self._read(unet, given), lambda: given.by(original, unet), prompt_rows)
 
-    def _read(self, unet: nn.Module, given: HostCall) -> UNetCall:
+    def _read(self, unet: nn.Module, given: HostCall) -> Call:
         """A call as ours. Raises Refusal where it is the host's."""
         self._check(unet)
         changed = self._changed.at_call(unet)

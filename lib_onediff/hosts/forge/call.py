@@ -1,4 +1,4 @@
-"""One call of the host's UNet: as a UNetCall, and its prompt's rows alone. Refusal says what in it only the
+"""One call of the host's UNet: as a Call, and its prompt's rows alone. Refusal says what in it only the
 host's own forward understands."""
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...core.additions import ImagePrompt
-from ...core.call import Control, UNetCall
+from ...core.call import Call, Control
 from ...core.origins import origin
 from ...core.refusal import Refusal
 from ...core.rows import APART, OTHER_ROWS, half_of, rows_within
@@ -81,7 +81,7 @@ class HostCall(NamedTuple):
 def unet_call(
     unet: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
     image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
-) -> UNetCall:
+) -> Call:
     """The call as ours.
 
     names_read: every name by which the host's UNet may ask for an option or another argument. image_prompts: what our
@@ -98,7 +98,7 @@ def unet_call(
     patches: OptionPatches | None = None
     if changed or not all(is_empty(options.get(name)) for name in points):
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
-    return UNetCall(
+    return Call(
         latent=given.x, timestep=given.timesteps, context=given.context, y=given.y, control=control_of(given.control),
         upcast_attention=upcast_attention, patches=patches if patches is not None and patches.structure else None,
         image_prompts=image_prompts,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.key import ShapeKey
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
@@ -41,7 +41,7 @@ class CaptureRequest(NamedTuple):
     managed: ManagedUNet
     entry: Entry
     generation: int
-    inputs: UNetCall
+    inputs: Call
     seconds: float = 0.0
 
     @classmethod

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...core.affine import Source
-from ...core.call import UNetCall
+from ...core.call import Call
 from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.precision import our_modes
@@ -60,7 +60,7 @@ class GraphCache:
         return self._now.made.time_ms(device, dtype, work)
 
     def capture(
-        self, managed: ManagedUNet, entry: Entry, budget: int, call: UNetCall
+        self, managed: ManagedUNet, entry: Entry, budget: int, call: Call
     ) -> None:
         """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
         (0: a quarter of the card).

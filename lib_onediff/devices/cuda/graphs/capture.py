@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....core.affine import Source
-from ....core.call import UNetCall
+from ....core.call import Call
 from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
 from .allocations import peak
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 # What torch says of its max_split_size_mb where the user has set none.
 UNLIMITED = -1
 # A layout, its weights, operators and a call to the output; see Family.output.
-Output = Callable[[Any, Any, Operators, UNetCall], Tensor]
+Output = Callable[[Any, Any, Operators, Call], Tensor]
 
 
 class Pool:
@@ -81,7 +81,7 @@ class CudaGraphs:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
-        self, architecture: str, binding: Source, ops: Operators, inputs: UNetCall,
+        self, architecture: str, binding: Source, ops: Operators, inputs: Call,
         needs: int = 0,
     ) -> GraphRunner | SegmentsRunner:
         """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
@@ -116,7 +116,7 @@ class CudaGraphs:
             return SegmentsRunner(recorded, inputs, pool, bytes_of(inputs), seconds)
         return GraphRunner(recorded, inputs, output, pool, bytes_of(inputs), seconds)
 
-    def rehearse(self, binding: Source, ops: Operators, inputs: UNetCall) -> None:
+    def rehearse(self, binding: Source, ops: Operators, inputs: Call) -> None:
         """Make a call as the capture will, so that this thread has chosen its algorithms.
 
         Raises torch.cuda.OutOfMemoryError.
@@ -177,13 +177,13 @@ class GraphRunner:
     """core.device.Runner by a CUDA graph. memory: the pool that it was captured in."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: UNetCall
+    inputs: Call
     output: Tensor
     memory: Pool
     own_bytes: int
     seconds: float
 
-    def run(self, call: UNetCall) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         copy_inputs(call, self.inputs)
         self.graph.replay()
         return self.output.clone()
@@ -194,17 +194,17 @@ class SegmentsRunner:
     """core.device.Runner by the CUDA graphs between functions of other extensions. memory: see GraphRunner."""
 
     segments: Segments
-    inputs: UNetCall
+    inputs: Call
     memory: Pool
     own_bytes: int
     seconds: float
 
-    def run(self, call: UNetCall) -> Tensor:
+    def run(self, call: Call) -> Tensor:
         return self.segments.run(call, self.inputs)
 
 
 def capture(
-    output: Output, binding: Source, ops: Operators, inputs: UNetCall, recording: GraphRecording
+    output: Output, binding: Source, ops: Operators, inputs: Call, recording: GraphRecording
 ) -> tuple[torch.cuda.CUDAGraph | Segments, Tensor]:
     """What replays a call, and the output that it writes. Functions that the call brings are called."""
     weights, patches = binding.weights(), inputs.patches

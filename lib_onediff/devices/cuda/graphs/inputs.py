@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.call import Control, UNetCall
+from ....core.call import Call, Control
 
 
-def own_inputs(call: UNetCall, memory_format: torch.memory_format = torch.preserve_format) -> UNetCall:
+def own_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_format) -> Call:
     """The call with inputs that belong to the graph.
 
     The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
@@ -20,7 +20,7 @@ def own_inputs(call: UNetCall, memory_format: torch.memory_format = torch.preser
     return replace(own, timestep=own.timestep.float())
 
 
-def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
+def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
     """The call with of(tensor) in the place of every tensor that a graph reads, in an order that depends on the shape
     alone."""
     change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
@@ -35,7 +35,7 @@ def mapped(call: UNetCall, of: Callable[[Tensor], Any]) -> UNetCall:
     )
 
 
-def tensors_of(call: UNetCall) -> list[Tensor | None]:
+def tensors_of(call: Call) -> list[Tensor | None]:
     """What a graph reads, in an order that depends on the shape alone."""
     tensors: list[Tensor | None] = [call.latent, call.timestep, call.timestep_condition, call.context, call.y]
     if call.control is not None:
@@ -46,19 +46,19 @@ def tensors_of(call: UNetCall) -> list[Tensor | None]:
     return tensors if call.freeu is None else [*tensors, call.freeu.factors]
 
 
-def bytes_of(inputs: UNetCall) -> int:
+def bytes_of(inputs: Call) -> int:
     """What a graph's own inputs hold, what it writes at a cut among them: who reads it shares it."""
     cut = inputs.cut
     written = cut.memory.bytes if cut is not None and not cut.reads else 0
     return sum(tensor.nbytes for tensor in tensors_of(inputs) if tensor is not None) + written
 
 
-def rehearsal_of(inputs: UNetCall) -> UNetCall:
+def rehearsal_of(inputs: Call) -> Call:
     """The same inputs for a call whose answer nobody wants: what is in use at a cut stays as it is."""
     return inputs if inputs.cut is None else replace(inputs, cut=inputs.cut.apart())
 
 
-def copy_inputs(source: UNetCall, target: UNetCall) -> None:
+def copy_inputs(source: Call, target: Call) -> None:
     # Calls of one shape have the same tensors.
     for given, own in zip(tensors_of(source), tensors_of(target), strict=True):
         if own is not None and given is not None:

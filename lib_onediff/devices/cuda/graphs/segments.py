@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....core.call import UNetCall
+from ....core.call import Call
 from ....core.patch_points import PatchPoints
 from .inputs import copy_inputs
 from .recording import Address, GraphRecording
@@ -103,7 +103,7 @@ class Segments:
     output: Tensor
     places: object
 
-    def run(self, call: UNetCall, inputs: UNetCall) -> Tensor:
+    def run(self, call: Call, inputs: Call) -> Tensor:
         """The output for a call, as a new tensor. inputs: the graphs' own. Raises DoesNotFit, before any function was
         called where they stand at other places."""
         patches = call.patches

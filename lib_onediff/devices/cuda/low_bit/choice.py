@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ....core.call import UNetCall
+from ....core.call import Call
 from ....core.card import current_card
 from ....core.device import TimeMs
 from ....core.key import Lossy
@@ -89,7 +89,7 @@ class LowBit:
         """The class of every layer that can be in eight bits, by its name."""
         return self._classes.to(layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
-    def wanted(self, lossy: Lossy, layout: Any, call: UNetCall) -> WantedKinds:
+    def wanted(self, lossy: Lossy, layout: Any, call: Call) -> WantedKinds:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. With
         lossy.only, no layer is, nor are the keys and values of the cross attention, which are multiplied in the model's
         type."""
@@ -110,17 +110,17 @@ class LowBit:
         question = every, layout, dtype, kinds, lossy.only, self.choice.changes, current_card()
         return self._wanted.to(question, find)
 
-    def _kinds_for(self, lossy: Lossy, call: UNetCall) -> tuple[Kind, ...]:
+    def _kinds_for(self, lossy: Lossy, call: Call) -> tuple[Kind, ...]:
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
 
-    def _products_of(self, lossy: Lossy, layout: Any, call: UNetCall) -> Mapping[str, Product]:
+    def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
         """By the names of the layers that may be in eight bits."""
         batch, _, height, width = call.latent.shape
         fewest = 0 if self.choice.everywhere else None
         question = layout, height, width, batch, fewest, self._convolves(lossy, call)
         return self._products.to(question, lambda: dict(products(*question)))
 
-    def _convolves(self, lossy: Lossy, call: UNetCall) -> bool:
+    def _convolves(self, lossy: Lossy, call: Call) -> bool:
         """Whether convolutions may be in eight bits. What takes the place of the host's weights is linear layers'."""
         device = call.latent.device
         if device.type != "cuda" or lossy.only or FP8 not in self._kinds_for(lossy, call):
@@ -130,7 +130,7 @@ class LowBit:
 
         return copies_tiles(device)
 
-    def why_none_here(self, lossy: Lossy, layout: Any, call: UNetCall) -> str | None:
+    def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
         """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
         counted = Counter(self._products_of(lossy, layout, call).values())
         if counted and lossy.only:
@@ -138,7 +138,7 @@ class LowBit:
             return None
         return self.choice.why_none(counted, call.latent.dtype, self._kinds_for(lossy, call))
 
-    def tune(self, lossy: Lossy, layout: Any, call: UNetCall, time_ms: TimeMs) -> bool:
+    def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
         """Measure which of this call's products gain by eight bits, where that is not known; whether it was so.
         time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
