@@ -45,8 +45,8 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
         "addresses; every name with a --host that others can reach)",
     )
     arguments = parser.parse_args(words)
-    # What scripts look for in a WebUI's command line.
-    arguments.api, arguments.nowebui, arguments.freeze_settings = True, False, False
+    # OneDiff's script asks for it, as in a WebUI's command line.
+    arguments.api = True
     return arguments
 
 

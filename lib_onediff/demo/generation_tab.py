@@ -138,7 +138,8 @@ def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iter
             gr.Warning(sentence)
             yield "", UNCHANGED, f"<p class='error'>{sentence}</p>", UNCHANGED
         else:
-            yield "", processed.images, infotext_html(processed, time.perf_counter() - started), processed.js()
+            # The text box must change after each generation, and says no more than that.
+            yield "", processed.images, infotext_html(processed, time.perf_counter() - started), str(started)
 
     return generate
 
@@ -174,8 +175,9 @@ def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
 def progress_bar() -> str:
     """The progress line while something is made."""
     share, state = shared.state.share_done(), shared.state
+    batch = f"Batch {state.job_no + 1} out of {state.job_count}" if state.job_count > 1 else ""
     steps = f"step {state.sampling_step} of {state.sampling_steps}" if state.sampling_steps else ""
-    text = ", ".join(part for part in (state.job if "Batch" in state.job else "", steps) if part) or "waiting"
+    text = ", ".join(filter(None, (batch, steps))) or "waiting"
     return (
         f"<div class='progressDiv' role='progressbar' aria-valuenow='{share * 100:.0f}'>"
         f"<div class='progress' style='width: {share * 100:.1f}%'></div><span>{html.escape(text)}</span></div>"
@@ -184,7 +186,7 @@ def progress_bar() -> str:
 
 def infotext_html(processed: Processed, seconds: float) -> str:
     """What is shown under the images."""
-    lines = "<br>".join(html.escape(line) for line in processed.info.split("\n"))
+    lines = "<br>".join(html.escape(line) for line in processed.infotexts[0].split("\n"))
     comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
     if not processed.images:
         lines = "Interrupted before the first image."

@@ -72,14 +72,9 @@ def build_settings_tab(page: gr.Blocks) -> None:
 
 def option_component(key: str, info: OptionInfo) -> Any:
     """The component of one option."""
-    value = getattr(shared.opts, key)
-    kinds = {bool: gr.Checkbox, int: gr.Number, float: gr.Number, list: gr.CheckboxGroup}
-    make = info.component or kinds.get(type(info.default), gr.Textbox)
-    explanation = html.unescape(TAGS.sub("", info.comment_after)).strip()
-    if explanation.startswith("(") and explanation.endswith(")"):
-        explanation = explanation[1:-1]
-    return make(
-        value=value, label=info.label, info=explanation or None, elem_id=f"setting_{key}", **info.arguments()
+    return info.component(
+        value=getattr(shared.opts, key), label=info.label, info=html.unescape(TAGS.sub("", info.explanation)),
+        elem_id=f"setting_{key}", **info.component_args,
     )
 
 

@@ -71,7 +71,7 @@ class Standalone:
 
 @pytest.fixture
 def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standalone]:
-    script_callbacks.clear_callbacks()
+    script_callbacks.callback_map.clear()
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
     for name in ("data", "data_labels"):
         monkeypatch.setitem(vars(shared.opts), name, dict(vars(shared.opts)[name]))
@@ -80,7 +80,7 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
         yield host
         host.script.stop()
         sd_models.use_model(None)
-        script_callbacks.clear_callbacks()
+        script_callbacks.callback_map.clear()
 
 
 @pytest.mark.parametrize(("where", "hook"), [

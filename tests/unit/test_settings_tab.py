@@ -22,7 +22,7 @@ from lib_onediff.ui.presets import preset_options
 
 def the_options() -> tuple[Options, list[Settings]]:
     """The options and the settings after every change that settings_tab told of."""
-    opts, told = Options({}), []
+    opts, told = Options(), []
     settings_tab.add_options(opts, OptionInfo, lambda: told.append(runtime.settings))
     return opts, told
 
@@ -68,7 +68,7 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     ({"cache_folder": "/somewhere", "own_presets": "mine: tf32 on"}, {}),
 ], ids=str)
 def test_what_an_earlier_version_has_stored_is_understood(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    opts = Options({})
+    opts = Options()
     opts.data.update({host_key(name): value for name, value in stored.items()})
     assert settings_tab.stored_settings(opts) == Settings(**wanted)
     settings_tab.add_options(opts, OptionInfo, lambda: None)
@@ -79,12 +79,12 @@ def test_the_folder_is_shown_and_nobody_can_set_it(tmp_path: Path) -> None:
     runtime.history.open(tmp_path / "<cache>")
     opts, told = the_options()
     info = opts.data_labels["onediff_folder_in_use"]
-    assert info.arguments() == {"interactive": False} and "ONEDIFF_CACHE" in info.comment_after
+    assert info.component_args == {"interactive": False} and "ONEDIFF_CACHE" in info.explanation
     assert not opts.set("onediff_folder_in_use", "/etc")
     assert opts.onediff_folder_in_use == str(tmp_path / "<cache>") and len(told) == 1
     assert "onediff_folder_in_use" not in opts.data, "or it would be stored"
     with gradio.Blocks():
-        assert not info.component(value=opts.onediff_folder_in_use, **info.arguments()).interactive
+        assert not info.component(value=opts.onediff_folder_in_use, **info.component_args).interactive
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_the_start(

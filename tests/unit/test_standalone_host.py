@@ -171,14 +171,11 @@ def test_hooks_swallow_what_scripts_raise_and_get_their_arguments() -> None:
 
 def make_options(file: Path | None = None) -> options.Options:
     """With the values of a file, where one is given."""
-    opts = options.Options({})
+    opts = options.Options()
     if file is not None:
         opts.load(str(file))
-    for key, info in {
-        "kind": options.OptionInfo("a", "Kind", None, {"choices": ["a", "b"]}),
-        "on": options.OptionInfo(True, "On"), "share": options.OptionInfo(0.5, "Share"),
-    }.items():
-        opts.add_option(key, info)
+    for key, default, arguments in (("kind", "a", {"choices": ["a", "b"]}), ("on", True, {}), ("share", 0.5, {})):
+        opts.add_option(key, options.OptionInfo(default, key.title(), None, arguments, ("one", "One")))
     return opts
 
 

@@ -26,7 +26,7 @@ ORDER = ImageRequest("a fox", "", 5, 64, 64, 2, 7.0, "Euler a")
 @pytest.fixture
 def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TextToImage]:
     """Makes pictures with a tiny model and scripts/onediff.py."""
-    script_callbacks.clear_callbacks()
+    script_callbacks.callback_map.clear()
     monkeypatch.setattr(paths, "data_path", str(tmp_path))
     with modules_importable():
         script = scripts.load_module(str(ROOT / "scripts" / "onediff.py"))
@@ -36,7 +36,7 @@ def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TextToIma
             script_callbacks.call_all("script_unloaded")
         finally:
             sd_models.use_model(None)
-            script_callbacks.clear_callbacks()
+            script_callbacks.callback_map.clear()
 
 
 def pixels(image: Any) -> numpy.ndarray:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,8 @@ def generate(body: dict[str, Any], runner: Any) -> Any:
         finally:
             shared.opts.data.update(before)
     images = [to_base64(image) for image in processed.images]
-    return json_answer({"images": images, "parameters": {**body, "init_images": None}, "info": processed.js()})
+    info = json.dumps({"infotexts": processed.infotexts, "comments": processed.comments})
+    return json_answer({"images": images, "parameters": {**body, "init_images": None}, "info": info})
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:

@@ -6,56 +6,50 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("onediff")
 
 
+@dataclass
 class OptionInfo:
     """One option: its default, how the settings tab shows it, and what to call when it changes."""
 
-    def __init__(
-        self, default: Any = None, label: str = "", component: Any = None, component_args: Any = None,
-        onchange: Callable[[], None] | None = None, section: tuple[str | None, str] | None = None,
-    ) -> None:
-        self.default, self.label = default, label
-        self.component, self.component_args = component, component_args
-        self.onchange, self.section = onchange, section
-        self.do_not_save = False
-        self.comment_after = ""
+    default: Any
+    label: str
+    component: Any
+    component_args: dict[str, Any]
+    section: tuple[str, str]
+    onchange: Callable[[], None] = lambda: None
+    # Neither set nor kept: it is only shown.
+    do_not_save: bool = False
+    explanation: str = ""
 
     def info(self, text: str) -> OptionInfo:
-        """Add an explanation after the label."""
-        self.comment_after += f"<span class='info'>({text})</span>"
+        """Add an explanation."""
+        self.explanation = text
         return self
-
-    def arguments(self) -> dict[str, Any]:
-        """component_args as a mapping; hosts allow a function that makes it."""
-        arguments = self.component_args() if callable(self.component_args) else self.component_args
-        return dict(arguments or {})
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with value for this option, or None when it fits."""
         kinds = (int, float) if isinstance(self.default, float) else type(self.default)
-        if self.default is not None and (
-            not isinstance(value, kinds) or isinstance(value, bool) != isinstance(self.default, bool)
-        ):
+        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(self.default, bool):
             return f"takes a {type(self.default).__name__}, not {value!r}"
-        offered = self.arguments().get("choices") or ()
-        choices = [choice[1] if isinstance(choice, tuple) else choice for choice in offered]
-        if choices and any(part not in choices for part in (value if isinstance(value, list) else [value])):
-            return f"is one of {', '.join(map(str, choices))}, not {value!r}"
+        choices = self.component_args.get("choices")
+        if choices and value not in choices:
+            return f"is one of {', '.join(choices)}, not {value!r}"
         return None
 
 
 class Options:
     """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set, and is saved."""
 
-    def __init__(self, data_labels: dict[str, OptionInfo]) -> None:
-        self.data_labels = data_labels
-        self.data: dict[str, Any] = {key: info.default for key, info in data_labels.items()}
-        self._lock = threading.RLock()
+    def __init__(self) -> None:
+        self.data_labels: dict[str, OptionInfo] = {}
+        self.data: dict[str, Any] = {}
+        self._lock = threading.Lock()
 
     def __getattr__(self, key: str) -> Any:
         if key in self.data:
@@ -81,8 +75,7 @@ class Options:
             return False
         self.data[key] = value
         try:
-            if info.onchange is not None:
-                info.onchange()
+            info.onchange()
         except Exception:
             log.exception("the option %s keeps its value; changing it to %r failed", key, value)
             self.data[key] = before
@@ -90,7 +83,7 @@ class Options:
         return True
 
     def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str]]:
-        """Set options and save all: the labels of those that changed, and what is wrong with the others."""
+        """Set options and save all as JSON: the labels of those that changed, and what is wrong with the others."""
         changed, problems = [], []
         with self._lock:
             for key, value in values.items():
@@ -104,23 +97,18 @@ class Options:
                 elif is_new:
                     changed.append(info.label)
             try:
-                self.save(filename)
+                path = Path(filename)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Another process may share the folder.
+                unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+                unfinished.write_text(json.dumps(self.data, indent=4), encoding="utf-8")
+                os.replace(unfinished, path)
             except OSError as error:
                 problems.append(f"The options hold until the server ends; they could not be saved ({error.strerror}).")
         return changed, problems
 
-    def save(self, filename: str) -> None:
-        """Write all values as JSON; the file is replaced in one step. Raises OSError."""
-        path = Path(filename)
-        with self._lock:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Another process may share the folder.
-            unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
-            unfinished.write_text(json.dumps(self.data, indent=4), encoding="utf-8")
-            os.replace(unfinished, path)
-
     def load(self, filename: str) -> None:
-        """Read values from a file made by save, before options are added; a damaged file is set aside."""
+        """Read values of such a file, before options are added; a damaged file is set aside."""
         path = Path(filename)
         try:
             self.data.update(json.loads(path.read_text(encoding="utf-8")))

@@ -1,7 +1,6 @@
 """A generation: its parameters, the loop over its batches, and the hooks that scripts have in it."""
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +57,7 @@ class StableDiffusionProcessing:
         self.comments[text] = 1
 
     def init(self) -> None:
-        """Prepare what all batches share."""
+        """Prepare what all batches share. Raises Refusal."""
         if self.tab == "txt2img":
             return
         if not self.init_images:
@@ -68,10 +67,6 @@ class StableDiffusionProcessing:
             raise Refusal(f"{self.steps} steps at {strength} come to less than one step; raise either.")
         self.init_images = [fitted(image, (self.width, self.height)) for image in self.init_images]
         self.extra_generation_params["Denoising strength"] = self.denoising_strength
-
-    def prompts(self, count: int) -> dict[str, Any]:
-        """The prompts of so many images, as a pipeline takes them."""
-        return {"prompt": [self.prompt] * count, "negative_prompt": [self.negative_prompt] * count}
 
     def sample(self) -> Tensor:
         """Latents of a batch, (batch, 4, height / 8, width / 8), by the model's pipeline.
@@ -91,7 +86,8 @@ class StableDiffusionProcessing:
         if self.scripts is not None:
             self.scripts.in_generation("process_before_every_sampling", self)
         return pipeline(
-            **self.prompts(count),
+            prompt=[self.prompt] * count,
+            negative_prompt=[self.negative_prompt] * count,
             num_inference_steps=self.steps,
             guidance_scale=self.cfg_scale,
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in self.seeds],
@@ -103,6 +99,15 @@ class StableDiffusionProcessing:
     def close(self) -> None:
         """Let go of what the generation computed."""
         self.pipeline = self.sampler = None
+
+
+@dataclass(frozen=True)
+class Processed:
+    """Images and how each was made; comments: a line for each remark."""
+
+    images: list[Image.Image]
+    infotexts: list[str]
+    comments: str
 
 
 class StableDiffusionProcessingTxt2Img(StableDiffusionProcessing):
@@ -155,8 +160,6 @@ def process_images(p: StableDiffusionProcessing) -> Processed:
     for batch in range(p.n_iter):
         if shared.state.interrupted:
             break
-        if p.n_iter > 1:
-            shared.state.job = f"Batch {batch + 1} out of {p.n_iter}"
         p.seeds = p.all_seeds[batch * p.batch_size : (batch + 1) * p.batch_size]
         with torch.no_grad():
             samples = p.sample()
@@ -168,34 +171,17 @@ def process_images(p: StableDiffusionProcessing) -> Processed:
             infotexts.append(create_infotext(p, seed))
             image.info["parameters"] = infotexts[-1]
             made.append(image)
-        shared.state.nextjob()
+        shared.state.job_no, shared.state.sampling_step = batch + 1, 0
 
     if made and shared.state.interrupted:
         p.comment("Interrupted: the last image is unfinished.")
     tokenizer = p.sd_model.pipeline.tokenizer or p.sd_model.pipeline.tokenizer_2
     if len(tokenizer(p.prompt, verbose=False).input_ids) > MOST_TOKENS:
         p.comment("The prompt is longer than 75 tokens; the rest was left out.")
-    processed = Processed(p, made, infotexts)
+    processed = Processed(made, infotexts or [""], "\n".join(p.comments))
     if p.scripts is not None:
         p.scripts.in_generation("postprocess", p, processed)
     return processed
-
-
-class Processed:
-    """Images and everything that says how they were made."""
-
-    def __init__(self, p: StableDiffusionProcessing, images: list[Any], infotexts: list[str]) -> None:
-        self.images = images
-        self.infotexts = infotexts or [""]
-        self.info = self.infotexts[0]
-        self.comments = "\n".join(p.comments)
-        self.all_seeds = p.all_seeds
-        self.seed = p.all_seeds[0]
-        self.job_timestamp = shared.state.job_timestamp
-
-    def js(self) -> str:
-        """The result without its images as JSON."""
-        return json.dumps({name: value for name, value in vars(self).items() if name not in ("images", "info")})
 
 
 def create_infotext(p: StableDiffusionProcessing, seed: int) -> str:

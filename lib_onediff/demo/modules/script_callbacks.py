@@ -10,11 +10,6 @@ log = logging.getLogger("onediff")
 callback_map: dict[str, list[Callable[..., Any]]] = {}
 
 
-def clear_callbacks() -> None:
-    """Drop every registered function."""
-    callback_map.clear()
-
-
 def call_all(moment: str, *arguments: Any) -> list[Any]:
     """Call every function registered for moment and return what those that did not fail returned."""
     results = []

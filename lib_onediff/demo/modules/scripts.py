@@ -9,16 +9,17 @@ import importlib.util
 import inspect
 import logging
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...core.guard import first_line
 from ...core.logs import debug_wanted
 from . import paths, script_callbacks
 
 log = logging.getLogger("onediff")
-# What a script's show() answers to take part in every generation.
+# What a script's show() answers to take part in every generation; OneDiff's do, so this host asks none.
 AlwaysVisible = object()
 
 
@@ -27,38 +28,22 @@ class Script:
     values its hooks get, and a method for each moment that they take part in: process and postprocess of a generation,
     process_before_every_sampling, after_component of the page."""
 
-    name: str | None = None
-    filename: str | None = None
+    name = ""
     args_from = args_to = 0
     is_img2img = False
-    infotext_fields: list | None = None
-
-    def show(self, is_img2img: bool) -> Any:
-        """AlwaysVisible for a script that takes part in every generation; this host shows no other kind."""
-        return True
-
-
-class ScriptClassData(NamedTuple):
-    """A script class that was found, and where."""
-
-    script_class: type[Script]
-    path: str
-    module: ModuleType
+    infotext_fields: Sequence[Any] = ()
 
 
 class ScriptRunner:
-    """The always-visible scripts of the txt2img or the img2img tab."""
+    """The scripts of the txt2img or the img2img tab."""
 
-    def __init__(self, found: list[ScriptClassData] | None = None, is_img2img: bool = False) -> None:
-        self.alwayson_scripts: list[Any] = []
+    def __init__(self, classes: Iterable[type[Any]] = (), is_img2img: bool = False) -> None:
+        self.alwayson_scripts: list[Any] = [script_class() for script_class in classes]
+        for script in self.alwayson_scripts:
+            script.is_img2img = is_img2img
         self.infotext_fields: list[Any] = []
         # Position 0 of the arguments is the selectable script, of which there is none.
         self.inputs: list[Any] = [None]
-        for data in found or ():
-            script = data.script_class()
-            script.filename, script.is_img2img = data.path, is_img2img
-            if script.show(is_img2img) is AlwaysVisible:
-                self.alwayson_scripts.append(script)
 
     def setup_ui(self) -> None:
         """Create the components of every script inside the gradio context that is open, and give them their places
@@ -67,9 +52,9 @@ class ScriptRunner:
 
         for script in self.alwayson_scripts:
             with gr.Group():
-                controls = script.ui(script.is_img2img) or []
+                controls = script.ui(script.is_img2img)
             script.name, script.args_from = script.title().lower(), len(self.inputs)
-            self.infotext_fields += script.infotext_fields or []
+            self.infotext_fields += script.infotext_fields
             self.inputs += controls
             script.args_to = len(self.inputs)
 
@@ -89,30 +74,29 @@ def call_hook(script: Any, hook: str, *arguments: Any, **kwargs: Any) -> None:
         try:
             getattr(script, hook)(*arguments, **kwargs)
         except Exception:
-            log.exception("%s of %s failed", hook, script.filename)
+            log.exception("%s of the script %s failed", hook, type(script).__name__)
 
 
-scripts_data: list[ScriptClassData] = []
-scripts_txt2img: ScriptRunner | None = None
-scripts_img2img: ScriptRunner | None = None
+# Where other hosts tell of the X/Y/Z plot, which this one has not.
+scripts_data = ()
+scripts_txt2img, scripts_img2img = ScriptRunner(), ScriptRunner()
 
 
 def load_scripts() -> None:
     """Load the extension's scripts and make the runners of both tabs; a script that fails is logged and left out."""
     global scripts_txt2img, scripts_img2img
-    scripts_data.clear()
-    script_callbacks.clear_callbacks()
+    script_callbacks.callback_map.clear()
     if paths.script_path not in sys.path:
         sys.path.insert(0, paths.script_path)
+    classes: list[type[Script]] = []
     for path in sorted(Path(paths.script_path, "scripts").glob("*.py")):
         try:
-            module = load_module(str(path))
+            named = vars(load_module(str(path))).values()
         except Exception as error:
             log.error("the script %s failed: %s", path.name, first_line(error), exc_info=debug_wanted())
             continue
-        classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, Script)]
-        scripts_data.extend(ScriptClassData(found, str(path), module) for found in classes if found is not Script)
-    scripts_txt2img, scripts_img2img = ScriptRunner(scripts_data), ScriptRunner(scripts_data, is_img2img=True)
+        classes += [value for value in named if inspect.isclass(value) and issubclass(value, Script)]
+    scripts_txt2img, scripts_img2img = ScriptRunner(classes), ScriptRunner(classes, is_img2img=True)
 
 
 def load_module(path: str) -> ModuleType:

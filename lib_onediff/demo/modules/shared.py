@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import argparse
-import datetime
+from dataclasses import dataclass
 from typing import Any
 
 from .options import OptionInfo, Options
@@ -10,29 +10,26 @@ from .options import OptionInfo, Options
 __all__ = ["OptionInfo", "cmd_opts", "config_filename", "opts", "sd_model", "state"]
 
 
+@dataclass
 class State:
-    """One generation at a time, as queue_lock guarantees; read by the page."""
+    """What is made now, one generation at a time, as queue_lock guarantees. job: "" for nothing. job_no: how many of
+    job_count batches are done. sampling_step: how many of the batch's sampling_steps are done."""
 
-    def __init__(self) -> None:
-        self.begin()
-        self.end()
+    job: str = ""
+    interrupted: bool = False
+    skipped: bool = False
+    job_no: int = 0
+    job_count: int = 0
+    sampling_step: int = 0
+    sampling_steps: int = 0
 
-    def begin(self, job: str = "(unknown)") -> None:
+    def begin(self, job: str) -> None:
         """Start a job; what was interrupted before is forgotten."""
-        self.skipped = self.interrupted = False
-        self.job, self.job_no, self.job_count = job, 0, -1
-        self.job_timestamp = datetime.datetime.now().strftime("%Y%m%d%H%M%S%f")
-        self.sampling_step = self.sampling_steps = 0
+        vars(self).update(vars(State(job)))
 
     def end(self) -> None:
         """Finish the job."""
-        self.job, self.job_count = "", 0
-        self.sampling_step = self.sampling_steps = 0
-
-    def nextjob(self) -> None:
-        """Count a finished batch."""
-        self.job_no += 1
-        self.sampling_step = 0
+        vars(self).update(vars(State(interrupted=self.interrupted)))
 
     def interrupt(self) -> None:
         """Stop after the current step."""
@@ -40,16 +37,12 @@ class State:
 
     def share_done(self) -> float:
         """How far the job is, from 0 to 1."""
-        if self.job_count <= 0:
-            return 0.0
-        batch = self.sampling_step / self.sampling_steps if self.sampling_steps else 0.0
-        return min(1.0, (self.job_no + batch) / self.job_count)
+        batch = self.sampling_step / max(1, self.sampling_steps)
+        return min(1.0, (self.job_no + batch) / max(1, self.job_count))
 
 
-cmd_opts = argparse.Namespace(
-    api=True, nowebui=False, gradio_auth=None, data_dir=None, freeze_settings=False
-)
+cmd_opts = argparse.Namespace()
 config_filename = ""
-opts = Options({})
+opts = Options()
 state = State()
 sd_model: Any = None
