@@ -19,7 +19,7 @@ from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import chosen_folder
 from lib_onediff.ui import accordion, infotext, onediff_tab, run_settings, settings_tab, status, xyz
-from lib_onediff.ui.host_facts import checkpoint_name
+from lib_onediff.ui.facts import checkpoint_name
 
 CACHE_FOLDER = Path("cache", "onediff")
 SECONDS_FOR_THE_LAST_CALL = 5

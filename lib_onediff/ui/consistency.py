@@ -1,4 +1,12 @@
-"""The page that compares two machines: the report of this one, and what another's has otherwise."""
+"""The consistency report: what an image depends on, as text, read back, and compared with another machine's, so that
+users see why the same seed gives another image there.
+
+    OneDiff consistency report, format 1
+    [Machine]
+    GPU: NVIDIA H200
+
+The first line never changes its form; a section or a fact that a reader does not know is one like any other.
+"""
 from __future__ import annotations
 
 import html
@@ -9,17 +17,28 @@ import gradio as gr
 
 from .amounts import counted
 from .events import QUIET, a_place, a_text
-from .facts import Facts, differences, parse, report
+from .facts import Facts
 from .markup import sentence
+from .presets import preset_options
 
 ELEM_ID = "onediff_facts_page"
 EXPLAINED = (
     "The report names what an image depends on to its last digit; no paths, no secrets. "
     "Copy it and paste it on the other machine, or the other way round."
 )
-NOTHING_DIFFERS = "Nothing differs: both machines should make the same image."
-# What differs, by what it does to an image: see facts.py.
-RANKS = "These change images", "These change the last digits of an image", "These change no image by themselves"
+TITLE_OF_ANY = "OneDiff consistency report, format "
+TITLE = f"{TITLE_OF_ANY}1"
+# What facts that differ do to an image. What is not known may change digits.
+IMAGES, DIGITS, NO_IMAGE = (
+    "These change images", "These change the last digits of an image", "These change no image by themselves",
+)
+# Another model, other options of the WebUI; and all options of presets, but for these.
+SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
+OPTIONS_OF_DIGITS = {"vae_precision", "reduced_precision_reduction", "tf32", "attention_upcast"}
+# What says how much there is, or when it is made.
+NAMES_OF_NO_IMAGE = {
+    "System", "GPU memory", "Python", "verify", "memory_budget", "prewarm", "prewarm_most_used", "idle_prewarm",
+}
 
 
 def build_facts_page(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
@@ -50,9 +69,58 @@ def differences_html(text: str, mine: Facts) -> str:
     except ValueError as problem:
         return sentence(str(problem), wrong=True)
     if not found:
-        return sentence(NOTHING_DIFFERS)
-    told = sentence(f"{counted(len(found), 'fact differs', 'facts differ')}.")
-    for rank, title in enumerate(RANKS):
-        if lines := "".join(f"<li>{html.escape(line.text)}</li>" for line in found if line.rank == rank):
-            told += f'<h4 class="onediff-rank">{title}</h4><ul class="onediff-differing">{lines}</ul>'
+        return sentence("Nothing differs: both machines should make the same image.")
+    told = sentence(f"{counted(sum(map(len, found.values())), 'fact differs', 'facts differ')}.")
+    for title, lines in found.items():
+        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+        told += f'<h4 class="onediff-rank">{title}</h4><ul class="onediff-differing">{items}</ul>'
     return told
+
+
+def report(facts: Facts) -> str:
+    """The facts as text, which parse reads back as they are."""
+    lines = [TITLE]
+    for section, values in facts.items():
+        lines += [f"[{section}]", *(f"{name}: {value}" for name, value in values.items())]
+    return "\n".join(lines)
+
+
+def parse(text: str) -> Facts:
+    """The facts in a report, which may stand in other text, indented or quoted with ">".
+
+    Raises ValueError with a sentence for a text that is none of ours, or of a later form.
+    """
+    lines = iter([line.strip().lstrip("> \t") for line in str(text).splitlines()])
+    title = next((line for line in lines if line.startswith(TITLE_OF_ANY)), None)
+    if title is None:
+        raise ValueError(f'This is no consistency report: it begins with "{TITLE}".')
+    if title != TITLE:
+        raise ValueError("This consistency report is of a newer OneDiff; update OneDiff here to compare with it.")
+    facts: Facts = {}
+    values: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(": ")
+        if line.startswith("[") and line.endswith("]"):
+            values = facts.setdefault(line[1:-1], {})
+        elif colon:
+            values.setdefault(name, value.strip())
+    return facts
+
+
+def differences(mine: Facts, theirs: Facts) -> dict[str, list[str]]:
+    """A line for every fact that is not the same in both, in the order of mine, by what it does to an image."""
+    lines: dict[str, list[str]] = {IMAGES: [], DIGITS: [], NO_IMAGE: []}
+    for section in {**mine, **theirs}:
+        here, there = mine.get(section, {}), theirs.get(section, {})
+        for name in {**here, **there}:
+            one, other = here.get(name, "not told"), there.get(name, "not told")
+            if one != other:
+                lines[effect_of(section, name)].append(f"{section}, {name}: here {one}, there {other}")
+    return {effect: found for effect, found in lines.items() if found}
+
+
+def effect_of(section: str, name: str) -> str:
+    """What a fact does to an image where it differs."""
+    if section in SECTIONS_OF_IMAGES or (name in preset_options() and name not in OPTIONS_OF_DIGITS):
+        return IMAGES
+    return NO_IMAGE if name in NAMES_OF_NO_IMAGE else DIGITS

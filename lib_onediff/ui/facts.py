@@ -1,11 +1,7 @@
-"""The consistency report: what an image depends on to its last digit, as text, read back, and compared with another
-machine's, so that users see why the same seed gives another image there.
+"""What an image depends on to its last digit: the machine, the versions, PyTorch's switches, the WebUI, our settings.
 
-    OneDiff consistency report, format 1
-    [Machine]
-    GPU: NVIDIA H200
-
-The first line never changes its form; a section or a fact that a reader does not know is one like any other.
+All of it is read by name where it is there: hosts differ, and so do versions. Nothing is loaded, and nothing but
+switches and what is named here is told.
 """
 from __future__ import annotations
 
@@ -15,35 +11,23 @@ import operator
 import os
 import platform
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.settings import Settings
 from ..runtime.machine import Fingerprint
-from .presets import preset_options
 
 # Section to name to value, in the order in which they are shown.
 Facts = dict[str, dict[str, str]]
 
-FORMAT = 1
-TITLE = "OneDiff consistency report, format {}"
-FIRST_LINE = re.compile(r"OneDiff consistency report, format ([0-9]+)")
-SECTION = re.compile(r"\[([^\[\]]+)\]")
-LONGEST_VALUE, MOST_LINES = 160, 2000
-NOTHING, UNREADABLE, UNTOLD = "none", "not known to this torch", "not told"
+LONGEST_VALUE = 160
+NOTHING, UNREADABLE = "none", "not known to this torch"
 SWITCHES = {True: "on", False: "off"}
-CHANGES_IMAGES, CHANGES_DIGITS, CHANGES_NOTHING = range(3)
-# Another model, other options of the WebUI; and all options of presets, but for these.
-SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
-OPTIONS_OF_DIGITS = {"vae_precision", "reduced_precision_reduction", "tf32", "attention_upcast"}
-# What says how much there is, or when it is made.
-NAMES_OF_NOTHING = {
-    "System", "GPU memory", "Python", "verify", "memory_budget", "prewarm", "prewarm_most_used", "idle_prewarm",
-}
 PATH_SEPARATORS = re.compile(r"[/\\]")
 # Packages whose kernels take part in an image.
 PACKAGES = ("xformers", "flash-attn", "sageattention", "oneflow", "bitsandbytes", "tomesd", "diffusers")
@@ -71,19 +55,45 @@ TORCH_SWITCHES = {
     "Plain attention in half precision": "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
     "Default type": "get_default_dtype",
 }
-DIGITS = 12
+# Options of WebUIs.
+OPTIONS = (
+    "cross_attention_optimization", "upcast_attn", "s_min_uncond", "s_min_uncond_all", "token_merging_ratio",
+    "token_merging_ratio_hr", "hypertile_enable_unet", "hypertile_enable_vae", "fp8_storage", "cache_fp16_weight",
+    "pad_cond_uncond", "pad_cond_uncond_v0", "batch_cond_uncond", "sd_unet", "sd_vae", "auto_vae_precision",
+    "auto_vae_precision_bfloat16", "sd_vae_encode_method", "sd_vae_decode_method", "CLIP_stop_at_last_layers",
+    "randn_source", "emphasis", "comma_padding_backtrack", "tiling", "lora_functional", "use_old_scheduling",
+    "use_old_emphasis_implementation", "use_old_karras_scheduler_sigmas", "always_discard_next_to_last_sigma",
+    "sgm_noise_multiplier", "eta_noise_seed_delta", "eta_ddim", "eta_ancestral", "s_churn", "s_tmin", "s_tmax",
+    "s_noise", "sigma_min", "sigma_max", "rho", "sd_noise_schedule", "enable_batch_seeds", "forge_try_reproduce",
+    "forge_unet_storage_dtype", "forge_additional_modules", "dont_fix_second_order_samplers_schedule",
+)
 
 
-# --- collecting facts -------------------------------------------------------------------------------------------------
+def as_fact(value: Any) -> str:
+    """A value as a report shows it: one short line, and of a path only the last part."""
+    if isinstance(value, bool):
+        return SWITCHES[value]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(as_fact, value))
+    text = f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
+    return PATH_SEPARATORS.split(" ".join(text.split()))[-1][:LONGEST_VALUE].strip() or NOTHING
 
 
 def machine_facts() -> Facts:
     """The GPU, the versions, and PyTorch's switches as they stand now. Takes milliseconds."""
-    fingerprint = Fingerprint.of()
+    fingerprint, gpu = Fingerprint.of(), {"GPU": NOTHING}
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = {
+            "GPU": fingerprint.gpu, "Compute capability": f"{device.major}.{device.minor}",
+            "Multiprocessors": str(device.multi_processor_count),
+            "GPU memory": f"{device.total_memory / 2**30:.0f} GiB", "Driver": as_fact(fingerprint.driver),
+        }
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
-        "Machine": {**gpu_facts(fingerprint), "System": f"{platform.system()} {platform.machine()}",
-                    "CPU threads": str(torch.get_num_threads())},
+        "Machine": {
+            **gpu, "System": f"{platform.system()} {platform.machine()}", "CPU threads": str(torch.get_num_threads()),
+        },
         "Software": {
             "OneDiff": fingerprint.onediff, "torch": torch.__version__, "CUDA": as_fact(torch.version.cuda),
             "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Triton": as_fact(fingerprint.triton),
@@ -91,17 +101,6 @@ def machine_facts() -> Facts:
         },
         "PyTorch": {name: switch(path) for name, path in TORCH_SWITCHES.items()},
         "Environment": {name: as_fact(os.environ.get(name)) for name in VARIABLES},
-    }
-
-
-def gpu_facts(fingerprint: Fingerprint) -> dict[str, str]:
-    if not torch.cuda.is_available():
-        return {"GPU": NOTHING}
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {
-        "GPU": fingerprint.gpu, "Compute capability": f"{device.major}.{device.minor}",
-        "Multiprocessors": str(device.multi_processor_count),
-        "GPU memory": f"{device.total_memory / 2**30:.0f} GiB", "Driver": as_fact(fingerprint.driver),
     }
 
 
@@ -126,94 +125,62 @@ def switch(path: str) -> str:
 
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
-    """Our settings, how the last image was made (runtime.status()), and what was tuned on this machine."""
+    """Our settings, how the last image was made (runtime.status()), and what was tuned on this machine: how many
+    choices, and a hash that is equal where all of them are."""
+    digest = hashlib.sha256(json.dumps(dict(tuned), sort_keys=True, default=str).encode()).hexdigest()
     return {
         "OneDiff": {
             "Backend in use": as_fact(status.get("backend")), "Route of the last call": as_fact(status.get("route")),
-            "Tuned choices": digest(tuned),
+            "Tuned choices": f"{len(tuned)}, {digest[:12]}" if tuned else NOTHING,
         },
-        "OneDiff settings": {
-            option.name: as_fact(getattr(settings, option.name)) for option in fields(Settings)
-        },
+        "OneDiff settings": named(settings, (option.name for option in fields(Settings))),
     }
 
 
-def digest(tuned: Mapping[str, Any]) -> str:
-    """How many choices there are, and a hash that is equal where all of them are."""
-    if not tuned:
-        return NOTHING
-    text = json.dumps(dict(tuned), sort_keys=True, default=str)
-    return f"{len(tuned)}, {hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}"
+def host_facts(release: str) -> Facts:
+    """The facts of the WebUI that we run in. release: what its adapter calls it ("A1111 v1.10.1")."""
+    from modules import shared
+
+    # Of the command line only these; what else is on it are paths and passwords.
+    switches = (name for name, value in sorted(vars(shared.cmd_opts).items()) if value is True)
+    devices = sys.modules.get("modules.devices")
+    types = {"Type": "dtype", "Type of the UNet": "dtype_unet", "Type of the VAE": "dtype_vae"}
+    model = {"Checkpoint": as_fact(checkpoint_name()), "Hash": as_fact(getattr(loaded(), "sd_model_hash", None))}
+    vae: Any = sys.modules.get("modules.sd_vae")
+    if hasattr(vae, "get_loaded_vae_name"):
+        model.update({"VAE": as_fact(vae.get_loaded_vae_name()), "Hash of the VAE": as_fact(vae.get_loaded_vae_hash())})
+    return {
+        "WebUI": {"Release": release, "Attention": attention(), **{
+            label: as_fact(str(getattr(devices, name)).removeprefix("torch."))
+            for label, name in types.items() if hasattr(devices, name)
+        }},
+        "WebUI flags": named(shared.cmd_opts, ("precision", "use_cpu", *switches)),
+        "WebUI options": named(shared.opts, OPTIONS),
+        "Model": model,
+    }
 
 
-def as_fact(value: Any) -> str:
-    """A value as a report shows it: one short line, and of a path only the last part."""
-    if isinstance(value, bool):
-        return SWITCHES[value]
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(as_fact, value))
-    text = f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
-    return PATH_SEPARATORS.split(" ".join(text.split()))[-1][:LONGEST_VALUE].strip() or NOTHING
+def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
+    """What holder has of these names."""
+    return {name: as_fact(getattr(holder, name)) for name in names if hasattr(holder, name)}
 
 
-# --- as text ----------------------------------------------------------------------------------------------------------
+def attention() -> str:
+    """The attention that the WebUI's own UNet uses."""
+    forge, a1111 = sys.modules.get("backend.attention"), sys.modules.get("modules.sd_hijack")
+    if forge is not None:
+        return as_fact(getattr(getattr(forge, "attention_function", None), "__name__", None))
+    return as_fact(getattr(getattr(a1111, "model_hijack", None), "optimization_method", None))
 
 
-def report(facts: Facts) -> str:
-    """The facts as text, which parse reads back as they are."""
-    lines = [TITLE.format(FORMAT)]
-    for section, values in facts.items():
-        lines.append(f"[{section}]")
-        lines += [f"{name}: {value}" for name, value in values.items()]
-    return "\n".join(lines)
+def checkpoint_name() -> str:
+    """What the WebUI calls the loaded checkpoint; nothing where none is loaded."""
+    info = getattr(loaded(), "sd_checkpoint_info", None)
+    return getattr(info, "name_for_extra", None) or getattr(loaded(), "name", None) or ""
 
 
-def parse(text: str) -> Facts:
-    """The facts in a report, which may stand in other text, indented or quoted with ">".
+def loaded() -> Any:
+    """The loaded model; shared.sd_model would load one."""
+    from modules import sd_models
 
-    Raises ValueError with a sentence for a text that is none of ours, or of a later form.
-    """
-    lines = [line.strip().lstrip(">").strip() for line in str(text).splitlines()[:MOST_LINES]]
-    starts = [(number, first) for number, line in enumerate(lines) if (first := FIRST_LINE.fullmatch(line))]
-    if not starts:
-        raise ValueError('This is no consistency report: it begins with "OneDiff consistency report, format 1".')
-    start, first = starts[0]
-    if int(first[1]) > FORMAT:
-        raise ValueError("This consistency report is of a newer OneDiff; update OneDiff here to compare with it.")
-    facts: Facts = {}
-    section = ""
-    for line in lines[start + 1:]:
-        heading = SECTION.fullmatch(line)
-        name, colon, value = line.partition(": ")
-        if heading:
-            section = heading[1]
-            facts.setdefault(section, {})
-        elif colon and section:
-            facts[section].setdefault(name, value.strip())
-    return facts
-
-
-class Line(NamedTuple):
-    """A fact that differs. rank: CHANGES_IMAGES, CHANGES_DIGITS or CHANGES_NOTHING."""
-
-    text: str
-    rank: int
-
-
-def rank_of(section: str, name: str) -> int:
-    """What a fact does to an image where it differs. What is not known may change digits."""
-    if section in SECTIONS_OF_IMAGES or (name in preset_options() and name not in OPTIONS_OF_DIGITS):
-        return CHANGES_IMAGES
-    return CHANGES_NOTHING if name in NAMES_OF_NOTHING else CHANGES_DIGITS
-
-
-def differences(mine: Facts, theirs: Facts) -> list[Line]:
-    """One line for every fact that is not the same in both, those that change images first and then in the order of
-    mine; empty where nothing differs."""
-    pairs = dict.fromkeys((section, name) for facts in (mine, theirs) for section in facts for name in facts[section])
-    found = [(*pair, *(facts.get(pair[0], {}).get(pair[1], UNTOLD) for facts in (mine, theirs))) for pair in pairs]
-    lines = [
-        Line(f"{section}, {name}: here {here}, there {there}", rank_of(section, name))
-        for section, name, here, there in found if here != there
-    ]
-    return sorted(lines, key=lambda line: line.rank)
+    return sd_models.model_data.sd_model

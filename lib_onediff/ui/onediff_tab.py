@@ -13,9 +13,8 @@ from .cache.panel import build_cache_tab
 from .chore import Exclusively
 from .compare.tab import ComparePanel, build_compare_page
 from .compare.text_to_image import TextToImage
-from .consistency import build_facts_page
-from .facts import Facts, machine_facts, onediff_facts, report
-from .host_facts import host_facts
+from .consistency import build_facts_page, report
+from .facts import Facts, host_facts, machine_facts, onediff_facts
 from .settings_tab import build_settings_form
 
 TITLE, ELEM_ID = "OneDiff", "onediff"

@@ -13,18 +13,8 @@ from hypothesis import strategies as st
 from lib_onediff import __version__
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.machine import source_digest
-from lib_onediff.ui.facts import (
-    CHANGES_DIGITS,
-    CHANGES_IMAGES,
-    CHANGES_NOTHING,
-    as_fact,
-    differences,
-    machine_facts,
-    onediff_facts,
-    parse,
-    report,
-)
-from lib_onediff.ui.host_facts import host_facts
+from lib_onediff.ui.consistency import DIGITS, IMAGES, NO_IMAGE, differences, parse, report
+from lib_onediff.ui.facts import as_fact, host_facts, machine_facts, onediff_facts
 
 STATUS = {"backend": "eager", "route": "plain", "model": "SD1"}
 NAMES = st.text("abc XYZ.12", min_size=1, max_size=8).map(lambda text: " ".join(text.split())).filter(bool)
@@ -85,16 +75,16 @@ def test_differences_are_lines_for_people_and_those_that_change_images_come_firs
         "Machine": {"System": "Windows", "GPU": "B"}, "Model": {"Checkpoint": "b"},
         "OneDiff settings": {"deepcache_interval": "2", "tf32": "off", "prewarm": "64x64"}, "Other": {"Only": "there"},
     }
-    assert [(line.rank, line.text) for line in differences(mine, theirs)] == [
-        (CHANGES_IMAGES, "Model, Checkpoint: here a, there b"),
-        (CHANGES_IMAGES, "OneDiff settings, deepcache_interval: here 1, there 2"),
-        (CHANGES_DIGITS, "Machine, GPU: here A, there B"),
-        (CHANGES_DIGITS, "OneDiff settings, tf32: here on, there off"),
-        (CHANGES_DIGITS, "Other, Only: here not told, there there"),
-        (CHANGES_NOTHING, "Machine, System: here Linux, there Windows"),
-        (CHANGES_NOTHING, "OneDiff settings, prewarm: here none, there 64x64"),
-    ]
-    assert differences(mine, mine) == []
+    assert differences(mine, theirs) == {
+        IMAGES: ["Model, Checkpoint: here a, there b", "OneDiff settings, deepcache_interval: here 1, there 2"],
+        DIGITS: [
+            "Machine, GPU: here A, there B", "OneDiff settings, tf32: here on, there off",
+            "Other, Only: here not told, there there",
+        ],
+        NO_IMAGE: ["Machine, System: here Linux, there Windows", "OneDiff settings, prewarm: here none, there 64x64"],
+    }
+    assert list(differences(mine, theirs)) == [IMAGES, DIGITS, NO_IMAGE]
+    assert differences(mine, mine) == {}
 
 
 @pytest.mark.parametrize("text, part", [
