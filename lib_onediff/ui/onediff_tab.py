@@ -11,8 +11,8 @@ from ..prewarm.worker import WarmUp
 from ..runtime.runtime import Runtime
 from .cache.panel import build_cache_tab
 from .chore import Exclusively
+from .compare.job import TextToImage
 from .compare.tab import ComparePanel, build_compare_page
-from .compare.text_to_image import TextToImage
 from .consistency import build_facts_page, report
 from .facts import Facts, host_facts, machine_facts, onediff_facts
 from .settings_tab import build_settings_form

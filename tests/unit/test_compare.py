@@ -22,15 +22,25 @@ from PIL import Image
 from quality_images import desaturated, painted
 
 from lib_onediff.core.settings import Settings
-from lib_onediff.ui.compare.job import CURRENT, OFF, STEPS_TO_WARM_UP, Comparison, Pair, Side, request_of
+from lib_onediff.ui.compare.job import (
+    CURRENT,
+    OFF,
+    STEPS_TO_WARM_UP,
+    Comparison,
+    GeneratedImage,
+    Pair,
+    Request,
+    Side,
+    request_of,
+)
 from lib_onediff.ui.compare.report import difference_of, page_html, speeds
 from lib_onediff.ui.compare.tab import ComparePanel
-from lib_onediff.ui.compare.text_to_image import GeneratedImage, ImageRequest
 
 SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
-FIRST = ImageRequest("a <b>fox</b>", "blurry & dark", 7, 160, 128, 20, 7.0, "Euler a")
-
-
+FIRST: Request = {
+    "prompt": "a <b>fox</b>", "negative_prompt": "blurry & dark", "seed": 7, "width": 160, "height": 128, "steps": 20,
+    "cfg_scale": 7.0, "sampler_name": "Euler a", "scheduler": "Automatic",
+}
 SECONDS = 20
 
 
@@ -48,20 +58,21 @@ class Painter:
 
     def __init__(self, kept: float = 1.0) -> None:
         self.kept = kept
-        self.made: list[tuple[ImageRequest, Settings]] = []
+        self.made: list[tuple[Request, Settings]] = []
         self.may_go, self.interrupted = threading.Event(), threading.Event()
         self.may_go.set()
 
-    def make(self, request: ImageRequest, settings: Settings) -> GeneratedImage | None:
+    def make(self, request: Request, settings: Settings) -> GeneratedImage | None:
         self.made.append((request, settings))
         while not self.may_go.wait(0.02):
             if self.interrupted.is_set():
                 return None
-        if request.prompt == "fail":
+        if request["prompt"] == "fail":
             raise RuntimeError("no memory\nfor this")
-        values = (desaturated(painted(request.seed), self.kept if settings.enabled else 1.0).clamp(0, 1) * 255).round()
+        painting = desaturated(painted(request["seed"]), self.kept if settings.enabled else 1.0)
+        values = (painting.clamp(0, 1) * 255).round()
         status = {"route": "plain" if settings.enabled else "host", "step_ms": 12.3, "reason": "no <graph> here"}
-        infotext = f"{request.prompt}\nSteps: 20, Seed: {request.seed}, Size: 1x1"
+        infotext = f"{request['prompt']}\nSteps: 20, Seed: {request['seed']}, Size: 1x1"
         return GeneratedImage(Image.fromarray(values.to(torch.uint8).numpy()), infotext, 2.0 - settings.enabled, status)
 
     def interrupt(self) -> None:
@@ -73,7 +84,7 @@ def exclusively(work: Callable[[], Any]) -> Any:
 
 
 def a_pair(seed: int = 7, kept: float = 1.0, seconds: tuple[float, float] = (2.0, 1.0)) -> Pair:
-    made = [Painter(kept).make(replace(FIRST, seed=seed), side.settings) for side in SIDES]
+    made = [Painter(kept).make({**FIRST, "seed": seed}, side.settings) for side in SIDES]
     left, right = (replace(image, seconds=took) for image, took in zip(made, seconds, strict=True))
     return Pair.of(seed, left, right)
 
@@ -94,17 +105,17 @@ def test_wrong_fields_get_a_sentence(name: str, value: Any, part: str) -> None:
 
 
 def test_what_the_txt2img_tab_asks_for_is_made() -> None:
-    assert request_of(fields(scheduler="Karras")) == ImageRequest(
-        "a fox", "", 7, 160, 128, 20, 7.0, "Euler a", "Karras",
-    )
-    seeds = {request_of(fields(seed="-1")).seed for _ in range(3)}
+    assert request_of(fields(scheduler="Karras")) == {
+        **FIRST, "prompt": "a fox", "negative_prompt": "", "scheduler": "Karras",
+    }
+    seeds = {request_of(fields(seed="-1"))["seed"] for _ in range(3)}
     assert len(seeds) == 3 and min(seeds) >= 0
 
 
 # --- making the images --------------------------------------------------------------------------------------------
 
 
-def run(painter: Painter, images: int, request: ImageRequest = FIRST) -> Comparison:
+def run(painter: Painter, images: int, request: Request = FIRST) -> Comparison:
     job = Comparison(SIDES, request, images, painter, exclusively)
     assert job.over(SECONDS)
     return job
@@ -114,7 +125,7 @@ def test_images_are_made_in_turn_and_compared() -> None:
     painter = Painter(0.5)
     job = run(painter, 2)
     assert job.outcome == "" and job.made == job.wanted == 6
-    made = [(request.seed, request.steps, settings.enabled) for request, settings in painter.made]
+    made = [(request["seed"], request["steps"], settings.enabled) for request, settings in painter.made]
     warm = STEPS_TO_WARM_UP
     assert made == [(7, warm, False), (7, warm, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
     assert [pair.seed for pair in job.pairs] == [7, 8]
@@ -124,7 +135,7 @@ def test_images_are_made_in_turn_and_compared() -> None:
 
 def test_failure_is_a_sentence() -> None:
     logging.getLogger("onediff").propagate = False
-    job = run(Painter(), 1, replace(FIRST, prompt="fail"))
+    job = run(Painter(), 1, {**FIRST, "prompt": "fail"})
     assert (job.outcome, job.pairs) == ("Comparing failed: no memory.", [])
 
 

@@ -1,6 +1,7 @@
 """Single pictures through a WebUI's own txt2img: the standalone host's, with the product's own script."""
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui.compare.text_to_image import ImageRequest, TextToImage
+from lib_onediff.ui.compare.job import TextToImage, request_of
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDER = ImageRequest("a fox", "", 5, 64, 64, 2, 7.0, "Euler a")
+ORDER = request_of(json.dumps({
+    "prompt": "a fox", "neg_prompt": "", "seed": "5", "width": "64", "height": "64", "steps": "2", "cfg_scale": "7",
+    "sampling": "Euler a",
+}))
 
 
 @pytest.fixture

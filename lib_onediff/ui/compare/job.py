@@ -1,8 +1,14 @@
-"""A comparison: images made with two settings in turn."""
+"""A comparison: images made with two settings in turn, by the WebUI's own txt2img.
+
+Only our script takes part, with arguments of its own: what other extensions are set to in the txt2img tab is left out.
+"""
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,9 +20,8 @@ from ...core.settings import Settings
 from ...core.sizes import Size
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively
-from ..infotext import describe, read_changes
+from ..infotext import options_of_a_run, read_changes
 from ..presets import PRESETS, with_preset
-from .text_to_image import GeneratedImage, ImageRequest, TextToImage
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"
 CHOICES = [CURRENT, OFF, *PRESETS]
@@ -24,6 +29,10 @@ CHOICES = [CURRENT, OFF, *PRESETS]
 # be recorded, and for what is only computed every few steps.
 STEPS_TO_WARM_UP = 6
 MOST_IMAGES, LARGEST_SEED = 8, 2**32 - 1
+# What the WebUI calls its work while it makes an image of ours.
+JOB = "OneDiff comparison"
+# An image to make: the arguments of the WebUI's StableDiffusionProcessingTxt2Img.
+Request = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,43 +42,16 @@ class Side:
     name: str
     settings: Settings
 
-    @property
-    def described(self) -> str:
-        """The settings as infotext writes them."""
-        return describe(self.settings)
 
+@dataclass(frozen=True)
+class GeneratedImage:
+    """An image (a PIL image) and how it came about. seconds: all of the WebUI's txt2img. status: runtime.status()
+    right after it."""
 
-def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
-    """The settings for a side.
-
-    choice: one of CHOICES. changes: such as "backend eager; low_bit int8", also as an image's infotext has it.
-    standing: the settings tab's. Raises ValueError with a sentence.
-    """
-    if choice not in CHOICES:
-        raise ValueError(f"There are no settings called {choice!r}.{did_you_mean(str(choice), CHOICES)}")
-    if choice == OFF:
-        return Side(OFF, replace(standing, enabled=False))
-    settings = with_preset(standing, choice) if choice in PRESETS else standing
-    changed = read_changes(str(changes or ""))
-    return Side(f"{choice} + {str(changes).strip()}" if changed else choice, settings.for_run(changed))
-
-
-def request_of(fields: Any) -> ImageRequest:
-    """The image that the txt2img tab asks for. fields: what its fields hold, by the ends of their ids, as JSON; see
-    tab.py. Raises ValueError with a sentence for the user."""
-    try:
-        asked = dict(json.loads(fields))
-    except (TypeError, ValueError):
-        raise ValueError("The txt2img tab cannot be read.") from None
-    seed = whole_number(asked.get("seed", -1), "The seed", -1, LARGEST_SEED - MOST_IMAGES)
-    size = Size(whole_number(asked.get("width"), "The width"), whole_number(asked.get("height"), "The height"))
-    return ImageRequest(
-        str(asked.get("prompt", "")), str(asked.get("neg_prompt", "")),
-        random.SystemRandom().randrange(LARGEST_SEED - MOST_IMAGES) if seed == -1 else seed, size.width, size.height,
-        whole_number(asked.get("steps"), "The number of steps", 1, 150),
-        number_in(asked.get("cfg_scale"), "The CFG scale", 1, 30),
-        str(asked.get("sampling", "Euler a")), str(asked.get("scheduler", "Automatic")),
-    )
+    image: Any
+    infotext: str
+    seconds: float
+    status: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,6 +71,83 @@ class Pair:
             return cls(seed, (left, right), None, str(problem))
 
 
+def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
+    """The settings for a side.
+
+    choice: one of CHOICES. changes: such as "backend eager; low_bit int8", also as an image's infotext has it.
+    standing: the settings tab's. Raises ValueError with a sentence.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"There are no settings called {choice!r}.{did_you_mean(str(choice), CHOICES)}")
+    if choice == OFF:
+        return Side(OFF, replace(standing, enabled=False))
+    settings = with_preset(standing, choice) if choice in PRESETS else standing
+    changed = read_changes(str(changes or ""))
+    return Side(f"{choice} + {str(changes).strip()}" if changed else choice, settings.for_run(changed))
+
+
+def request_of(fields: Any) -> Request:
+    """The image that the txt2img tab asks for. fields: what its fields hold, by the ends of their ids, as JSON; see
+    tab.py. Raises ValueError with a sentence for the user."""
+    try:
+        asked = dict(json.loads(fields))
+    except (TypeError, ValueError):
+        raise ValueError("The txt2img tab cannot be read.") from None
+    seed = whole_number(asked.get("seed", -1), "The seed", -1, LARGEST_SEED - MOST_IMAGES)
+    size = Size(whole_number(asked.get("width"), "The width"), whole_number(asked.get("height"), "The height"))
+    return {
+        "prompt": str(asked.get("prompt", "")), "negative_prompt": str(asked.get("neg_prompt", "")),
+        "seed": random.SystemRandom().randrange(LARGEST_SEED - MOST_IMAGES) if seed == -1 else seed,
+        "width": size.width, "height": size.height,
+        "steps": whole_number(asked.get("steps"), "The number of steps", 1, 150),
+        "cfg_scale": number_in(asked.get("cfg_scale"), "The CFG scale", 1, 30),
+        "sampler_name": str(asked.get("sampling", "Euler a")), "scheduler": str(asked.get("scheduler", "Automatic")),
+    }
+
+
+class TextToImage:
+    """Makes one image after the other. Call make through the adapter's exclusively()."""
+
+    def __init__(self, make_script: Callable[[], Any], status: Callable[[], dict[str, Any]]) -> None:
+        """make_script: our script's class, as the WebUI calls it. status: runtime.status."""
+        self._make_script, self._status = make_script, status
+
+    def make(self, request: Request, settings: Settings) -> GeneratedImage | None:
+        """Make an image with these settings; none where the user stops it. Raises whatever the WebUI raises."""
+        from modules import processing, scripts, shared
+
+        script, runner = self._make_script(), scripts.ScriptRunner()
+        script.filename, script.is_txt2img, script.is_img2img, script.tabname = __file__, True, False, "txt2img"
+        script.alwayson, script.args_from, script.args_to = True, 0, 1
+        runner.scripts, runner.alwayson_scripts = [script], [script]
+        p = processing.StableDiffusionProcessingTxt2Img(
+            **request, batch_size=1, n_iter=1, do_not_save_samples=True, override_settings={},
+        )
+        p.do_not_save_grid = True
+        # Our script alone is there, and none of those that fill in what a tab's components say.
+        p.is_api = True
+        p.scripts = runner
+        p.script_args = ({name: getattr(settings, name) for name in options_of_a_run()},)
+        shared.state.begin(job=JOB)
+        try:
+            with contextlib.closing(p):
+                began = time.perf_counter()
+                processed = processing.process_images(p)
+                seconds = time.perf_counter() - began
+                if shared.state.interrupted or shared.state.skipped or not processed.images:
+                    return None
+        finally:
+            shared.state.end()
+        return GeneratedImage(processed.images[0], processed.infotexts[0], seconds, self._status())
+
+    def interrupt(self) -> None:
+        """Stop the image that is being made, if it is one of ours."""
+        from modules import shared
+
+        if shared.state.job == JOB:
+            shared.state.interrupt()
+
+
 class Comparison(Chore):
     """A comparison that is being made. Its images wait their turn in the WebUI's queue, one by one.
 
@@ -97,17 +156,17 @@ class Comparison(Chore):
     """
 
     def __init__(
-        self, sides: tuple[Side, Side], first: ImageRequest, images: int, maker: TextToImage, exclusively: Exclusively,
+        self, sides: tuple[Side, Side], first: Request, images: int, maker: TextToImage, exclusively: Exclusively,
     ) -> None:
         """first: the image of the first seed; the others have the seeds that follow. images: of each side."""
         self.sides = sides
         self.pairs: list[Pair] = []
         self.shown = 0
         self._maker, self._cancelled = maker, False
-        warm = replace(first, steps=min(STEPS_TO_WARM_UP, first.steps))
+        warm = {**first, "steps": min(STEPS_TO_WARM_UP, first["steps"])}
         # What the first of two has to load or to encode is there for the other: they take turns in being first.
         self._plan = [(warm, 0), (warm, 1), *(
-            (replace(first, seed=first.seed + number), (number + place) % 2)
+            ({**first, "seed": first["seed"] + number}, (number + place) % 2)
             for number in range(images) for place in range(2)
         )]
         self.made, self.wanted = 0, len(self._plan)
@@ -124,10 +183,10 @@ class Comparison(Chore):
             latest[place] = made
             self.made += 1
             if self.made > 2 and self.made % 2 == 0:
-                self.pairs.append(Pair.of(image.seed, latest[0], latest[1]))
+                self.pairs.append(Pair.of(image["seed"], latest[0], latest[1]))
         return ""
 
-    def _make(self, image: ImageRequest, settings: Settings) -> GeneratedImage | None:
+    def _make(self, image: Request, settings: Settings) -> GeneratedImage | None:
         """None once the comparison is cancelled, or the image is interrupted."""
         return None if self._cancelled else self._maker.make(image, settings)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.table import ENOUGH, Timing
 from ..amounts import counted, milliseconds, seconds
+from ..infotext import describe
 from ..markup import table_html
 from ..status import ROUTES, reasons_of
 from .job import Pair, Side
@@ -76,7 +77,7 @@ def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
     status, on = pairs[-1].images[place].status, side.settings.enabled
     mean = f"{seconds(statistics.fmean(pair.images[place].seconds for pair in pairs))} an image"
     return {
-        "Settings": side.described, "Time": mean if len(pairs) == 1 else f"{mean}, mean of {len(pairs)}",
+        "Settings": describe(side.settings), "Time": mean if len(pairs) == 1 else f"{mean}, mean of {len(pairs)}",
         "UNet step": milliseconds(status.get("step_ms")) if on else "",
         "Route": ROUTES.get(status.get("route", ""), ""), "Why": "; ".join(reasons_of(status)) if on else "",
     }
@@ -97,11 +98,8 @@ def images_of(pair: Pair, sides: Sequence[Side]) -> list[tuple[Any, str]]:
     """Left, right, and what differs, each with its caption."""
     left, right = (image.image.convert("RGB") for image in pair.images)
     difference, caption = difference_of(left, right)
-    captions = f"left: {sides[0].name}", f"right: {sides[1].name}", caption
-    return [
-        (image, f"Seed {pair.seed}, {words}")
-        for image, words in zip((left, right, difference), captions, strict=True)
-    ]
+    shown = (left, f"left: {sides[0].name}"), (right, f"right: {sides[1].name}"), (difference, caption)
+    return [(image, f"Seed {pair.seed}, {words}") for image, words in shown]
 
 
 def difference_of(left: Any, right: Any) -> tuple[Any, str]:

@@ -30,9 +30,8 @@ from ..events import (
     nothing_seen,
 )
 from ..markup import bar_html, sentence
-from .job import CHOICES, CURRENT, MOST_IMAGES, OFF, Comparison, request_of, side_of
+from .job import CHOICES, CURRENT, MOST_IMAGES, OFF, Comparison, TextToImage, request_of, side_of
 from .report import images_of, outcome_html, page_html
-from .text_to_image import TextToImage
 
 ELEM_ID = "onediff_compare"
 EXPLAINED = "Makes the image that the txt2img tab asks for (prompt, size, sampler, seed) with two settings."
@@ -116,7 +115,12 @@ def build_compare_page(panel: ComparePanel) -> None:
         gr.HTML("<h3>Two settings, the same seed</h3>")
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
         with gr.Row():
-            sides = [*build_side("Left", OFF), *build_side("Right", CURRENT)]
+            sides: list[Any] = []
+            for label, chosen in (("Left", OFF), ("Right", CURRENT)):
+                name = f"compare_{label.lower()}"
+                with gr.Column(min_width=280):
+                    sides.append(a_list(label, CHOICES, chosen, name))
+                    sides.append(kept_out_of_defaults(a_text_of_changes(name, f"{label}: {EXTRA_OPTIONS.lower()}")))
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
             # Without bounds: gradio refuses what is beyond them in words that name no field.
             images = kept_out_of_defaults(gr.Number(
@@ -143,12 +147,3 @@ def build_compare_page(panel: ComparePanel) -> None:
     cancel.click(panel.cancel, inputs=[job], outputs=[told], queue=False, **QUIET)
     forget_when_changed([*sides, images], told)
     save.click(panel.report, inputs=[job], outputs=[file], queue=False, **QUIET)
-
-
-def build_side(label: str, chosen: str) -> tuple[Any, Any]:
-    """What chooses the settings of a side: one of the list, and changes on top of it."""
-    tab = f"compare_{label.lower()}"
-    with gr.Column(min_width=280):
-        return a_list(label, CHOICES, chosen, tab), kept_out_of_defaults(
-            a_text_of_changes(tab, f"{label}: {EXTRA_OPTIONS.lower()}")
-        )
