@@ -28,16 +28,11 @@ def described(values: Mapping[str, str | bool]) -> dict[str, str]:
     """Of every option in values that has no effect here, or whose effect needs a word, that."""
     found = {}
     for option, value in values.items():
-        reason = why_no_effect(option, value)
-        said = f"No effect here: {reason}." if reason else remark(option, value)
-        if said:
-            found[option] = said
+        if reason := why_no_effect(option, value):
+            found[option] = f"No effect here: {reason}."
+        elif option == "matmul_accumulation" and value == HALF and capability() not in HALF_RATE:
+            found[option] = "This GPU sums in float32 at full speed: images change, and little time is gained."
     return found
-
-
-def without_effect(values: Mapping[str, str | bool]) -> list[str]:
-    """The options in values that change nothing on this machine."""
-    return [option for option, value in values.items() if why_no_effect(option, value)]
 
 
 def why_no_effect(option: str, value: str | bool) -> str | None:
@@ -45,13 +40,6 @@ def why_no_effect(option: str, value: str | bool) -> str | None:
     leaves everything as it is."""
     check = CHECKS.get(option)
     return None if check is None else check(value)
-
-
-def remark(option: str, value: str | bool) -> str | None:
-    """What a user should know of a choice that has an effect here, in one sentence; None if nothing."""
-    if option == "matmul_accumulation" and value == HALF and capability() not in HALF_RATE:
-        return "This GPU sums in float32 at full speed: images change, and little time is gained."
-    return None
 
 
 def of_matmul(value: str) -> str | None:
@@ -94,11 +82,6 @@ def of_low_bit(value: str) -> str | None:
     return reason
 
 
-def of_low_bit_only(value: bool) -> str | None:
-    # That there is any kind of eight bits.
-    return of_low_bit("auto") if value else None
-
-
 def of_second_gpu(value: str) -> str | None:
     if value == ONE_GPU:
         return None
@@ -114,7 +97,9 @@ def of_second_gpu(value: str) -> str | None:
 
 CHECKS: Mapping[str, Callable[[Any], str | None]] = {
     "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution, "vae_precision": of_vae,
-    "low_bit": of_low_bit, "low_bit_only": of_low_bit_only, "second_gpu": of_second_gpu,
+    "low_bit": of_low_bit, "second_gpu": of_second_gpu,
+    # That there is any kind of eight bits.
+    "low_bit_only": lambda value: of_low_bit("auto" if value else "off"),
 }
 
 

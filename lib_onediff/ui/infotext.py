@@ -95,21 +95,14 @@ def paste_functions(standing: Callable[[], Settings]) -> tuple[PasteFunction, Pa
     both tabs' functions are equal.
     """
 
-    def switch(parameters: dict[str, Any]) -> bool | None:
-        wanted = pasted_settings(parameters)
-        return None if wanted is None else wanted.enabled
+    def pasting(value_of: Callable[[Settings], bool | str]) -> PasteFunction:
+        def paste(parameters: dict[str, Any]) -> bool | str | None:
+            found = parse(parameters.get(KEY, ""))
+            return value_of(replace(Settings(), **found)) if found else None
 
-    def preset(parameters: dict[str, Any]) -> str | None:
-        return None if pasted_settings(parameters) is None else AS_IN_SETTINGS
+        return paste
 
-    def changes(parameters: dict[str, Any]) -> str | None:
-        wanted = pasted_settings(parameters)
-        return None if wanted is None else "; ".join(differences(wanted, standing()))
-
-    return switch, preset, changes
-
-
-def pasted_settings(parameters: dict[str, Any]) -> Settings | None:
-    """The settings of a pasted infotext; None where it says nothing of OneDiff."""
-    found = parse(parameters.get(KEY, ""))
-    return replace(Settings(), **found) if found else None
+    return (
+        pasting(lambda wanted: wanted.enabled), pasting(lambda wanted: AS_IN_SETTINGS),
+        pasting(lambda wanted: "; ".join(differences(wanted, standing()))),
+    )

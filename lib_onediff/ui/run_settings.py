@@ -10,7 +10,7 @@ from typing import Any
 from ..core.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
 from . import infotext
-from .effects import without_effect
+from .effects import why_no_effect
 from .infotext import KEY, PROBLEM, options_of_a_run, read_changes
 from .presets import AS_IN_SETTINGS, with_preset
 
@@ -88,7 +88,7 @@ def describe(p: Any, settings: Settings) -> None:
     """Put a run's settings into the infotext, and which of them cannot have counted on this machine."""
     p.extra_generation_params[KEY] = infotext.describe(settings)
     changed, of_a_run = settings.changed_from(Settings()), options_of_a_run()
-    unused = without_effect({name: value for name, value in changed.items() if name in of_a_run})
+    unused = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
     if unused and settings.enabled:
         p.extra_generation_params[PROBLEM] = f"No effect on this machine: {', '.join(unused)}."
 

@@ -94,10 +94,10 @@ def for_the_browser() -> str:
 
 def notes(option: Field[Any]) -> dict[str, str]:
     """By the words of an option: why that value does nothing on this machine, or what to know of it."""
-    found = {
-        word: described({option.name: parse_value(option, word)}).get(option.name) for word in words_of(option)
+    return {
+        word: said for word in words_of(option)
+        if (said := described({option.name: parse_value(option, word)}).get(option.name))
     }
-    return {word: said for word, said in found.items() if said}
 
 
 def show_folder(opts: Any, option_info: Callable[..., Any]) -> None:

@@ -19,7 +19,6 @@ from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm.presets import SizePreset
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache import panel as cache_panel
-from lib_onediff.ui.cache import purge as cache_purge
 from lib_onediff.ui.cache.panel import read_list
 from lib_onediff.ui.chore import Chore
 
@@ -134,13 +133,13 @@ def test_a_chore_is_over_also_where_its_place_fails() -> None:
     ([LARGE], 90), ([SMALL], 0), ([SMALL, OTHER], 0), ([LARGE, SMALL], 90), ([LARGE, SMALL, OTHER], 100),
 ])
 def test_what_would_be_freed(held: None, affected: list[Any], mebibytes: int) -> None:
-    assert cache_purge.would_free(runtime, affected) == mebibytes * MEBIBYTE
+    assert cache_panel.would_free(runtime, affected) == mebibytes * MEBIBYTE
 
 
 def test_each_model_loses_its_own_rows(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(runtime, "purge", lambda resolutions, model: asked.append((resolutions, model)) or MEBIBYTE)
-    purge = cache_purge.purge_of_rows(runtime, ["64x64 SD1", "1024x1024 SD1", "64x64 SDXL"])
+    purge = cache_panel.purge_of_rows(runtime, ["64x64 SD1", "1024x1024 SD1", "64x64 SDXL"])
     assert purge.question.startswith("Purge 3 resolutions? This frees about 100 MiB of VRAM")
     assert purge.work() == "3 resolutions purged, 2 MiB freed."
     assert sorted(asked, key=lambda call: call[1]) == [({"64x64", "1024x1024"}, "SD1"), ({"64x64"}, "SDXL")]
@@ -161,5 +160,5 @@ def test_the_decodes_below_a_row_go_with_it(monkeypatch: pytest.MonkeyPatch, sta
         return 0
 
     monkeypatch.setattr(runtime, "purge", purge)
-    cache_purge.purge_of_rows(runtime, ["1024x1024 SD1"]).work()
+    cache_panel.purge_of_rows(runtime, ["1024x1024 SD1"]).work()
     assert purges == asked

@@ -10,14 +10,13 @@ from lib_onediff.prewarm.job import Job
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui import amounts
 from lib_onediff.ui.cache import table as cache_table
-from lib_onediff.ui.cache import totals as cache_totals
 from lib_onediff.ui.progress import jobs_html
 
 
 def test_totals() -> None:
     rows = [ROW, changed(ROW, state="proved"), changed(ROW, state="failed", bytes=0)]
     jobs = [Job(1, Size(64, 64), "panel", "done"), Job(2, Size(64, 64), "panel", estimated_seconds=3.0)]
-    line = text_of(cache_totals.totals_html(TOTALS, rows, jobs))
+    line = text_of(cache_table.totals_html(TOTALS, rows, jobs))
     for part in ("Graph memory 6 MiB", "Disk 3 MiB", "Served by a graph 63 %", "Queue 1 size, about 3.0 s",
                  "Resolutions 3 (1 ready, 1 checked, 1 failed)",
                  "12 CUDA graph, 3 without CUDA graphs, 4 the WebUI&#x27;s UNet"):
@@ -31,20 +30,20 @@ def test_what_low_bit_does_to_a_checkpoint() -> None:
         ClassError("feed-forward <out>", "", None, False),
     )
     measured = changed(TOTALS, low_bit_errors=[LowBitErrors("SDXL", 0.02, 0.01434, classes)])
-    said = text_of(cache_totals.totals_html(measured, [], []))
+    said = text_of(cache_table.totals_html(measured, [], []))
     assert "Low-bit on this SDXL checkpoint. Whole step: 0.0143 of at most 0.02." in said
     assert "self-attention QKV fp8 0.0103 8 bits" in said and "feed-forward &lt;out&gt; – – 16 bits" in said
     exact = changed(measured, low_bit_errors=[LowBitErrors("SDXL", 0.0, None, classes)])
-    assert "No layer is in 8 bits within 0." in text_of(cache_totals.totals_html(exact, [], []))
+    assert "No layer is in 8 bits within 0." in text_of(cache_table.totals_html(exact, [], []))
 
 
 @pytest.mark.parametrize("vram, share", [(0, 0), (128, 25), (600, 100)])
 def test_the_budget_has_a_bar(vram: int, share: int) -> None:
     held = changed(TOTALS, vram=vram * MEBIBYTE, budget=512 * MEBIBYTE)
     assert f'role="meter" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{share}"' in (
-        cache_totals.totals_html(held, [], [])
+        cache_table.totals_html(held, [], [])
     )
-    assert "onediff-bar" not in cache_totals.totals_html(TOTALS, [], [])
+    assert "onediff-bar" not in cache_table.totals_html(TOTALS, [], [])
 
 
 def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:

@@ -6,7 +6,8 @@ timers. No handler waits for an image that is being made.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
@@ -16,6 +17,7 @@ from ...core.sizes import LARGEST_BATCH, TOKEN_CHOICES, TOKENS, Size, parse_size
 from ...prewarm.job import rows_with_jobs
 from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
+from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ..amounts import counted, memory, whole_number
 from ..chore import Chore, Exclusively
@@ -37,15 +39,25 @@ from ..events import (
 )
 from ..markup import sentence
 from ..progress import jobs_html
-from .purge import Purge, purge_of_all, purge_of_disk, purge_of_rows
-from .table import ALL_MODELS, legend_html, models_of, resolution_and_model, resolutions_html, selected
-from .totals import totals_html
+from .table import ALL_MODELS, key_of, legend_html, models_of, resolutions_html, selected, totals_html
 
 SOURCE = "panel"
 # How long a request waits for what it has begun; the page hears later of what takes longer.
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
 NOTHING_TO_PURGE = "There is nothing to purge."
+
+
+@dataclass(frozen=True)
+class Purge:
+    """What the page asks before it throws something away. question: what the user confirms. name: of the work, for
+    people. work: does it, and returns what came of it."""
+
+    question: str
+    name: str
+    work: Callable[[], str]
+
+
 # What a page waits for: a purge that the user has not confirmed, or work that is not over.
 Waiting = Purge | Chore | None
 # The sentence below the pre-warm controls, the one below the table, and what the page waits for.
@@ -88,11 +100,12 @@ class Panel:
         """A handler that pins the selected rows, or no longer."""
 
         def set_pins(keys: Any, waiting: Waiting) -> Answer:
-            rows = [resolution_and_model(key) for key in read_list(keys, str)]
-            if not rows:
+            chosen = read_list(keys, str)
+            if not chosen:
                 return "", sentence(SELECT_FIRST, wrong=True), waiting
             try:
-                known = sum(self.runtime.pin(*row, pinned) for row in rows)
+                rows = (key.partition(" ") for key in chosen)
+                known = sum(self.runtime.pin(resolution, model, pinned) for resolution, _, model in rows)
             except NotKept as problem:
                 return "", sentence(str(problem), wrong=True), waiting
             return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
@@ -167,6 +180,71 @@ def read_list(text: Any, kind: type) -> list[Any]:
     except (TypeError, ValueError):
         return []
     return [value for value in values if type(value) is kind] if isinstance(values, list) else []
+
+
+def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
+    """Of rows by key_of."""
+    chosen = set(keys)
+    affected = [row for row in runtime.rows() if key_of(row) in chosen]
+    by_model: dict[str, set[str]] = {}
+    for row in affected:
+        by_model.setdefault(row.model, set()).add(row.resolution)
+
+    def free() -> int:
+        freed = sum(runtime.purge(resolutions, model) for model, resolutions in by_model.items())
+        # The VAE's shapes stood in the rows that are gone: they go too, unless another model's row has them.
+        gone = {row.resolution for row in affected}
+        left = [row for row in runtime.rows() if row.is_decode and row.resolution in gone]
+        return freed + sum(runtime.purge({row.resolution}, row.model) for row in left)
+
+    return purge_of(runtime, counted(len(affected), "resolution"), affected, free)
+
+
+def purge_of_all(runtime: Runtime) -> Purge:
+    affected = runtime.rows()
+    what = "the only resolution" if len(affected) == 1 else f"all {len(affected)} resolutions"
+    return purge_of(runtime, what, affected, runtime.purge)
+
+
+def purge_of(runtime: Runtime, what: str, affected: list[ResolutionRow], free: Callable[[], int]) -> Purge:
+    """free: purges these rows and returns the bytes of GPU memory that were given back."""
+    freed = would_free(runtime, affected)
+    frees = f"This frees about {memory(freed)} of VRAM" if freed else "This frees no VRAM"
+    question = f"Purge {what}? {frees}; the history on disk goes too."
+    return Purge(question, "Purging", lambda: purged(affected, free()))
+
+
+def purge_of_disk(runtime: Runtime) -> Purge:
+    size = runtime.totals().disk
+    frees = f"This frees about {memory(size)} of disk" if size else "The cache folder is empty"
+    question = f"Delete everything in the cache folder? {frees}; what is ready stays ready until the WebUI ends."
+
+    def delete() -> str:
+        freed = runtime.purge_disk()
+        return f"Freed {memory(freed)} of disk." if freed else "The cache folder is empty now."
+
+    return Purge(question, "Deleting", delete)
+
+
+def would_free(runtime: Runtime, affected: list[ResolutionRow]) -> int:
+    """About how many bytes of GPU memory come back with these rows: all graphs lie over each other in one memory, which
+    is as large as the largest of them."""
+    keys = {key_of(row) for row in affected}
+    largest_that_stays = max((row.needs for row in runtime.rows() if key_of(row) not in keys), default=0)
+    least = max((row.bytes for row in affected), default=0)
+    return least if len(affected) == 1 else max(least, runtime.totals().vram - largest_that_stays)
+
+
+def purged(affected: list[ResolutionRow], freed: int) -> str:
+    """What a purge has done."""
+    if not affected:
+        return "There was nothing to purge."
+    what = f"{counted(len({key_of(row) for row in affected}), 'resolution')} purged"
+    if freed:
+        return f"{what}, {memory(freed)} freed."
+    if any(row.needs for row in affected):
+        return f"{what}; larger graphs share their memory, so nothing was freed."
+    return f"{what}; they held no graph memory."
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:

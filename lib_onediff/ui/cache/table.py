@@ -1,15 +1,18 @@
-"""The table of resolutions on the Cache page: which rows it shows, and as markup."""
+"""What the Cache page shows, as markup: the totals on top of it, and the table of resolutions."""
 from __future__ import annotations
 
 import html
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from ...core.table import ENOUGH
-from ...runtime.rows import ResolutionRow, ShapeRow
-from ..amounts import NOTHING, ago, counted, memory, milliseconds
-from ..markup import cells_html, head_html
+from ...prewarm.job import Job
+from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
+from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds
+from ..markup import bar_html, cells_html, fact_html, head_html, table_html
+from ..status import ROUTES
 
 MOST_ROWS = 200
 ALL_MODELS = "All models"
@@ -37,6 +40,15 @@ MEANINGS = {
     "Error": "relative difference from the WebUI's output when it was checked",
     "Error alone": "as Error, with only these layers in 8 bits",
 }
+ERROR_COLUMNS = ("Layers", "Kind", "Error alone", "Computed in")
+TOTALS = {
+    "Graph memory": "GPU memory of all graphs, and its limit",
+    "Low-bit weights": "GPU memory of the 8-bit weights",
+    "Disk": "what is remembered and tuned, in the cache folder",
+    "Served by a graph": "share of the UNet calls since the start that replayed a graph",
+    "Queue": "sizes that are being pre-warmed, or wait for it",
+    "Calls": "UNet calls since the start",
+}
 
 
 def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
@@ -52,14 +64,8 @@ def selected(rows: Iterable[ResolutionRow], model: str | None) -> list[Resolutio
 
 
 def key_of(row: ResolutionRow) -> str:
-    """What a page calls a row."""
+    """What a page calls a row; a resolution has no space."""
     return f"{row.resolution} {row.model}"
-
-
-def resolution_and_model(key: str) -> tuple[str, str]:
-    """What key_of was made of."""
-    resolution, _, model = key.partition(" ")
-    return resolution, model
 
 
 def resolutions_html(rows: list[ResolutionRow]) -> str:
@@ -140,3 +146,62 @@ def times_html(row: Any) -> tuple[str, str, str, str]:
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
     needs = f"{memory(row.needs)}{frees}" if row.needs or row.bytes else NOTHING
     return milliseconds(row.step_ms), milliseconds(row.host_ms), ratio, needs
+
+
+def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) -> str:
+    """What is held, how much of it is used, and what is to come."""
+    states = Counter(row.state for row in rows)
+    kinds = ", ".join(
+        f"{states[state]} {STATE_NAMES.get(state, state)}"
+        for state in ("ready", "proved", "failed", "on disk") if states[state]
+    )
+    calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
+    budget, held, low_bit = totals.budget, memory(totals.vram), ""
+    if budget or not totals.vram:
+        held = f"{held} of {memory(budget)}" if budget else "none (no GPU)"
+    if totals.low_bit or totals.offloaded:
+        low_bit = f"{memory(totals.low_bit)}, {counted(totals.low_bit_layers, 'layer')}"
+    if totals.offloaded:
+        low_bit += f"; {memory(totals.offloaded)} of originals in the computer's memory"
+    facts = {
+        "Graph memory": held, "Disk": memory(totals.disk),
+        "Served by a graph": NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %",
+        "Queue": queue_sentence(jobs), "Low-bit weights": low_bit,
+        **{
+            f"Graphs of {name}": f"{count['graphs']} of {count['most']}"
+            for name, count in totals.compiled.items() if count["graphs"]
+        },
+        "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
+    }
+    meter = bar_html(100 * totals.vram / budget, "Graph memory against its budget", "meter") if budget else ""
+    cells = "".join(
+        fact_html(label, value, meter if label == "Graph memory" else "", TOTALS.get(label, ""))
+        for label, value in facts.items() if value
+    )
+    errors = "".join(map(errors_html, totals.low_bit_errors))
+    return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div>{errors}</div>'
+
+
+def errors_html(errors: LowBitErrors) -> str:
+    """What Low-bit does to a checkpoint: each class of layers alone, and the whole step."""
+    name, budget = f"Low-bit on this {errors.model} checkpoint", f"{errors.budget:g}"
+    whole = (
+        f"No layer is in 8 bits within {budget}." if errors.error is None
+        else f"Whole step: {errors.error:.4f} of at most {budget}."
+    )
+    return table_html(name, ERROR_COLUMNS, (
+        (
+            one.name, one.kinds or NOTHING, NOTHING if one.error is None else f"{one.error:.4f}",
+            "8 bits" if one.is_used else "16 bits",
+        ) for one in errors.classes
+    ), MEANINGS, f"{name}. {whole}")
+
+
+def queue_sentence(jobs: Iterable[Job]) -> str:
+    """How many jobs are to come, and for how long."""
+    pending = [job for job in jobs if job.pending]
+    if not pending:
+        return "empty"
+    known = [job.estimated_seconds for job in pending if job.estimated_seconds is not None]
+    about = f", about {seconds(sum(known))}" if len(known) == len(pending) else ""
+    return f"{counted(len(pending), 'size')}{about}"
