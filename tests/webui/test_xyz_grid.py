@@ -128,7 +128,7 @@ def test_nothing_is_left_of_an_interrupted_plot(webui: WebUI) -> None:
     plot.wait_until(lambda progress: "2 out of 4" in progress["state"]["job"], "the second picture")
     plot.wait_for_step(2)
     assert webui.post("/sdapi/v1/interrupt").status_code == 200
-    assert onediff_in(plot.pictures(), 1) == "on; vae_precision bf16; deepcache_interval 3"
+    assert onediff_in(plot.pictures(), 1) == "on; deepcache_interval 3; vae_precision bf16"
     assert_untouched(webui, before)
 
 
