@@ -1,5 +1,5 @@
 /* The accordion: its controls write into the text box of extra options, which is what a run reads, and the page asks for
-   what has changed elsewhere when the accordion comes into view. The server's half is lib_onediff/ui/controls.py. */
+   what has changed elsewhere when the accordion comes into view. The server's half is lib_onediff/ui/accordion.py. */
 "use strict";
 
 window.onediffAccordion = (() => {

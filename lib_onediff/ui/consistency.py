@@ -10,6 +10,7 @@ The first line never changes its form; a section or a fact that a reader does no
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,8 @@ EXPLAINED = (
     "The report names what an image depends on to its last digit; no paths, no secrets. "
     "Copy it and paste it on the other machine, or the other way round."
 )
-TITLE_OF_ANY = "OneDiff consistency report, format "
-TITLE = f"{TITLE_OF_ANY}1"
+TITLE = "OneDiff consistency report, format 1"
+TITLE_OF_ANY = re.compile(r"OneDiff consistency report, format [0-9]+")
 # What facts that differ do to an image. What is not known may change digits.
 IMAGES, DIGITS, NO_IMAGE = (
     "These change images", "These change the last digits of an image", "These change no image by themselves",
@@ -91,7 +92,7 @@ def parse(text: str) -> Facts:
     Raises ValueError with a sentence for a text that is none of ours, or of a later form.
     """
     lines = iter([line.strip().lstrip("> \t") for line in str(text).splitlines()])
-    title = next((line for line in lines if line.startswith(TITLE_OF_ANY)), None)
+    title = next((line for line in lines if TITLE_OF_ANY.fullmatch(line)), None)
     if title is None:
         raise ValueError(f'This is no consistency report: it begins with "{TITLE}".')
     if title != TITLE:

@@ -14,8 +14,9 @@ from .chore import Exclusively
 from .compare.job import TextToImage
 from .compare.tab import ComparePanel, build_compare_page
 from .consistency import build_facts_page, report
+from .events import HIDDEN
 from .facts import Facts, host_facts, machine_facts, onediff_facts
-from .settings_tab import build_settings_form
+from .settings_tab import for_the_browser
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 
@@ -26,15 +27,12 @@ def build_onediff_tab(
 ) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
-    make_script: our script's class. standing: the settings tab's settings. release: what the
-    WebUI's adapter calls it.
+    make_script: our script's class. standing: the settings tab's settings. release: what the WebUI's adapter calls it.
     """
 
     def facts() -> Facts:
-        tuned = runtime.history.tuned()
-        return {
-            **machine_facts(), **host_facts(release), **onediff_facts(standing(), runtime.status(), tuned),
-        }
+        ours = onediff_facts(standing(), runtime.status(), runtime.history.tuned())
+        return {**machine_facts(), **host_facts(release), **ours}
 
     maker = TextToImage(make_script, runtime.status)
     panel = ComparePanel(maker, exclusively, standing, lambda: report(facts()))
@@ -46,5 +44,5 @@ def build_onediff_tab(
         with gr.Tab("Consistency", elem_id="onediff_page_consistency") as page:
             build_facts_page(facts, page.select)
     with tab:
-        build_settings_form()
+        gr.HTML(for_the_browser(), elem_classes=HIDDEN)
     return tab

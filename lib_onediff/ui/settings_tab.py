@@ -21,7 +21,6 @@ from ..core.option import format_value, parse_value, words_of
 from ..core.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.runtime import runtime
 from .effects import described
-from .events import HIDDEN
 from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
@@ -68,13 +67,9 @@ def in_groups() -> list[Field]:
     return sorted(fields(Settings), key=lambda option: GROUPS.index(option.metadata["group"]))
 
 
-def build_settings_form() -> None:
-    """What javascript/onediff_settings.js needs, inside the page that is being built; nothing of it is seen."""
-    gr.HTML(for_the_browser(), elem_classes=HIDDEN)
-
-
 def for_the_browser() -> str:
-    """The options in the order of the page, and what the Speed buttons set."""
+    """What javascript/onediff_settings.js needs: the options in the order of the page, and what the Speed buttons set.
+    """
     known = {
         host_key(option.name): {
             "group": option.metadata["group"], "default": option.default, "shown": format_value(option.default),
@@ -140,11 +135,6 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
     if isinstance(option.default, (int, float)):
         return gr.Number, {"precision": 0} if isinstance(option.default, int) else {}
     return gr.Textbox, {}
-
-
-def label_of(name: str) -> str:
-    """What people read of the option called name."""
-    return Settings.__dataclass_fields__[name].metadata["label"]
 
 
 def settings_from(opts: Any) -> Settings:

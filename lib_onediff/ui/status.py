@@ -101,24 +101,19 @@ def gpus_sentence(second: dict[str, Any]) -> str:
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, value) pairs of a status; values that are not known yet are shown as such."""
     image = status.get("image") or {}
-    took, alone = image.get("seconds"), image.get("host_seconds")
+    took, alone, steps = image.get("seconds"), image.get("host_seconds"), image.get("steps", {})
+    kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
+    mixed = f" (mean of {kinds})" if status["step_ms"] is not None and len(steps) > 1 else ""
     beside = "" if alone is None else f" (WebUI alone: {seconds(alone)})"
     return [
         ("Route", ROUTES.get(status["route"], NOTHING) if status.get("served", True) else ROUTES["host"]),
         ("Image", "" if took is None else f"{seconds(took)}{beside}"),
-        ("Step", mean_step(status["step_ms"], image.get("steps", {}))),
+        ("Step", f"{milliseconds(status['step_ms'])}{mixed}"),
         ("Speed", ratio_sentence(status)),
         ("Resolution", status["resolution"] or NOTHING),
         ("Model", status["model"] or NOTHING),
         ("Backend", backend_sentence(status)),
     ]
-
-
-def mean_step(step_ms: float | None, steps: dict[str, int]) -> str:
-    """steps: how many there were of each kind."""
-    kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
-    mixed = f" (mean of {kinds})" if step_ms is not None and len(steps) > 1 else ""
-    return f"{milliseconds(step_ms)}{mixed}"
 
 
 def backend_sentence(status: dict[str, Any]) -> str:

@@ -95,16 +95,7 @@ def resolution_html(row: ResolutionRow) -> str:
         ago(row.last_used) if row.last_used else NOTHING,
     )
     key, name = html.escape(key_of(row)), html.escape(f"{row.resolution} of {row.model}")
-    choose = f'<input type="checkbox" value="{key}" aria-label="Select {name}">'
-    pinned = f' <span class="onediff-pin" title="{MEANINGS["pinned"]}">pinned</span>' if row.pinned else ""
-    return (
-        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{cells_html(cells)}'
-        f"</tr>{below_html(row, key)}</tbody>"
-    )
-
-
-def below_html(row: ResolutionRow, key: str) -> str:
-    """Why the row is not better, and its shapes."""
+    # Why the row is not better, and its shapes.
     below = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
     if row.shapes:
         below += (
@@ -112,7 +103,14 @@ def below_html(row: ResolutionRow, key: str) -> str:
             f"<table><thead><tr>{head_html(SHAPE_COLUMNS, MEANINGS)}</tr></thead>"
             f'<tbody>{"".join(map(shape_html, row.shapes))}</tbody></table></details>'
         )
-    return f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{below}</td></tr>' if below else ""
+    if below:
+        below = f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{below}</td></tr>'
+    choose = f'<input type="checkbox" value="{key}" aria-label="Select {name}">'
+    pinned = f' <span class="onediff-pin" title="{MEANINGS["pinned"]}">pinned</span>' if row.pinned else ""
+    return (
+        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{cells_html(cells)}'
+        f"</tr>{below}</tbody>"
+    )
 
 
 def shape_html(shape: ShapeRow) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import gradio as gr
 
 from ...core.settings import Settings
+from ..accordion import EXTRA_OPTIONS, a_text_of_changes
 from ..amounts import whole_number
 from ..chore import Exclusively
-from ..controls import EXTRA_OPTIONS, a_text_of_changes
 from ..events import (
     ACTIONS,
     CONTROLS,
