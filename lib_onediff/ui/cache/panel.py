@@ -45,7 +45,6 @@ SOURCE = "panel"
 # How long a request waits for what it has begun; the page hears later of what takes longer.
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
-NOTHING_TO_PURGE = "There is nothing to purge."
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,11 @@ class Panel:
         return "", "", purge_of_rows(self.runtime, chosen)
 
     def ask_all(self, waiting: Waiting) -> Answer:
-        if not self.runtime.rows():
-            return "", sentence(NOTHING_TO_PURGE), waiting
-        return "", "", purge_of_all(self.runtime)
+        rows = self.runtime.rows()
+        if not rows:
+            return "", sentence("There is nothing to purge."), waiting
+        what = "the only resolution" if len(rows) == 1 else f"all {len(rows)} resolutions"
+        return "", "", purge_of(self.runtime, what, rows, self.runtime.purge)
 
     def ask_disk(self, waiting: Waiting) -> Answer:
         return "", "", purge_of_disk(self.runtime)
@@ -200,18 +201,23 @@ def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
     return purge_of(runtime, counted(len(affected), "resolution"), affected, free)
 
 
-def purge_of_all(runtime: Runtime) -> Purge:
-    affected = runtime.rows()
-    what = "the only resolution" if len(affected) == 1 else f"all {len(affected)} resolutions"
-    return purge_of(runtime, what, affected, runtime.purge)
-
-
 def purge_of(runtime: Runtime, what: str, affected: list[ResolutionRow], free: Callable[[], int]) -> Purge:
     """free: purges these rows and returns the bytes of GPU memory that were given back."""
-    freed = would_free(runtime, affected)
-    frees = f"This frees about {memory(freed)} of VRAM" if freed else "This frees no VRAM"
-    question = f"Purge {what}? {frees}; the history on disk goes too."
-    return Purge(question, "Purging", lambda: purged(affected, free()))
+    expected = would_free(runtime, affected)
+    frees = f"This frees about {memory(expected)} of VRAM" if expected else "This frees no VRAM"
+
+    def purge() -> str:
+        freed = free()
+        if not affected:
+            return "There was nothing to purge."
+        purged = f"{counted(len({key_of(row) for row in affected}), 'resolution')} purged"
+        if freed:
+            return f"{purged}, {memory(freed)} freed."
+        if any(row.needs for row in affected):
+            return f"{purged}; larger graphs share their memory, so nothing was freed."
+        return f"{purged}; they held no graph memory."
+
+    return Purge(f"Purge {what}? {frees}; the history on disk goes too.", "Purging", purge)
 
 
 def purge_of_disk(runtime: Runtime) -> Purge:
@@ -233,18 +239,6 @@ def would_free(runtime: Runtime, affected: list[ResolutionRow]) -> int:
     largest_that_stays = max((row.needs for row in runtime.rows() if key_of(row) not in keys), default=0)
     least = max((row.bytes for row in affected), default=0)
     return least if len(affected) == 1 else max(least, runtime.totals().vram - largest_that_stays)
-
-
-def purged(affected: list[ResolutionRow], freed: int) -> str:
-    """What a purge has done."""
-    if not affected:
-        return "There was nothing to purge."
-    what = f"{counted(len({key_of(row) for row in affected}), 'resolution')} purged"
-    if freed:
-        return f"{what}, {memory(freed)} freed."
-    if any(row.needs for row in affected):
-        return f"{what}; larger graphs share their memory, so nothing was freed."
-    return f"{what}; they held no graph memory."
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
