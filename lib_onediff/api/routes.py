@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict
@@ -175,7 +175,10 @@ class Routes:
         if sum((body.all, body.disk, bool(body.resolutions or body.model))) != 1:
             raise HTTPException(422, WHAT_TO_PURGE)
         resolutions = None if body.resolutions is None else set(body.resolutions)
-        gone = [] if body.disk else self._known(resolutions, body.model)
+        gone = [] if body.disk else [
+            row for row in self._runtime.rows()
+            if (resolutions is None or row.resolution in resolutions) and body.model in (None, row.model)
+        ]
         if (resolutions or body.model) and not gone:
             raise HTTPException(404, NO_RESOLUTION)
 
@@ -187,12 +190,6 @@ class Routes:
             vram, disk = self._between_images(purge, body.wait)
         purged = [{"resolution": row.resolution, "model": row.model} for row in gone]
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
-
-    def _known(self, resolutions: Collection[str] | None, model: str | None) -> list[ResolutionRow]:
-        return [
-            row for row in self._runtime.rows()
-            if (resolutions is None or row.resolution in resolutions) and model in (None, row.model)
-        ]
 
     def pin(self, body: models.PinBody) -> Response:
         """Keep a resolution's graphs when memory runs short, or no longer; that outlives the process."""

@@ -23,11 +23,6 @@ from .steps import HOSTS, Row, Size
 COMMANDS = {
     "step": steps.step, "cold": steps.cold, "image": images.image, "quality": images.quality, "webui": images.webui,
 }
-# What a command takes in the place of None.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "step": {"runs": 40, "batch": [2]}, "cold": {"batch": [2]}, "image": {"runs": 5, "batch": [1], "steps": 20},
-    "quality": {"steps": 30}, "webui": {"runs": 5, "steps": 20},
-}
 EPILOG = """\
 commands:
   step      one UNet call by backend, side by side: time and error against float32
@@ -93,9 +88,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=200, help="quality: how many")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    for name, value in DEFAULTS[options.command].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    options.runs = options.runs or (40 if options.command == "step" else 5)
+    options.batch = options.batch or [1 if options.command == "image" else 2]
+    options.steps = options.steps or (30 if options.command == "quality" else 20)
     if options.model is None and options.command != "quality":
         options.model = ["sdxl", "sd15"] if gpu else ["tiny-sdxl", "tiny-sd15"]
     if (options.url is not None) != (options.command == "webui"):

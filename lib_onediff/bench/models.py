@@ -44,26 +44,27 @@ def random_unet(name: str, device: torch.device) -> nn.Module:
     """A UNet2DConditionModel of this configuration with random weights in float32, no layer of it idle."""
     from diffusers import UNet2DConditionModel
 
-    torch.manual_seed(0)
-    with torch.device(device):
-        unet: Any = UNet2DConditionModel(**CONFIGURATIONS[name])
-    return unet.eval().requires_grad_(False)
-
-
-def pooled_width(config: Any) -> int:
-    """Of the text's vector that goes to SDXL's time embedding."""
-    width: int = config.projection_class_embeddings_input_dim - TIME_IDS * config.addition_time_embed_dim
-    return width
+    return random_model(UNet2DConditionModel, CONFIGURATIONS[name], device)
 
 
 def random_vae(tiny: bool, device: torch.device) -> nn.Module:
     """An AutoencoderKL of SDXL's configuration, or a tiny one, with random weights in float32."""
     from diffusers import AutoencoderKL
 
+    return random_model(AutoencoderKL, TINY_VAE if tiny else SDXL_VAE, device)
+
+
+def random_model(kind: type[Any], configuration: dict[str, Any], device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
-        vae: Any = AutoencoderKL(**(TINY_VAE if tiny else SDXL_VAE))
-    return vae.eval().requires_grad_(False)
+        model: nn.Module = kind(**configuration)
+    return model.eval().requires_grad_(False)
+
+
+def pooled_width(config: Any) -> int:
+    """Of the text's vector that goes to SDXL's time embedding."""
+    width: int = config.projection_class_embeddings_input_dim - TIME_IDS * config.addition_time_embed_dim
+    return width
 
 
 def unet_named(name: str, device: torch.device) -> nn.Module:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.benchmark import Timer
 
 from ..core.option import format_value
@@ -170,26 +171,37 @@ def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
 
 
 def side_by_side(unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int) -> Iterator[Row]:
-    """Time all variants in turn.
+    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow.
 
     The host's share the UNet. Each of ours has a copy, because binding lays weights out anew in memory.
     """
     exact = exact_output(unet, arguments)
-    rows, calls, copies = [], [], []
+    rows, timers, copies = [], [], []
     for variant in chosen:
-        row: Row = {"backend": variant.name}
         try:
             module = unet if variant.options is None else copy.deepcopy(unet)
-            calls.append(make_ready(variant, module, row, arguments, exact))
+            call, measured = make_ready(variant, module, arguments, exact)
         except RuntimeError as problem:
-            yield {**row, "note": str(problem).splitlines()[0]}
+            yield {"backend": variant.name, "note": str(problem).splitlines()[0]}
             continue
-        rows.append(row)
+        rows.append({"backend": variant.name, **measured, "ms": 0.0, "all_ms": []})
+        timers.append(Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()))
         copies.append(module)
-    take_turns(rows, calls, runs)
+    # A few calls at a time, so that a drift of the machine meets all alike.
+    for _ in range(max(1, runs // CALLS_IN_TURN)):
+        for row, timer in zip(rows, timers, strict=True):
+            row["all_ms"].append(timer.timeit(CALLS_IN_TURN).mean * 1e3)
+            row["ms"] = statistics.median(row["all_ms"])
+            if row["backend"] not in HOSTS:
+                row["served_by"] = served_by()
     by_name = {row["backend"]: row for row in rows}
+    host, compiled = by_name.get(HOST), by_name.get(COMPILED_GRAPH)
     for row in rows:
-        compare(row, by_name.get(HOST), by_name.get(COMPILED_GRAPH))
+        if host is not None:
+            row["x_host"] = host["ms"] / row["ms"]
+            row["error_x_host"] = row["relative_error"] / host["relative_error"] if host["relative_error"] else None
+        if compiled is not None:
+            row["x_compiled"] = compiled["ms"] / row["ms"]
         yield row
     for module in copies:
         uncompile_unet(module)
@@ -201,21 +213,15 @@ def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            output: Tensor = type(unet).forward(unet.float(), **as_float32(arguments), return_dict=False)[0]
+            output: Tensor = type(unet).forward(unet.float(), **tree_map(Tensor.float, arguments), return_dict=False)[0]
             return output.cpu()
     finally:
         torch.set_float32_matmul_precision(precision)
         unet.to(dtype)
 
 
-def as_float32(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: as_float32(item) for name, item in value.items()}
-    return [as_float32(item) for item in value] if isinstance(value, list) else value.float()
-
-
-def make_ready(variant: Variant, unet: nn.Module, row: Row, arguments: Arguments, exact: Tensor) -> Call:
-    """Call until nothing is left to compile, check or capture. Fills in error and memory."""
+def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: Tensor) -> tuple[Call, Row]:
+    """A variant's function, called until nothing is left to compile, check or capture; its error and memory."""
     free_memory()
     sample, timestep = arguments["sample"], arguments["timestep"]
     if sample.is_cuda:
@@ -229,33 +235,10 @@ def make_ready(variant: Variant, unet: nn.Module, row: Row, arguments: Arguments
         timestep.fill_(value)
         for _ in range(CALLS_UNTIL_READY):
             output = call()
-    row["relative_error"] = relative_error(output, exact)
+    measured = {"relative_error": relative_error(output, exact)}
     if sample.is_cuda:
-        row["peak_mib"] = (torch.cuda.max_memory_allocated(sample.device) - before) / 2**20
-    return call
-
-
-def take_turns(rows: list[Row], calls: list[Call], runs: int) -> None:
-    """Time runs calls of each, a few at a time, so that a drift of the machine meets all alike. Fills in the time."""
-    timers = [Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()) for call in calls]
-    for row in rows:
-        row.update(ms=None, all_ms=[])
-    for _ in range(max(1, runs // CALLS_IN_TURN)):
-        for row, timer in zip(rows, timers, strict=True):
-            row["all_ms"].append(timer.timeit(CALLS_IN_TURN).mean * 1e3)
-            if row["backend"] not in HOSTS:
-                row["served_by"] = served_by()
-    for row in rows:
-        row["ms"] = statistics.median(row["all_ms"])
-
-
-def compare(row: Row, host: Row | None, compiled: Row | None) -> None:
-    """Fill in how many times faster than the host and the compiled host a row is, and its error in the host's."""
-    if host is not None:
-        row["x_host"] = host["ms"] / row["ms"]
-        row["error_x_host"] = row["relative_error"] / host["relative_error"] if host["relative_error"] else None
-    if compiled is not None:
-        row["x_compiled"] = compiled["ms"] / row["ms"]
+        measured["peak_mib"] = (torch.cuda.max_memory_allocated(sample.device) - before) / 2**20
+    return call, measured
 
 
 # --- first calls ------------------------------------------------------------------------------------------------------
@@ -302,7 +285,8 @@ def first_calls(options: argparse.Namespace, device: torch.device) -> list[Row]:
     for width, height in sizes_of(model, options):
         arguments = models.inputs(unet, width, height, options.batch[0], options.tokens, dtype)
         row: Row = {"size": f"{width}x{height}"}
-        call, row["first_call_s"] = timed(partial(prepared, variant, unet, arguments), device)
+        call, preparing_s = timed(partial(variant.prepare, unet, arguments), device)
+        row["first_call_s"] = preparing_s + timed(call, device)[1]
         row["full_speed_s"], row["calls"] = row["first_call_s"], 1
         while row["calls"] == 1 or not variant.is_at_full_speed(device):
             row["full_speed_s"] += timed(call, device)[1]
@@ -314,10 +298,3 @@ def first_calls(options: argparse.Namespace, device: torch.device) -> list[Row]:
         rows.append(row)
     runtime.keep_history()
     return rows
-
-
-def prepared(variant: Variant, unet: nn.Module, arguments: Arguments) -> Call:
-    """A variant's function that has been called once."""
-    call = variant.prepare(unet, arguments)
-    call()
-    return call

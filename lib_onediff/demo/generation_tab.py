@@ -49,6 +49,7 @@ def build_generation_tab(runner: Any, tab: str) -> None:
             with gr.Column(elem_id=f"{tab}_script_container"):
                 runner.setup_ui()
         with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_results"):
+            made = gr.Textbox(visible=False, elem_id=f"generation_info_{tab}")
             outputs = [
                 gr.HTML(elem_id=f"{tab}_progress", elem_classes="progress-line"),
                 gr.Gallery(
@@ -56,11 +57,10 @@ def build_generation_tab(runner: Any, tab: str) -> None:
                     object_fit="contain", format="png", preview=True,
                 ),
                 gr.HTML(elem_id=f"html_info_{tab}", elem_classes="infotext"),
-                gr.Textbox(visible=False, elem_id=f"generation_info_{tab}"),
+                made,
             ]
-    # The WebUI tells its scripts of every component.
-    for component in (*inputs.values(), generate, interrupt, paste, *outputs):
-        runner.after_component(component, elem_id=component.elem_id, label=getattr(component, "label", None))
+    # Other WebUIs tell their scripts of every component; OneDiff's asks for this one.
+    runner.after_component(made)
 
     generate.click(
         making_images(tab, list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,

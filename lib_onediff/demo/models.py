@@ -2,10 +2,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +41,6 @@ class LoadedModel:
         """The UNet, a diffusers UNet2DConditionModel."""
         return self.pipeline.unet
 
-    @cached_property
-    def scheduler_config(self) -> dict[str, Any]:
-        """The configuration of the scheduler that the model came with."""
-        return dict(self.pipeline.scheduler.config)
-
     @property
     def side(self) -> int:
         """The side in pixels of the square images that the model was made for."""
@@ -85,27 +77,21 @@ class LoadedModel:
 def load_model(path: str | None) -> LoadedModel:
     """The model at path, on the host's device; without a path the one that ships with us. Raises Refusal with a
     sentence for the user when it cannot be loaded."""
+    from diffusers.utils import logging
+
     location = SHIPPED if path is None else Path(path).expanduser()
     if not location.exists():
         raise Refusal(f"There is no model file or folder {path}.")
-    with loading(location):
-        is_folder = location.is_dir()
-        pipeline = (load_folder if is_folder else load_checkpoint)(location, DTYPE).to(DEVICE, DTYPE)
-    name = location.resolve().name if is_folder else location.stem
-    return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED if path is None else "")
-
-
-@contextmanager
-def loading(path: Path) -> Iterator[None]:
-    """Turn whatever a loader raises into a Refusal: loaders raise dozens of kinds for damaged files."""
-    from diffusers.utils import logging
-
+    is_folder = location.is_dir()
     logging.disable_progress_bar()
     try:
-        yield
+        pipeline = (load_folder if is_folder else load_checkpoint)(location, DTYPE).to(DEVICE, DTYPE)
     except Refusal:
         raise
     except Exception as error:
+        # Loaders raise dozens of kinds for damaged files.
         first_sentence = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
         cause = textwrap.shorten(first_sentence, 200, placeholder=" ...").rstrip(".")
-        raise Refusal(f"The model {path.name} cannot be loaded; it may be damaged ({cause}).") from error
+        raise Refusal(f"The model {location.name} cannot be loaded; it may be damaged ({cause}).") from error
+    name = location.resolve().name if is_folder else location.stem
+    return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED if path is None else "")

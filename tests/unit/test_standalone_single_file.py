@@ -123,7 +123,7 @@ def test_sd1_checkpoint(tmp_path: Path) -> None:
     model = load_model(str(write(tmp_path, sd1_weights(unet))))
     assert model.name == "model"
     assert_same_unet(model.unet, unet)
-    assert model.scheduler_config["prediction_type"] == "epsilon"
+    assert model.pipeline.scheduler.config["prediction_type"] == "epsilon"
 
     latent = torch.randn(1, 4, 8, 8)
     tokens = torch.randint(0, BYTE_TOKENS - 2, (1, 77))

@@ -23,17 +23,13 @@ from ...runtime.runtime import runtime
 NUMBERS_OF_A_LABEL = {False: 6, True: 5}
 
 
-def release() -> str:
-    return "OneDiff's own WebUI"
-
-
 class Standalone(WebUI):
     """The adapter; see hosts.contract.WebUI."""
 
     name, unet_class = "standalone", "UNet2DConditionModel"
 
     def __init__(self) -> None:
-        super().__init__(release())
+        super().__init__("OneDiff's own WebUI")
         self._serving = False
 
     def serve(self) -> None:

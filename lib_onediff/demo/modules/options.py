@@ -23,7 +23,7 @@ class OptionInfo:
     component_args: dict[str, Any]
     section: tuple[str, str]
     onchange: Callable[[], None] = lambda: None
-    # Neither set nor kept: it is only shown.
+    # It is shown, and neither set nor kept.
     do_not_save: bool = False
     explanation: str = ""
 
@@ -31,16 +31,6 @@ class OptionInfo:
         """Add an explanation."""
         self.explanation = text
         return self
-
-    def problem(self, value: Any) -> str | None:
-        """What is wrong with value for this option, or None when it fits."""
-        kinds = (int, float) if isinstance(self.default, float) else type(self.default)
-        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(self.default, bool):
-            return f"takes a {type(self.default).__name__}, not {value!r}"
-        choices = self.component_args.get("choices")
-        if choices and value not in choices:
-            return f"is one of {', '.join(choices)}, not {value!r}"
-        return None
 
 
 class Options:
@@ -59,43 +49,30 @@ class Options:
         raise AttributeError(key)
 
     def add_option(self, key: str, info: OptionInfo) -> None:
-        """Register an option; a value that was loaded before stays if it fits."""
+        """Register an option; a value that was loaded before stays."""
         self.data_labels[key] = info
-        problem = info.problem(self.data[key]) if key in self.data else None
-        if problem:
-            log.warning("the saved option %s %s; its default is used", key, problem)
-        if problem or (key not in self.data and not info.do_not_save):
-            self.data[key] = info.default
+        if not info.do_not_save:
+            self.data.setdefault(key, info.default)
 
     def set(self, key: str, value: Any) -> bool:
-        """Set an option and call its onchange; False when nothing changed or the change was refused."""
+        """Set an option and call its onchange, which takes back what it does not accept; whether the option changed."""
         info = self.data_labels[key]
-        before = self.data.get(key)
-        if before == value or info.do_not_save:
+        if info.do_not_save or self.data[key] == value:
             return False
         self.data[key] = value
-        try:
-            info.onchange()
-        except Exception:
-            log.exception("the option %s keeps its value; changing it to %r failed", key, value)
-            self.data[key] = before
-            return False
-        return True
+        info.onchange()
+        return bool(self.data[key] == value)
 
     def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str]]:
         """Set options and save all as JSON: the labels of those that changed, and what is wrong with the others."""
         changed, problems = [], []
         with self._lock:
             for key, value in values.items():
-                info = self.data_labels[key]
-                if isinstance(info.default, int) and isinstance(value, float) and value.is_integer():
-                    value = int(value)
-                problem = info.problem(value)
-                is_new = problem is None and self.set(key, value)
-                if problem or getattr(self, key) != value:
-                    problems.append(f"{info.label} {problem or f'did not accept {value!r}'}.")
-                elif is_new:
-                    changed.append(info.label)
+                label = self.data_labels[key].label
+                if self.set(key, value):
+                    changed.append(label)
+                elif getattr(self, key) != value:
+                    problems.append(f"{label} did not accept {value!r}.")
             try:
                 path = Path(filename)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +85,7 @@ class Options:
         return changed, problems
 
     def load(self, filename: str) -> None:
-        """Read values of such a file, before options are added; a damaged file is set aside."""
+        """Read values from such a file, before options are added; a damaged file is set aside."""
         path = Path(filename)
         try:
             self.data.update(json.loads(path.read_text(encoding="utf-8")))

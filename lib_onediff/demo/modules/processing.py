@@ -78,8 +78,9 @@ class StableDiffusionProcessing:
         if self.tab == "img2img":
             images = (self.init_images * count)[:count]
             task, inputs = "Image2Image", dict(image=images, strength=self.denoising_strength)
-        pipeline, config = self.sd_model.pipeline_for(task), self.sd_model.scheduler_config
-        pipeline.scheduler = make_scheduler(self.sampler_name, config, self.seeds)
+        pipeline = self.sd_model.pipeline_for(task)
+        # The model's own pipeline keeps the scheduler that it came with.
+        pipeline.scheduler = make_scheduler(self.sampler_name, self.sd_model.pipeline.scheduler.config, self.seeds)
         self.pipeline, self.sampler = pipeline, pipeline.scheduler
         pipeline.set_progress_bar_config(disable=True)
         shared.state.sampling_step, shared.state.sampling_steps = 0, self.steps

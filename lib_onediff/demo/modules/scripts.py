@@ -63,16 +63,16 @@ class ScriptRunner:
         for script in self.alwayson_scripts:
             call_hook(script, hook, p, *objects, *p.script_args[script.args_from : script.args_to])
 
-    def after_component(self, component: Any, **kwargs: Any) -> None:
+    def after_component(self, component: Any) -> None:
         """Tell every script that a component of the page was created."""
         for script in self.alwayson_scripts:
-            call_hook(script, "after_component", component, **kwargs)
+            call_hook(script, "after_component", component)
 
 
-def call_hook(script: Any, hook: str, *arguments: Any, **kwargs: Any) -> None:
+def call_hook(script: Any, hook: str, *arguments: Any) -> None:
     if hasattr(script, hook):
         try:
-            getattr(script, hook)(*arguments, **kwargs)
+            getattr(script, hook)(*arguments)
         except Exception:
             log.exception("%s of the script %s failed", hook, type(script).__name__)
 
