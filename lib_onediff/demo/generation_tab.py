@@ -14,7 +14,6 @@ import torch
 
 from ..core.guard import first_line
 from ..core.refusal import Refusal
-from . import limits
 from .modules import processing, sd_samplers, shared
 from .modules.call_queue import queue_lock
 from .modules.infotext_utils import connect_paste
@@ -29,6 +28,16 @@ PASTED = {
     "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
     "denoising_strength": "Denoising strength",
 }
+SIZE_STEP, SIDES = 8, ("width", "height")
+SIDE = (64, 2048)
+# What a generation may ask for: the least and the most.
+WHOLE = {
+    "width": SIDE, "height": SIDE, "steps": (1, 150), "batch_size": (1, 8), "n_iter": (1, 100),
+    "seed": (-1, 2**53 - 1),
+}
+NUMBERS = {**WHOLE, "cfg_scale": (1, 30), "denoising_strength": (0, 1)}
+# A tokenizer compares all parts of a word with each other again and again.
+LONGEST_PROMPT = 2000
 SECONDS_BETWEEN_LOOKS = 0.2
 UNCHANGED = gr.update()
 
@@ -93,10 +102,10 @@ def build_image_inputs() -> Inputs:
 
 def build_parameters(tab: str) -> Inputs:
     def slider(name: str, label: str, elem_id: str, value: float, step: float = 1) -> gr.Slider:
-        least, most = limits.NUMBERS[name]
+        least, most = NUMBERS[name]
         return gr.Slider(least, most, value, step=step, label=label, elem_id=f"{tab}_{elem_id}", min_width=180)
 
-    names, side = sd_samplers.visible_sampler_names(), min(shared.sd_model.side, max(limits.SIDE))
+    names, side = sd_samplers.visible_sampler_names(), min(shared.sd_model.side, max(SIDE))
     inputs: Inputs = {}
     with gr.Row():
         inputs["sampler_name"] = gr.Dropdown(
@@ -104,8 +113,8 @@ def build_parameters(tab: str) -> Inputs:
         )
         inputs["steps"] = slider("steps", "Sampling steps", "steps", 20)
     with gr.Row():
-        inputs["width"] = slider("width", "Width", "width", side, limits.SIZE_STEP)
-        inputs["height"] = slider("height", "Height", "height", side, limits.SIZE_STEP)
+        inputs["width"] = slider("width", "Width", "width", side, SIZE_STEP)
+        inputs["height"] = slider("height", "Height", "height", side, SIZE_STEP)
     with gr.Row():
         inputs["n_iter"] = slider("n_iter", "Batch count", "batch_count", 1)
         inputs["batch_size"] = slider("batch_size", "Batch size", "batch_size", 1)
@@ -146,11 +155,34 @@ def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iter
 
 def processing_of(tab: str, fields: dict[str, Any]) -> Any:
     """What the components ask for. Raises Refusal."""
-    fields = limits.checked(fields)
+    fields = checked(fields)
     if tab == "txt2img":
         return processing.StableDiffusionProcessingTxt2Img(**fields)
     image = fields.pop("init_images")
     return processing.StableDiffusionProcessingImg2Img(**fields, init_images=[] if image is None else [image])
+
+
+def checked(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a StableDiffusionProcessing, whole numbers as int. Raises Refusal for what cannot be made, before
+    anything is computed."""
+    found = dict(fields)
+    for name, (least, most) in NUMBERS.items():
+        value = fields.get(name, least)
+        if value is None or not least <= value <= most:
+            raise Refusal(f"{name} is {value}; it must be between {least} and {most}.")
+        if name in WHOLE and value != int(value):
+            raise Refusal(f"{name} is {value}; it must be a whole number.")
+        if name in SIDES and value % SIZE_STEP:
+            below = int(value) - int(value) % SIZE_STEP
+            raise Refusal(
+                f"{name} is {value}; it must be a multiple of {SIZE_STEP}, for example {below} or {below + SIZE_STEP}."
+            )
+        if name in fields:
+            found[name] = int(value) if name in WHOLE else value
+    for name in ("prompt", "negative_prompt"):
+        if len(found[name]) > LONGEST_PROMPT:
+            raise Refusal(f"{name} has {len(found[name])} characters; it must have {LONGEST_PROMPT} at most.")
+    return found
 
 
 def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:

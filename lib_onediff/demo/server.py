@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse
 from ..api.auth import login_check
 from ..api.gate import Gate
 from ..api.origins import Origins, host_name
-from .listening import url_of
 from .models import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
 from .page import build_page
@@ -74,8 +73,7 @@ def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origi
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Print the address and answer requests until interrupted."""
-    print(f"OneDiff demo running on {url_of(listener)}", flush=True)
+    """Answer requests until interrupted."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_FOR_ANSWERS
     )

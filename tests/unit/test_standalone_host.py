@@ -19,7 +19,8 @@ from PIL import Image
 from tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo import generation_tab, limits, listening, offline
+from lib_onediff.demo import __main__ as command_line
+from lib_onediff.demo import generation_tab, offline
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import (
     call_queue,
@@ -114,9 +115,9 @@ def test_img2img_starts_from_the_image_at_the_size_asked_for(model: LoadedModel)
 ])
 def test_what_cannot_be_made_is_refused_before(changes: dict[str, Any], said: str) -> None:
     fields = {"prompt": "", "negative_prompt": "", "steps": 3.0, "width": 64, "height": 64}
-    assert limits.checked(fields) == fields
+    assert generation_tab.checked(fields) == fields
     with pytest.raises(Refusal, match=said):
-        limits.checked({**fields, **changes})
+        generation_tab.checked({**fields, **changes})
 
 
 def test_failures_are_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,13 +207,13 @@ def test_damaged_options_are_set_aside(tmp_path: Path, content: str) -> None:
 
 
 def test_first_free_port_is_taken() -> None:
-    with listening.listen("127.0.0.1", None) as first, listening.listen("127.0.0.1", None) as second:
+    with command_line.listen("127.0.0.1", None) as first, command_line.listen("127.0.0.1", None) as second:
         ports = [listener.getsockname()[1] for listener in (first, second)]
-        assert listening.FIRST_PORT <= ports[0] < ports[1]
-        assert listening.url_of(first) == f"http://127.0.0.1:{ports[0]}"
-        assert listening.is_loopback(first)
+        assert command_line.FIRST_PORT <= ports[0] < ports[1]
+        assert command_line.url_of(first) == f"http://127.0.0.1:{ports[0]}"
+        assert command_line.is_loopback(first)
         with pytest.raises(Refusal, match=str(ports[0])):
-            listening.listen("127.0.0.1", ports[0])
+            command_line.listen("127.0.0.1", ports[0])
 
 
 def test_page_has_no_references_to_other_hosts() -> None:
@@ -255,7 +256,7 @@ except Image.DecompressionBombError:
 def test_the_command_line_is_read_before_torch_is_imported() -> None:
     """A wrong argument and a port in use are told at once, and Ctrl-C finds its handler."""
     code = (
-        "import sys, lib_onediff.demo.__main__, lib_onediff.demo.listening; assert 'torch' not in sys.modules;"
+        "import sys, lib_onediff.demo.__main__; assert 'torch' not in sys.modules;"
         "import lib_onediff; assert not set(lib_onediff.__all__) - set(dir(lib_onediff))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

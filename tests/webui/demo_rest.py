@@ -14,8 +14,7 @@ from PIL import Image, PngImagePlugin
 from lib_onediff.api.answers import SentenceRoute, json_answer, refusal
 from lib_onediff.api.auth import protection
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo import limits
-from lib_onediff.demo.generation_tab import make_images
+from lib_onediff.demo.generation_tab import checked, make_images
 from lib_onediff.demo.modules import processing, script_callbacks, scripts, shared
 
 # The fields of a request that are a generation's, as A1111 has them when they are left out.
@@ -41,7 +40,7 @@ def generate(body: dict[str, Any], runner: Any) -> Any:
     if "init_images" in body:
         kind = processing.StableDiffusionProcessingImg2Img
         fields["denoising_strength"] = body.get("denoising_strength", 0.75)
-    fields = limits.checked(fields)
+    fields = checked(fields)
     if "init_images" in body:
         fields["init_images"] = [Image.open(io.BytesIO(base64.b64decode(text))) for text in body["init_images"]]
     arguments = script_arguments(body.get("alwayson_scripts", {}), runner)
