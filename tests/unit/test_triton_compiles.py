@@ -52,7 +52,8 @@ def test_the_kernels_of_a_network_serve_every_size(
     tmp_path: Path,
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests"))), "TRITON_CACHE_DIR": str(tmp_path)}
+    found = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
+    environment |= {"PYTHONPATH": found, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, Path(__file__).with_name("compile_without_gpu.py"), name, str(capability), dtype]
     command += [json.dumps(sizes), kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
