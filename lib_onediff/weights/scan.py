@@ -41,6 +41,7 @@ class HostTraits:
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     casts: how the host casts its layers' weights at each use; None where it never does.
     keeps_weights: why nobody else can move weights of a UNet off the GPU, in one line; "" where the host bears it.
+    written: attributes that the host's forwards write on their modules, and that nothing computes with.
     """
 
     trusted: Collection[str] = ()
@@ -52,6 +53,7 @@ class HostTraits:
     functions: FunctionReader | None = None
     casts: Casts | None = None
     keeps_weights: Callable[[nn.Module], str] = lambda unet: ""
+    written: frozenset[str] = frozenset()
 
 
 def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, last, ldm_decoder, ldm_module
 
 import lib_onediff
+from lib_onediff.hosts.a1111.adapter import VAE_TRAITS
 from lib_onediff.hosts.hooks import VaeHooks
-from lib_onediff.weights.scan import HostTraits
+from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 
@@ -59,7 +60,7 @@ def decoder(fresh_route: Any) -> Any:
 
 @pytest.fixture
 def patches(decoder: Any) -> Iterator[VaeHooks]:
-    made = VaeHooks([ldm_module().Decoder], HostTraits())
+    made = VaeHooks([ldm_module().Decoder], VAE_TRAITS)
     made.serve()
     yield made
     made.stop()
@@ -83,3 +84,11 @@ def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: 
     patches.stop()
     assert relative_error(tiled, called(decoder, latent)) < 1e-5
     assert decodes() == {"ours": 2, "host": 0}
+
+
+def test_a_size_is_checked_once_however_the_host_notes_sizes(decoder: Any, patches: VaeHooks) -> None:
+    """ldm's decoder writes the shape of its last latent on itself."""
+    for width in (4, 8, 4, 8):
+        called(decoder, a_latent(decoder, 4, width))
+    assert decodes() == {"ours": 4, "host": 0} and decoder.last_z_shape[3] == 8
+    assert [len(entry.host._times) for entry in runtime.table.entries()] == [1, 1]

@@ -38,7 +38,8 @@ TRUSTED = (
     "modules.sd_hijack_utils", "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
 )
 # Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
-TRUSTED_IN_VAE = (*TRUSTED, "ldm.modules.diffusionmodules.model")
+# Its decoders note the latent's shape at every decode.
+VAE_TRAITS = HostTraits((*TRUSTED, "ldm.modules.diffusionmodules.model"), written=frozenset({"last_z_shape"}))
 NEEDS = (
     # The WebUI's own patch, modules.sd_unet's, stands there: it hands on what follows the context as it comes.
     *(Need(module, "UNetModel.forward", ("x", "timesteps", "context")) for module in UNET_MODULES),
@@ -92,7 +93,7 @@ class A1111(WebUI):
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
-        self._vae = VaeHooks(parts, HostTraits(TRUSTED_IN_VAE), upcasts=upcasts_attention)
+        self._vae = VaeHooks(parts, VAE_TRAITS, upcasts=upcasts_attention)
         self.patches = self._unets, self._stages, self._vae
         # The host's CFGDenoiserParams, which live as long as the step; other callbacks may change them.
         self._step: Callable[[], Any] = no_object

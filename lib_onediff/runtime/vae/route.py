@@ -55,7 +55,7 @@ class BoundDecoder:
         if decoder is None:
             raise Refusal("the host has unloaded this decoder")
         if self._tree is None or not self._tree.stands(decoder):
-            tree, self._tree = Tree(decoder, LOOKED_AT_BY_OTHERS), None
+            tree, self._tree = Tree(decoder, LOOKED_AT_BY_OTHERS | self._host_traits.written), None
             try:
                 refuse_foreign_code(decoder, self._host_traits)
                 self._binding = Binding(decoder, read_decoder(decoder))
