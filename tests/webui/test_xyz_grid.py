@@ -45,9 +45,10 @@ def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **reque
     axes = [part for label, values in (x, y, z) for part in (labels.index(label), values, [])]
     legend, lone_pictures, sub_grids, other_seeds, as_text = True, True, False, [False] * 4, True
     rows = [0] if any(argument["label"] == "Row Count" for argument in arguments) else []  # Neo's: as many as need be.
+    own = [False, False, 0] if webui.kind == "ldm_patched" else []  # reForge's: labels, no grid, pictures in a grid.
     return {
         **whole, "script_name": PLOT,
-        "script_args": [*axes, legend, lone_pictures, sub_grids, *other_seeds, *rows, 0, as_text],
+        "script_args": [*axes, legend, *own, lone_pictures, sub_grids, *other_seeds, *rows, 0, as_text],
     }
 
 
