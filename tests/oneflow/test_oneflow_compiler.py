@@ -54,7 +54,7 @@ print("what there was still runs")
 
 def test_after_a_failure_nothing_is_compiled() -> None:
     here = Path(__file__).parent
-    paths = [str(here), str(here.with_name("unit")), str(here.parents[1])]
+    paths = [str(here), str(here.with_name("unit")), str(here.parent), str(here.parents[1])]
     ended = subprocess.run(
         [sys.executable, "-c", AFTER_A_FAILURE, *paths], capture_output=True, text=True, timeout=300, check=False
     )
