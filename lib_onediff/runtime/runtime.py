@@ -244,6 +244,8 @@ class Runtime:
     def _is_plain(self, settings: Settings) -> bool:
         """Whether calls by these settings are whole ones on one GPU. An answer holds as long as they do."""
         if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
+            # Why a policy rests at this call is no news of later, plain ones.
+            self._plain = None
             return False
         self.stepping.rest(settings, "")
         self._plain = settings

@@ -253,4 +253,12 @@ def test_the_way_of_a_later_call_is_short(unet: Any, found_out: list[Call]) -> N
             work()
         entered = moves_between_files(work)
     assert runtime.status()["route"] == "graph" and len(found_out) == 3
-    assert len(entered) <= 34, entered
+    assert len(entered) <= 14, entered
+
+
+def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found_out: list[Call]) -> None:
+    call, other = a_call(unet), lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
+    ready(unet, call)
+    run(other, a_call(other))
+    assert "rests" in runtime.status()["deepcache"]["reason"]
+    assert run(unet, call, 3)[0] == "graph" and runtime.status()["deepcache"]["reason"] == ""
