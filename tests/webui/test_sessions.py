@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from test_exact_images import WORDS_110, hires
-from test_neighbours import ROUTE as NEIGHBOURS
-from test_neighbours import planned
+from test_neighbours import need_neighbours, planned
 from webui_client import WebUI
 from webui_compare import GRAPHS, Run, assert_different, assert_same, graphs_on_a_cpu, need, run_off, run_on
 from webui_models import Models
@@ -28,11 +27,6 @@ WEIGHT = 0.3
 def graphs(webui: WebUI) -> Iterator[None]:
     with graphs_on_a_cpu(webui):
         yield
-
-
-def neighbours(webui: WebUI) -> None:
-    if not webui.has(f"{NEIGHBOURS}/table"):
-        pytest.skip("link tests/webui/extensions/onediff-neighbours into the WebUI's extensions folder")
 
 
 def found_out(webui: WebUI) -> int:
@@ -75,7 +69,7 @@ def test_prompts_that_follow_the_steps(webui: WebUI, sd15: Models, prompt: str) 
 
 
 def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None:
-    neighbours(webui)
+    need_neighbours(webui)
     request = {"prompt": f"{FOX} <lora:{sd15.need('lora-a')}:{WEIGHT}>"}
     plain = replayed_and_off(webui, request)
     # A1111 merges into the weights where they are; the Forge family puts merged ones in their place, at first too.

@@ -3,14 +3,11 @@
 Link this folder's parent into the WebUI's extensions folder beside OneDiff. The script takes one argument, a JSON
 object: {"crops": [[width, height], ...]}, {"edit_at": step}, {"weight_of_lora": {step: weight}}, {"motion": true},
 {"tiled_vae": true}; see Plan. POST /onediff-neighbours/v1/queue runs requests in a thread of its own, as Agent
-Scheduler does; POST /onediff-neighbours/v1/edit changes weights in place, as SuperMerger does; POST
-/onediff-neighbours/v1/merge has SuperMerger itself load a merge of two checkpoints; GET /onediff-neighbours/v1/table
-tells what OneDiff keeps.
+Scheduler does; POST /onediff-neighbours/v1/edit changes weights in place, as SuperMerger does.
 """
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Callable
 from copy import copy
@@ -259,28 +256,6 @@ def add_routes(demo: Any, app: FastAPI) -> None:
                 edit.undo()
             else:
                 edit.make(factor)
-
-    def merge(models: list[str] = Body(embed=True), alpha: float = Body(embed=True)) -> str:  # noqa: B008
-        # Its page's button calls this; there is no API.
-        from scripts.mergers.mergers import smergegen
-
-        # Its settings for random ratios, as its page has them.
-        luck = ("off", ["alpha"], "1", "0", "1", "0", -1, 1, "", 3)
-        with call_queue.queue_lock:
-            result, *_ = smergegen(
-                "", "", models[0], models[1], "", alpha, 0.0, "Weight sum", "normal", False, "", [], [], False, "", [],
-                "", None, 0.0, "Off", [], "", *[None] * 9, [], *[None] * 4, *luck, None, False,
-            )
-        return result
-
-    if "scripts.mergers.mergers" in sys.modules:
-        app.post("/onediff-neighbours/v1/merge")(merge)
-
-    @app.get("/onediff-neighbours/v1/table")
-    def table() -> dict[str, Any]:
-        from lib_onediff.runtime.runtime import runtime
-
-        return {"entries": len(runtime.table.by_key()), "pins": sorted(map(list, runtime.history.pins()))}
 
 
 script_callbacks.on_app_started(add_routes)
