@@ -10,7 +10,6 @@ import pytest
 from lib_onediff.core.option import allowed_values, format_value
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.version import __version__
-from lib_onediff.ui.infotext import options_of_a_run
 
 ROOT = Path(__file__).parents[2]
 README, MAP = ROOT / "README.md", ROOT / "lib_onediff" / "README.md"
@@ -108,10 +107,3 @@ def test_the_python_in_it_compiles() -> None:
         assert blocks or page != README
         for block in blocks:
             compile(block, page.name, "exec")
-
-
-def test_the_black_box_test_of_options_knows_every_one() -> None:
-    """tests/webui does not import lib_onediff, so the options that it names are compared with settings.py here."""
-    source = (Path(__file__).parents[1] / "webui" / "test_every_option.py").read_text()
-    known = re.findall(r'^    "(\w+)": \(', source, re.M)
-    assert sorted(known) == sorted(options_of_a_run())
