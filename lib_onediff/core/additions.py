@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,13 +18,10 @@ class ImagePrompt:
     key_values: (batch, tokens, sum of the widths of all parts); of each part keys, then values. The adapter's scale is
     a factor of the values.
     parts: first column and width of each cross attention's part, by the path of its query.
-    masks: where in the image it works: (batch or 1, tokens of the attention, 1) each, by that number of tokens; {}
-    everywhere.
     """
 
     key_values: Tensor
     parts: Mapping[str, tuple[int, int]]
-    masks: Mapping[int, Tensor] = field(default_factory=dict)
 
     def key_value(self, query_path: str) -> tuple[Tensor, Tensor] | None:
         """Keys and values for a cross attention, (batch, tokens, width) each; None where the adapter leaves it
@@ -35,19 +32,14 @@ class ImagePrompt:
         key, value = self.key_values.narrow(-1, *part).chunk(2, dim=-1)
         return key, value
 
-    def tensors(self) -> list[Tensor]:
-        return [self.key_values, *self.masks.values()]
-
     def map(self, change: Callable[[Tensor], Tensor]) -> ImagePrompt:
-        """The same with change(tensor) in the place of every tensor."""
-        masks = {tokens: change(mask) for tokens, mask in self.masks.items()}
-        return replace(self, key_values=change(self.key_values), masks=masks)
+        """The same with change(key_values) in their place."""
+        return replace(self, key_values=change(self.key_values))
 
     @cached_property
     def structure(self) -> str:
-        masked = ", with a mask" if self.masks else ""
         tokens = self.key_values.shape[1]
-        return f"an image prompt of {tokens} tokens in {len(self.parts)} attentions ({digest(self.parts)}){masked}"
+        return f"an image prompt of {tokens} tokens in {len(self.parts)} attentions ({digest(self.parts)})"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -129,23 +129,19 @@ class LeafReader:
             raise Refusal(f"{name} takes inputs of different widths")
         return FusedLinear(name, members)
 
-    def transformer_block(
-        self, block: Any, of_own: Sequence[str] = ("to_q", "to_k", "to_v"), of_cross: Sequence[str] = ("to_k", "to_v")
-    ) -> TransformerBlock:
-        """A block of self attention, cross attention and feed-forward layers, as ldm and diffusers call its parts.
-        of_own, of_cross: the layers of self attention's queries, keys and values, and of cross attention's keys and
-        values, or the one that is all of them."""
+    def transformer_block(self, block: Any) -> TransformerBlock:
+        """A block of self attention, cross attention and feed-forward layers, as ldm and diffusers call its parts."""
         path, own, cross = self.path(block), block.attn1, block.attn2
         if self.kind(block.ff.net[0]) != "GEGLU":
             raise Refusal(f"{path} has a feed-forward layer without GEGLU")
         return TransformerBlock(
             self_norm=self.layer_norm(block.norm1),
             self_attention=SelfAttention(
-                self.fused(f"{path}.attn1", *map(own.get_submodule, of_own)), self.linear(own.to_out[0]), own.heads
+                self.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v), self.linear(own.to_out[0]), own.heads
             ),
             cross_norm=self.layer_norm(block.norm2),
             cross_attention=CrossAttention(
-                self.linear(cross.to_q), self.fused(f"{path}.attn2", *map(cross.get_submodule, of_cross)),
+                self.linear(cross.to_q), self.fused(f"{path}.attn2", cross.to_k, cross.to_v),
                 self.linear(cross.to_out[0]), cross.heads,
             ),
             feed_forward_norm=self.layer_norm(block.norm3),

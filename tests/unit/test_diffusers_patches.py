@@ -136,7 +136,7 @@ def test_two_images_with_masks_and_scales_of_their_own() -> None:
     masks = torch.zeros(1, 2, 64, 64)
     masks[:, 0, :, :32] = masks[:, 1, 32:] = 1
     output, expected = both(unet, images("plain", count=2), cross_attention_kwargs={"ip_adapter_masks": [masks]})
-    assert relative_error(output, expected) < CLOSE and len(runtime.call_stats.entry.key.additions) == 2
+    assert relative_error(output, expected) < CLOSE and within("IPAdapterAttnProcessor2_0")
 
 
 def test_a_graph_takes_what_is_added_from_each_call() -> None:
@@ -146,9 +146,7 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
     calls = []
     for seed, factors in ((1, FREEU), (2, (0.5, 0.6, 1.2, 1.3))):
         unet.enable_freeu(*factors)
-        left = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(seed))
         given = diffusers_arguments(a_call(unet, seed=seed))
-        given["cross_attention_kwargs"] = {"ip_adapter_masks": [left, left]}
         given["added_cond_kwargs"] = {"image_embeds": images("plain", "plus", seed=seed)}
         with torch.no_grad():
             expected = type(unet).forward(unet, **given).sample

@@ -1,7 +1,6 @@
 """IP-Adapters of the Forge family are image prompts of our forward, where their source is known."""
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from builders import CONTEXT_WIDTH, a_call, our_output, relative_error, shared_l
 from comfy_unet import attended, patched_output
 from test_patch_points import CLOSE, READ
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lib_onediff.core.call import Call
 from lib_onediff.hosts.forge import image_prompts
@@ -33,20 +31,14 @@ class Adapter:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
         result, order = attended(query, key, value, extra), extra["cond_or_uncond"]
-        sigma, rows, queries = extra["sigmas"][0].item(), len(query) // len(order), query.shape[1]
-        height, width = extra["original_shape"][2:]
+        sigma, rows = extra["sigmas"][0].item(), len(query) // len(order)
         for index, weight in enumerate(self.weights):
             if not self.sigma_end[index] <= sigma <= self.sigma_start[index]:
                 continue
             tokens = [(self.conds[index], self.unconds[index])[kind].repeat(rows, 1, 1) for kind in order]
             layers = self.ipadapters[index].ip_layers.to_kvs
             keys, values = (layers[name](torch.cat(tokens)) for name in (self.k_key, self.v_key))
-            added = attended(query, keys, values, extra) * weight
-            if self.masks[index] is not None:
-                high = int(height / math.sqrt(height * width / queries))
-                small = functional.interpolate(self.masks[index][:, None], (high, queries // high), mode="bicubic")
-                added = added * small[:, 0].flatten(1)[..., None]
-            result = result + added
+            result = result + attended(query, keys, values, extra) * weight
         return result
 
 
@@ -104,10 +96,10 @@ def error(options: dict[str, Any], **changes: Any) -> float:
 
 
 @pytest.mark.parametrize("options", [
-    lambda: adapters(), lambda: adapters(2), lambda: adapters(mask=torch.rand(1, 40, 60)),
+    lambda: adapters(), lambda: adapters(2),
     lambda: adapters(sigma_start=9.0, sigma_end=5.0), lambda: adapters(sigma_start=4.0, sigma_end=0.0),
     lambda: {**adapters(), "cond_or_uncond": [0]},
-], ids=["one", "two", "with a mask", "in its steps", "past its steps", "one prompt"])
+], ids=["one", "two", "in its steps", "past its steps", "one prompt"])
 def test_they_are_part_of_our_forward(options: Any) -> None:
     options = options()
     ours = made(options)
@@ -130,15 +122,11 @@ def test_what_is_changed_in_place_counts_at_the_next_call() -> None:
 
 @pytest.mark.parametrize("options", [
     lambda: adapters(kind=Stranger), lambda: adapters(weight_type="linear"), lambda: adapters(unfold_batch=True),
+    lambda: adapters(mask=torch.rand(1, 40, 60)),
     lambda: {**adapters(), "ad_params": {"sub_idxs": None}},
     lambda: {**adapters(), "cond_or_uncond": [1, 0, 0]},
     lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}},
-], ids=["another source", "another way", "frames", "AnimateDiff", "no such batch", "a function"])
+], ids=["another source", "another way", "frames", "a mask", "AnimateDiff", "no such batch", "a function"])
 def test_what_is_used_otherwise_runs_as_the_function_that_it_is(options: Any) -> None:
     ours = made(options())
     assert ours.patches is not None and not ours.image_prompts
-
-
-def test_a_mask_that_does_not_cover_the_image_is_the_hosts() -> None:
-    latent = a_call(shared_ldm_unet(), 28, 9).latent
-    assert not image_prompts_of(shared_ldm_unet(), adapters(mask=torch.rand(1, 40, 60)), latent)

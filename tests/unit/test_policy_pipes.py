@@ -95,15 +95,12 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
     assert told() == (0, "") and relative_error(found, exact) > 1e-3
 
 
-def test_an_ip_adapters_rows_and_masks(called: list[Called]) -> None:
+def test_an_ip_adapters_rows(called: list[Called]) -> None:
     pipe, oracle = compiled("StableDiffusionPipeline", SMALL), diffusers_unet(**SMALL, sample_size=8)
     load_ip_adapters(pipe.unet, "plain")
     load_ip_adapters(oracle, "plain")
     (embedding,) = images("plain")
-    generate(
-        pipe, ip_adapter_image_embeds=[torch.cat([torch.zeros_like(embedding[:1]), embedding[:1]])],
-        cross_attention_kwargs={"ip_adapter_masks": [torch.ones(1, 1, 64, 64)]},
-    )
+    generate(pipe, ip_adapter_image_embeds=[torch.cat([torch.zeros_like(embedding[:1]), embedding[:1]])])
     assert told() == (6, "")
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]

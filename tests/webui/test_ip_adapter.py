@@ -22,7 +22,8 @@ from webui_models import Models
 
 # Forge encodes the image itself: it must have models/ControlNetPreprocessor/CLIP-ViT-H-14.safetensors, or downloads it.
 ENCODER = {"forge": "CLIP-ViT-H (IPAdapter)", "ldm_patched": "CLIP-ViT-H (IPAdapter)", "a1111": "ip-adapter_clip_h"}
-# What the reason says of who runs; on Forge and Neo ours computes IP-Adapters, and names no function at attentions.
+# What the reason says of who runs; on Forge and Neo ours computes IP-Adapters without masks, and names no function at
+# attentions.
 BY_IP_ADAPTER = {
     "forge": r"^(?!.*patches_replace)", "ldm_patched": r"patches_replace\[attn2\]", "a1111": "attn2 by",
 }
@@ -133,7 +134,8 @@ def reason_for(webui: WebUI, case: Case) -> str:
     if case in LLLITES:
         only_forge(webui)
         return BY_LLLITE
-    return BY_IP_ADAPTER[webui.kind]
+    masked = any(unit.masked for unit in case.units)
+    return BY_IP_ADAPTER["ldm_patched" if masked and webui.kind == "forge" else webui.kind]
 
 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)

@@ -128,12 +128,9 @@ class Layers:
         if replaced is not None:
             return replaced
         inputs = patches.self_attention_inputs(normed)
-        if len(members) == 1:
-            projected = ops.linear(inputs[0], weights[members[0].path]).chunk(3, dim=-1)
-        else:
-            projected = tuple(
-                ops.linear(given, weights[member.path]) for given, member in zip(inputs, members, strict=True)
-            )
+        projected = tuple(
+            ops.linear(given, weights[member.path]) for given, member in zip(inputs, members, strict=True)
+        )
         mixed = patches.attend(SELF_ATTENTION, *projected)
         if mixed is None:
             mixed = self._attend_to_itself(attention, *projected)
@@ -176,9 +173,7 @@ class Layers:
             key_value = prompt.key_value(attention.query.path)
             if key_value is not None:
                 key, value = (split_heads(part, attention.heads) for part in key_value)
-                image = self.ops.attention(query, key, value, self.upcast_attention)
-                mask = prompt.masks.get(query.shape[2])
-                mixed = mixed + (image if mask is None else image * mask[:, None])
+                mixed = mixed + self.ops.attention(query, key, value, self.upcast_attention)
         return join_heads(mixed)
 
 

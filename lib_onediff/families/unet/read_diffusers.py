@@ -1,7 +1,7 @@
 """Read diffusers' UNet2DConditionModel."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -16,12 +16,9 @@ from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, UNetL
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
 # These compute plain softmax attention; any other processor may compute something else.
-FUSED_PROCESSOR = "FusedAttnProcessor2_0"
-PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0", FUSED_PROCESSOR}
-# What computes queries, keys and values, by whether fuse_qkv_projections() has made one layer of them; the others stay
-# where they are, and nobody keeps them true to each other.
-OF_SELF_ATTENTION = {False: ("to_q", "to_k", "to_v"), True: ("to_qkv",)}
-OF_CROSS_ATTENTION = {False: ("to_k", "to_v"), True: ("to_kv",)}
+PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
+# What fuse_qkv_projections() sets, and the layers that it makes and leaves behind when that is undone.
+FUSED_PROCESSOR, FUSED_LAYERS = "FusedAttnProcessor2_0", ("to_qkv", "to_kv")
 # An IP-Adapter's: its tokens go to attention processors, beside the context.
 IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
 PROCESSOR_OF = attrgetter("processor")
@@ -191,24 +188,19 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     if getattr(block, "fuser", None) is not None:
         raise Refusal(f"{path} has a GLIGEN layer")
     for attention in (block.attn1, block.attn2):
-        refuse_variant(attention, leaves)
+        check_attention(attention, leaves)
     if not block.attn2.is_cross_attention:
         raise Refusal(f"{path} has two self attentions")
-    return leaves.transformer_block(
-        block, projections(block.attn1, OF_SELF_ATTENTION, leaves), projections(block.attn2, OF_CROSS_ATTENTION, leaves)
-    )
+    return leaves.transformer_block(block)
 
 
-def projections(attention: Any, named: Mapping[bool, Sequence[str]], leaves: LeafReader) -> Sequence[str]:
-    """The names of the layers that compute queries, keys and values; the others are accounted for."""
-    fused = type(attention.processor).__name__ == FUSED_PROCESSOR
-    for name in named[not fused]:
+def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:
+    """Raise Refusal for an attention that computes more than its queries, keys, values and output. is_residual: whether
+    it is to have a norm of its own, and to add its result to what it reads, as a VAE's."""
+    if type(attention.processor).__name__ == FUSED_PROCESSOR:
+        raise Refusal("fuse_qkv_projections() is on: OneDiff does that without a copy, after unfuse_qkv_projections()")
+    for name in FUSED_LAYERS:
         leaves.leave(getattr(attention, name, None))
-    return named[fused]
-
-
-def refuse_variant(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:
-    """is_residual: whether it is to have a norm of its own, and to add its result to what it reads, as a VAE's."""
     extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
     odd = [name for name in extras if getattr(attention, name, None) is not None]
     has = attention.group_norm is not None, bool(attention.residual_connection)

@@ -65,9 +65,8 @@ class Decoding:
         ops, weights = self.ops, self.weights
         height, width = image.shape[-2:]
         tokens = ops.image_to_tokens(ops.group_norm(image, weights[attention.norm.path], attention.norm, silu=False))
-        projected = [ops.linear(tokens, weights[part.path]) for part in attention.projections]
-        parts = projected if len(projected) > 1 else projected[0].chunk(3, dim=-1)
-        query, key, value = (split_heads(part, attention.heads) for part in parts)
+        projected = (ops.linear(tokens, weights[part.path]) for part in attention.projections)
+        query, key, value = (split_heads(part, attention.heads) for part in projected)
         mixed = join_heads(ops.attention(query, key, value, self.upcast_attention))
         update = ops.linear(mixed, weights[attention.out.path])
         return ops.residual_add(image, ops.tokens_to_image(update, height, width), None)

@@ -24,8 +24,8 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class PixelAttention:
-    """Every pixel attends to every pixel; the result is added to the image. projections: the layers of queries, keys
-    and values, or the one that is all of them."""
+    """Every pixel attends to every pixel; the result is added to the image. projections: of queries, keys and values.
+    """
 
     norm: GroupNorm
     projections: tuple[Linear, ...]

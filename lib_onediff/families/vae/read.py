@@ -12,7 +12,7 @@ from ...core.leaves import Convolution
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader
 from ..unet.layout import Downsample, Upsample
-from ..unet.read_diffusers import OF_SELF_ATTENTION, is_plain, projections, read_upsample, refuse_variant, require_silu
+from ..unet.read_diffusers import check_attention, is_plain, read_upsample, require_silu
 from .layout import DecoderLayout, Layer, PixelAttention, ResidualBlock
 
 # The attributes that hold the blocks on the way up, of a decoder, and down, of an encoder.
@@ -121,7 +121,7 @@ def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def ldm_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
-    projected = (leaves.linear(attention.q), leaves.linear(attention.k), leaves.linear(attention.v))
+    projected = tuple(map(leaves.linear, (attention.q, attention.k, attention.v)))
     return PixelAttention(leaves.group_norm(attention.norm), projected, leaves.linear(attention.proj_out), heads=1)
 
 
@@ -144,15 +144,13 @@ def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
+    check_attention(attention, leaves, is_residual=True)
     processor = type(attention.processor)
     if not is_plain(processor):
         raise Refusal(f"the attention processor {processor.__name__} is set, which may compute something else")
-    refuse_variant(attention, leaves, is_residual=True)
-    names = projections(attention, OF_SELF_ATTENTION, leaves)
+    projected = tuple(map(leaves.linear, (attention.to_q, attention.to_k, attention.to_v)))
     return PixelAttention(
-        norm=leaves.group_norm(attention.group_norm),
-        projections=tuple(leaves.linear(getattr(attention, name)) for name in names),
-        out=leaves.linear(attention.to_out[0]), heads=attention.heads,
+        leaves.group_norm(attention.group_norm), projected, leaves.linear(attention.to_out[0]), attention.heads
     )
 
 

@@ -24,8 +24,6 @@ IP_ADAPTERS = {"IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0"}
 MASKS = "ip_adapter_masks"
 # The last part of an attention's path in the layout, and of its queries'.
 OUT, QUERY = ".to_out.0", ".to_q"
-# Layers of keys and of values, and the scale of each image, by the path of their attention.
-Projections = dict[str, tuple[nn.Linear, nn.Linear, list[float]]]
 
 
 class UNetPatches(PatchPoints):
@@ -104,9 +102,10 @@ def within(
     prompts: tuple[ImagePrompt, ...] = ()
     try:
         if kinds:
+            if arguments.get(MASKS) is not None:
+                raise Refusal("masks say where in the image they work")
             adapters = {path: one for path, one in processors.items() if type(one) in kinds}
-            found = adapters_of(adapters, latent, tokens, arguments.get(MASKS))
-            prompts = tuple(one for adapter in found for one in image_prompts(adapter, latent, len(unet.down_blocks)))
+            prompts = image_prompts(adapters, latent, tokens)
     except Refusal as reason:
         log.debug("diffusers' IP-Adapter processors run as they are: %s", reason)
     factors = tuple(freeu_factors(index, block) for index, block in enumerate(unet.up_blocks) for _ in block.resnets)
@@ -115,84 +114,38 @@ def within(
     return Within(patches if patches.structure else None, prompts, freeu)
 
 
-class Adapter(NamedTuple):
-    """One IP-Adapter. tokens: (batch, images, tokens, width). mask: (1, images, height, width)."""
-
-    tokens: Tensor
-    projections: Projections
-    mask: Tensor | None
-
-
-def adapters_of(
-    processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None, given_masks: Any
-) -> list[Adapter]:
-    """The adapters of these processors. Raises Refusal where diffusers has to run them, or to refuse their
-    inputs."""
+def image_prompts(
+    processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None
+) -> tuple[ImagePrompt, ...]:
+    """What each IP-Adapter of these processors adds. image_tokens: see UNetPatches. Raises Refusal where diffusers has
+    to run them, or to refuse their inputs."""
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
         raise Refusal("they are not where an image prompt is")
-    masks: list[Any] = [None] * len(image_tokens) if given_masks is None else list(
-        given_masks.unsqueeze(1) if isinstance(given_masks, Tensor) else given_masks
-    )
     counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
-    if {*counts, len(masks)} != {len(image_tokens)}:
-        raise Refusal("adapters, images, scales and masks are not equally many")
-    found: list[Adapter] = []
-    for index, (tokens, mask) in enumerate(zip(image_tokens, masks, strict=True)):
-        if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
-            raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
-        images = tokens.shape[1]
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == images):
-            raise Refusal("a mask is no (1, images, height, width)")
-        projections: Projections = {}
-        for path, one in processors.items():
-            keys, values, scale = one.to_k_ip[index], one.to_v_ip[index], one.scale[index]
-            # diffusers takes a list of scales with masks alone.
-            scales = scale if isinstance(scale, list) and mask is not None else [scale] * images
-            if len(scales) != images or not all(isinstance(each, (int, float)) for each in scales):
-                raise Refusal(f"a scale is {scale!r} for {images} images")
-            if type(keys) is not nn.Linear or type(values) is not nn.Linear:
-                raise Refusal(f"{path} has another layer than a linear one")
-            projections[path] = keys, values, scales
-        found.append(Adapter(tokens, projections, mask))
-    return found
+    if counts != {len(image_tokens)}:
+        raise Refusal("adapters, images and scales are not equally many")
+    return tuple(image_prompt(processors, latent, index, tokens) for index, tokens in enumerate(image_tokens))
 
 
-def image_prompts(adapter: Adapter, latent: Tensor, levels: int) -> list[ImagePrompt]:
-    """What an adapter adds: for all of its images together, and with a mask for each of them. levels: how many sizes
-    the hidden states have."""
-    tokens, projections, mask = adapter
-    if mask is None:
-        return [image_prompt(tokens.flatten(1, 2), projections, 0, {})]
-    return [
-        image_prompt(tokens[:, image], projections, image, downsampled(mask[:, image], latent, levels))
-        for image in range(tokens.shape[1])
-    ]
-
-
-def image_prompt(tokens: Tensor, projections: Projections, image: int, masks: dict[int, Tensor]) -> ImagePrompt:
-    """Of tokens (batch, tokens, width), in every attention where the image's scale is not 0."""
+def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens: Tensor) -> ImagePrompt:
+    """What one adapter adds for all of its images together, in every attention where its scale is not 0."""
+    if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
+        raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
+    tokens = tokens.flatten(1, 2)
     parts: dict[str, tuple[int, int]] = {}
     projected = [tokens[..., :0]]
     width = 0
-    for path, (keys, values, scales) in projections.items():
-        if scales[image] != 0:
-            projected += keys(tokens), values(tokens) * scales[image]
+    for path, one in processors.items():
+        keys, values, scale = one.to_k_ip[index], one.to_v_ip[index], one.scale[index]
+        if not isinstance(scale, (int, float)):
+            raise Refusal(f"a scale is {scale!r}")
+        if type(keys) is not nn.Linear or type(values) is not nn.Linear:
+            raise Refusal(f"{path} has another layer than a linear one")
+        if scale != 0:
+            projected += keys(tokens), values(tokens) * scale
             parts[path + QUERY] = width, keys.out_features + values.out_features
             width += keys.out_features + values.out_features
-    return ImagePrompt(torch.cat(projected, dim=-1), parts, masks)
-
-
-def downsampled(mask: Tensor, latent: Tensor, levels: int) -> dict[int, Tensor]:
-    """A mask, (1 or batch, height, width), for every size of the hidden states: (batch, tokens, 1) by their number."""
-    from diffusers.image_processor import IPAdapterMaskProcessor
-
-    height, width = latent.shape[-2:]
-    found: dict[int, Tensor] = {}
-    for _ in range(levels):
-        cut = IPAdapterMaskProcessor.downsample(mask, latent.shape[0], height * width, 1)
-        found[height * width] = cut.to(latent.device, latent.dtype)
-        height, width = (height + 1) // 2, (width + 1) // 2
-    return found
+    return ImagePrompt(torch.cat(projected, dim=-1), parts)
 
 
 @lru_cache(maxsize=8)

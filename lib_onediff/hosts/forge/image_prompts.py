@@ -9,7 +9,6 @@ import ast
 import hashlib
 import inspect
 import logging
-import math
 import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...core.additions import ImagePrompt
 from ...core.patch_points import CROSS_ATTENTION
@@ -29,7 +27,6 @@ log = logging.getLogger("onediff")
 # lib_ipadapter's CrossAttentionPatch of Forge (June 2025) and Forge Neo 2.26, as Python 3.10 and later ones write it.
 KNOWN = {"8e182e7ffcc7ecf0", "6fad6df6ee380c99"}
 QUERY = "{}.{}.transformer_blocks.{}.attn2.to_q"
-MOST_LEVELS = 4
 # What percent_to_sigma of the host returns for 0 and 1: at every step.
 ANY_SIGMA = (999999999.9, 0.0)
 
@@ -60,22 +57,22 @@ def read_image_prompts(
     places = {key: queries_at(unet, key) for key in functions}
     if options.get("ad_params") is not None or not all(places.values()):
         raise Refusal("they are not where an image prompt is")
-    of_rows = [part for part in order for _ in range(rows // len(order))]
-    sigmas, parts = options.get("sigmas"), len(order)
-    return tuple(image_prompt(functions, places, index, of_rows, latent, parts, sigmas) for index in range(count))
+    of_rows, sigmas = [part for part in order for _ in range(rows // len(order))], options.get("sigmas")
+    return tuple(image_prompt(functions, places, index, of_rows, latent, sigmas) for index in range(count))
 
 
 def image_prompt(
     functions: Mapping[Any, Any], places: Mapping[Any, list[str]], index: int, of_rows: list[int], latent: Tensor,
-    parts: int, sigmas: Tensor | None,
+    sigmas: Tensor | None,
 ) -> ImagePrompt:
     """What one adapter adds. places: the paths of the queries at each place. of_rows: for each row of the batch, which
-    prompt it has: 0 or 1. parts: of the batch. sigmas: of the step."""
+    prompt it has: 0 or 1. sigmas: of the step."""
     first = next(iter(functions.values()))
-    cond, uncond, mask, weight = first.conds[index], first.unconds[index], first.masks[index], first.weights[index]
+    cond, uncond, weight = first.conds[index], first.unconds[index], first.weights[index]
     same = all(settings_of(one, index) == settings_of(first, index) for one in functions.values())
     # "original" is the one way in which the host's page uses them.
-    if not same or not first.weight_type[index].startswith("original") or first.unfold_batch[index]:
+    is_plain = first.weight_type[index].startswith("original") and not first.unfold_batch[index]
+    if not same or not is_plain or first.masks[index] is not None:
         raise Refusal("an adapter has settings that only the host knows")
     if cond.shape[0] != 1 or uncond.shape != cond.shape:
         raise Refusal(f"image tokens are {tuple(cond.shape)} and {tuple(uncond.shape)}")
@@ -96,7 +93,7 @@ def image_prompt(
         # Values of 0 add nothing, and nobody waits for the GPU to tell the sigma.
         sigma = torch.tensor(ANY_SIGMA[0]) if sigmas is None else sigmas[0].double()
         key_values = key_values * ((sigma <= start) & (sigma >= end)).to(key_values)
-    return ImagePrompt(key_values, columns, {} if mask is None else masks_of(mask, latent, parts))
+    return ImagePrompt(key_values, columns)
 
 
 def settings_of(function: Any, index: int) -> tuple[Any, ...]:
@@ -132,21 +129,3 @@ def queries_at(unet: nn.Module, key: tuple[Any, ...]) -> list[str]:
         for place, layer in enumerate(stage) if hasattr(layer, "transformer_blocks")
         for number in range(len(layer.transformer_blocks)) if not block or number == block[0]
     ]
-
-
-def masks_of(mask: Tensor, latent: Tensor, parts: int) -> dict[int, Tensor]:
-    """A mask, (images, height, width), for every size of the hidden states, (batch, tokens, 1) by their number, as the
-    host resizes it. parts: of the batch."""
-    rows, (height, width) = latent.shape[0] // parts, latent.shape[-2:]
-    level, found = (height, width), dict[int, Tensor]()
-    for _ in range(MOST_LEVELS):
-        tokens = level[0] * level[1]
-        high = int(height / math.sqrt(height * width / tokens))
-        high += int(tokens % high != 0)
-        small = functional.interpolate(mask[:, None], size=(high, tokens // high), mode="bicubic")[:, 0]
-        small = torch.cat([small, small[-1:].repeat(max(0, rows - len(small)), 1, 1)])[:rows]
-        if small[0].numel() != tokens:
-            raise Refusal("a mask does not cover the image")
-        found[tokens] = small.repeat(parts, 1, 1).flatten(1)[..., None].to(latent)
-        level = (level[0] + 1) // 2, (level[1] + 1) // 2
-    return found

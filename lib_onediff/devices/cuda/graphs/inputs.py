@@ -41,8 +41,7 @@ def tensors_of(call: Call) -> list[Tensor | None]:
     if call.control is not None:
         for part in fields(Control):
             tensors += getattr(call.control, part.name)
-    for prompt in call.image_prompts:
-        tensors += prompt.tensors()
+    tensors += [prompt.key_values for prompt in call.image_prompts]
     return tensors if call.freeu is None else [*tensors, call.freeu.factors]
 
 
