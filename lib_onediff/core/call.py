@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,10 +59,6 @@ class Cut:
     @property
     def name(self) -> str:
         return CACHED if self.reads else FULL
-
-    def apart(self) -> Cut:
-        """The same cut, writing to memory that no other call reads."""
-        return self if self.reads else replace(self, memory=CutMemory())
 
 
 @dataclass(frozen=True)

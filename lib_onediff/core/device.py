@@ -34,13 +34,11 @@ class Memory(Protocol):
 class Runner(Protocol):
     """A forward made ready for one shape, and one set of weight addresses.
 
-    inputs: its own, into which each call's are copied. own_bytes: the GPU memory that it has for itself alone. seconds:
-    how long it took to make.
+    inputs: its own, into which each call's are copied. own_bytes: the GPU memory that it has for itself alone.
     """
 
     inputs: Call
     own_bytes: int
-    seconds: float
 
     @property
     def memory(self) -> Memory:

@@ -166,17 +166,15 @@ MOST_VERDICTS = 64
 class Entry:
     """A shape, and what was found of it over the weights of the last call.
 
-    weights: whose verdict that is (BoundUNet.identity). model: its name for people. bytes: how much GPU memory comes
-    back when its graph alone goes. needs: how much its graph takes of the memory that all graphs share, alone; known
-    from its plain calls on. waits: why it has no graph yet. misfits: how often functions of other extensions did not
-    fit its graphs. kept_uses: how many of its uses the store knows. no_graph, of its verdict: why it has no graph and
-    will get none.
+    weights: whose verdict that is (BoundUNet.identity). model: its name for people. needs: how much its graph takes of
+    the memory that all graphs share, alone; known from its plain calls on. waits: why it has no graph yet. misfits: how
+    often functions of other extensions did not fit its graphs. kept_uses: how many of its uses the store knows.
+    no_graph, of its verdict: why it has no graph and will get none.
     """
 
     key: ShapeKey
     model: str = ""
     weights: str = ""
-    bytes: int = 0
     needs: int = 0
     waits: str = ""
     misfits: int = 0

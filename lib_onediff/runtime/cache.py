@@ -39,12 +39,10 @@ class Cache:
 
     def rows(self) -> list[ResolutionRow]:
         """What is known about every resolution, the last used first."""
-        memory, entries = self._look(), self._services.table.entries()
-        for entry in entries:
-            entry.bytes = memory.gives_back({entry.key})
         services = self._services
         return rows_of(
-            entries, services.history.rows(), services.history.pins(), memory.gives_back, services.call_stats.times_of
+            services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
+            services.call_stats.times_of,
         )
 
     def totals(self) -> Totals:

@@ -207,10 +207,6 @@ class ManagedUNet:
         if not self.runners:
             self._memory = None
 
-    def stands(self, generation: int) -> bool:
-        """Whether the weights of this generation still lie where they lay then."""
-        return generation == self.bound.generation and self.bound.unmoved()
-
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""

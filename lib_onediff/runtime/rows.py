@@ -134,12 +134,12 @@ class ResolutionRow:
 
 def rows_of(
     entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[Name] = (),
-    gives_back: GivesBack | None = None, times_of: TimesOf = lambda entry: None,
+    gives_back: GivesBack = lambda keys: 0, times_of: TimesOf = lambda entry: None,
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
     history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
-    (model, resolution). gives_back: the GPU memory that comes back without these shapes; by default their sum.
+    (model, resolution). gives_back: the GPU memory that comes back without these shapes.
     times_of: see CallStats.
     """
     groups = by_name(entries, lambda entry: (entry.model, entry.key.resolution))
@@ -169,19 +169,16 @@ def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
 
 
 def resolution_row(
-    entries: list[Entry], pinned: bool = False, gives_back: GivesBack | None = None,
+    entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
     times_of: TimesOf = lambda entry: None,
 ) -> ResolutionRow:
     """The row of one model and resolution; entries are its shapes, the last used first."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
-    shapes = tuple(shape_row(entry, pinned) for entry in entries)
+    shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
     times = times_of(entries[shapes.index(usual_shape(shapes))])
     if times is not None:
         row = replace(row, step_ms=times.step_ms, host_ms=times.host_ms, **ratio_values(times.ratio))
-    if gives_back is None or len(entries) == 1:
-        # What one shape gives back alone, its entry says.
-        return row
     return replace(row, bytes=gives_back({entry.key for entry in entries}))
 
 
@@ -197,8 +194,8 @@ def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRo
         resolution=resolution, model=model, state=state, pinned=shapes[0].pinned,
         reason=next((shape.reason for shape in shapes if shape.reason), ""),
         step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio, ratio_range=usual.ratio_range,
-        bytes=sum(shape.bytes for shape in shapes), uses=sum(shape.uses for shape in shapes),
-        last_used=shapes[0].last_used, shapes=shapes, needs=max(shape.needs for shape in shapes),
+        uses=sum(shape.uses for shape in shapes), last_used=shapes[0].last_used, shapes=shapes,
+        needs=max(shape.needs for shape in shapes),
     )
 
 
@@ -211,13 +208,13 @@ def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
     )
 
 
-def shape_row(entry: Entry, pinned: bool = False) -> ShapeRow:
-    """One entry in plain values."""
+def shape_row(entry: Entry, pinned: bool, gives_back: int) -> ShapeRow:
+    """One entry in plain values. gives_back: bytes of GPU memory that come back without its graph."""
     key = entry.key
     return ShapeRow(
         batch=key.batch, tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), state=entry.state.value,
         reason=entry.reason or entry.no_graph or entry.waits, step_ms=entry.own.median_ms,
-        host_ms=entry.host.median_ms, **ratio_values(entry.ratio), bytes=entry.bytes, uses=entry.uses,
+        host_ms=entry.host.median_ms, **ratio_values(entry.ratio), bytes=gives_back, uses=entry.uses,
         last_used=entry.last_used, relative_error=entry.relative_error, control=bool(key.control), needs=entry.needs,
         pinned=pinned, part=key.part, backend=key.backend, lossy=str(key.lossy),
     )

@@ -59,16 +59,17 @@ def states() -> dict[str, str]:
 def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[int, int], ...]) -> None:
     for size in order:
         use(unet, size)
-    for largest, rest in ((LARGE, ("512x512", "768x512")), (MIDDLE, ("512x512",)), (SMALL, ())):
+    for largest, rest in ((LARGE, ("768x512", "512x512")), (MIDDLE, ("512x512",)), (SMALL, ())):
         before, said = reserved(), row(largest).bytes
         freed = runtime.purge([row(largest).resolution])
         fell = before - reserved()
-        assert said > MIB and abs(fell - said) <= 0.1 * said, f"{said / MIB:.1f} MiB said, {fell / MIB:.1f} fell"
-        assert abs(freed - fell) <= 4 * MIB
-        assert states() == dict.fromkeys(rest, "ready")
+        assert fell >= 0.9 * said > MIB and abs(freed - fell) <= 4 * MIB
+        assert set(states()) == set(rest)
         for width, height in map(SIDES.__getitem__, rest):
-            use(unet, (width, height), 1)
-            assert status()["route"] == "graph", "what stays is replayed and right"
+            use(unet, (width, height), 2)
+            assert status()["route"] == "graph", "what stays is replayed and right, captured again where it had to be"
+        fell = before - reserved()
+        assert abs(fell - said) <= 0.1 * said, f"{said / MIB:.1f} MiB said, {fell / MIB:.1f} fell"
     assert runtime.totals().vram == 0
 
 
@@ -90,9 +91,8 @@ def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
             unet(**given)
         assert status()["route"] in ("graph", "plain"), status()["reason"]
         assert runtime.totals().vram <= allowed * MIB
-    assert states()["512x512"] == "ready" and row(SMALL).pinned
-    assert reserved() - before <= (allowed + 64) * MIB
-    use(unet, SMALL, 1)
+    assert row(SMALL).pinned and reserved() - before <= (allowed + 64) * MIB
+    use(unet, SMALL, 2)
     assert status()["route"] == "graph"
 
 

@@ -45,8 +45,6 @@ def most_in_use(latent: Tensor) -> int:
 
 
 class PretendedGraph:
-    seconds = 0.1
-
     def __init__(
         self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: Call, memory: PretendedPool
     ) -> None:
@@ -68,7 +66,6 @@ class PretendedGraphs(CudaGraphs):
         self.before_replay: Callable[[], None] = lambda: None
         self.before_capture: Callable[[Call], None] = lambda inputs: None
         self.captured: list[str] = []
-        self.rehearsed = 0
         self.most = 0
 
     def prepare(
@@ -99,12 +96,9 @@ class PretendedGraphs(CudaGraphs):
         self.captured.append(f"{width * 8}x{height * 8}")
         self.most = max(self.most, self.bytes(device))
         if segments is not None:
-            return SegmentsRunner(segments, replace(inputs, patches=None), pool, bytes_of(inputs), 0.1)
+            return SegmentsRunner(segments, replace(inputs, patches=None), pool, bytes_of(inputs))
         again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
         return PretendedGraph(self, again, inputs, pool)
-
-    def rehearse(self, binding: Binding, ops: Operators, inputs: Call) -> None:
-        self.rehearsed += 1
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
         output = work()

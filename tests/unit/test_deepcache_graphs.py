@@ -10,13 +10,11 @@ from deepcache_builders import (  # noqa: F401
     call_of,
     equal_distances,
     few_steps_suffice,
-    passes,
 )
 from graph_builders import PretendedGraphs
 
 from lib_onediff.core.table import Entry, State
 from lib_onediff.families.unet import cuts as compute
-from lib_onediff.runtime.graphs.accounting import CaptureRequest
 from lib_onediff.runtime.runtime import runtime
 
 FULL, CACHED = "full", "cached"
@@ -81,27 +79,6 @@ def test_pre_warming_makes_both_halves_ready(pretended: PretendedGraphs) -> None
     assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2
     assert set(sample(rig)) == {"graph"}
     assert rig.reason == ""
-
-
-def test_graphs_that_are_captured_again_in_mid_sampling_leave_the_feature_alone(pretended: PretendedGraphs) -> None:
-    """As when another size that was larger is purged: what shares its memory is made anew, after a rehearsal."""
-    rig = rig_of()
-    prompts = (("cat",), ("ugly",))
-    for _ in range(2):
-        sample(rig, prompts=prompts)
-    rig.begin(STEPS[:6])
-    for index, deepcache in enumerate(passes([0, 3, 5], 6)):
-        for names in prompts:
-            rig.check(call_of(rig.unet, STEPS[index], names), names[0], deepcache)
-            rehearsed = pretended.rehearsed
-            wanted = [CaptureRequest.of(held) for held in runtime.services.holdings.graphs()]
-            for one in wanted:
-                # Whatever call came last.
-                one.inputs.latent.fill_(index)
-            runtime.services.graphs._drop({one.entry.key for one in wanted})
-            runtime.services.graphs.capture_again(wanted)
-            assert pretended.rehearsed > rehearsed
-    assert runtime.call_stats.route == "graph"
 
 
 def test_a_shallow_half_that_fails_leaves_the_full_one(

@@ -1,15 +1,14 @@
 """What the graphs of every UNet hold at one moment, and what would come back without some of them."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ...core.call import Call
 from ...core.key import ShapeKey
-from ...core.table import Entry, ShapeTable, State
+from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.capture import CudaGraphs, Output
 from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
@@ -32,27 +31,6 @@ class GraphRecord(NamedTuple):
     @property
     def key(self) -> ShapeKey:
         return self.entry.key
-
-
-class CaptureRequest(NamedTuple):
-    """What a graph is made of. generation: of the weights that it was made for; seconds: how long that took. Holds
-    nothing of the graph itself."""
-
-    managed: ManagedUNet
-    entry: Entry
-    generation: int
-    inputs: Call
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, held: GraphRecord) -> CaptureRequest:
-        kept, runner = held.kept, held.kept.runner
-        return cls(held.managed, held.entry, kept.generation, runner.inputs, runner.seconds)
-
-    def can_be(self) -> bool:
-        """Whether the weights lie where they lay, and nothing has come between. Functions of other extensions are
-        called in a call of theirs alone."""
-        return not self.entry.key.patches and self.entry.state is State.PROVED and self.managed.stands(self.generation)
 
 
 class PoolKey(NamedTuple):
@@ -199,14 +177,14 @@ class MemorySnapshot:
             gives_back(self._sizes[place], self._largest_without(place, keys)) for place in places
         )
 
-    def captured_again_without(self, keys: Collection[ShapeKey]) -> Iterator[ShapeKey]:
-        """The graphs that must be captured again so that the memory of these shapes comes back, where that is worth
-        it."""
+    def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
+        """The graphs that have to go too so that the memory of these shapes comes back, where that is worth it."""
+        found: set[ShapeKey] = set()
         for place, graphs in self._graphs.items():
-            touched = any(key in keys for _, key in graphs)
-            rest = [key for _, key in graphs if key not in keys]
-            if touched and rest and gives_back(self._sizes[place], self._largest_without(place, keys)):
-                yield from rest
+            here = {key for _, key in graphs}
+            if not here.isdisjoint(keys) and gives_back(self._sizes[place], self._largest_without(place, keys)):
+                found |= here
+        return found
 
     def _largest_without(self, place: int, keys: Collection[ShapeKey]) -> list[int]:
         return next(([needs] for needs, key in self._graphs[place] if key not in keys), [])

@@ -4,32 +4,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from ...core.affine import Source
 from ...core.call import Call
 from ...core.key import ShapeKey
 from ...core.operators import Operators
-from ...core.precision import our_modes
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.inputs import own_inputs
 from ...weights.offload import empty_pinned_cache
 from ..managed_unet import ManagedUNet
-from .accounting import CaptureRequest, Holdings, PoolKey
+from .accounting import Holdings, PoolKey
 from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 CARD_IS_FULL = "the GPU's memory is nearly full, so its graph waits until there is room"
 NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' leaves no room for graphs between functions of other extensions"
-# How long a step of an image may take longer because older graphs are captured again; the others are when needed. A
-# rehearsal takes about as long as the capture after it.
-SECONDS_AN_IMAGE_WAITS, TIMES_TO_COMPUTE = 1.0, 2
 PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
 
 
@@ -75,16 +70,21 @@ class GraphCache:
         entry.waits = self._why_wait(entry, allowed)
         if entry.waits:
             return
-        inputs = own_inputs(call)
-        wanted = CaptureRequest(managed, entry, managed.bound.generation, inputs)
-        self._make(wanted)
-        if not fits(self._now.held(device), allowed):
-            self._compact(PoolKey.of(entry.key), allowed, wanted)
-        if not fits(self._now.held(device), allowed):
-            self._without_the_others(wanted, allowed)
-        if entry.key.patches and entry.state is not State.READY and not entry.no_graph:
-            # What is captured again makes no calls, and its functions are called in calls alone.
+        self._make(managed, entry, call)
+        if fits(self._now.held(device), allowed):
+            return
+        # In a memory made for it alone it takes less; the others are captured into that at their next use.
+        pool = PoolKey.of(entry.key)
+        self._drop_pool(pool)
+        if entry.key.patches:
+            # A capture calls functions of other extensions, whose state is set back for one.
             entry.no_graph = NO_ROOM_BESIDE
+            return
+        self._make(managed, entry, call)
+        if not fits(self._now.held(device), allowed):
+            needed = self._now.held_by(pool)
+            self._drop({entry.key})
+            entry.needs, entry.no_graph = needed, too_large(needed, allowed)
 
     def _why_wait(self, entry: Entry, allowed: int) -> str:
         """Make room for a graph that would fit alone; why that is not possible now, if so."""
@@ -104,14 +104,14 @@ class GraphCache:
             self._now.card.empty_cache()
         return ""
 
-    def _make(self, wanted: CaptureRequest) -> None:
-        entry, key = wanted.entry, wanted.entry.key
+    def _make(self, managed: ManagedUNet, entry: Entry, call: Call) -> None:
+        key = entry.key
         before = self._now.made.bytes(key.device, key.architecture)
+        operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
         runner = self._now.made.prepare(
-            key.architecture, *self._computed_by(wanted.managed, key), wanted.inputs,
-            entry.needs,
+            key.architecture, managed.binding_for(key.lossy), operators, own_inputs(call), entry.needs
         )
-        log.debug("captured %s in %.0f ms", key, runner.seconds * 1e3)
+        log.debug("captured %s", key)
         grown = max(0, runner.memory.bytes - before)
         if grown:
             # What the plain calls before it left in torch's cache is not needed beside the graph's own memory.
@@ -119,7 +119,7 @@ class GraphCache:
         # What was captured into a new memory has shown exactly what it needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
         entry.state, entry.waits = State.READY, ""
-        wanted.managed.keep(key, runner)
+        managed.keep(key, runner)
         self._shared_noticed = self._now.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
@@ -131,63 +131,18 @@ class GraphCache:
             self.drop(others.pop(0))
         for one in {PoolKey.of(key) for key in self._now.keys() if key.device == device}:
             if not fits(self._now.held(device), allowed):
-                self._compact(one, allowed)
-
-    def _compact(self, pool: PoolKey, allowed: int, first: CaptureRequest | None = None) -> None:
-        """Give the memory of an architecture up, and make it anew for the graph that is wanted now, the pinned, and as
-        many of those used last as fit and an image can wait for."""
-        pinned = self._now.pinned()
-        older = [held for held in self._now.graphs() if PoolKey.of(held.key) == pool]
-        older.sort(key=lambda held: (held.key in pinned, held.entry.last_used), reverse=True)
-        room = allowed - (self._now.held(pool.device) - self._now.held_by(pool))
-        again = [CaptureRequest.of(held) for held in older if first is None or held.entry is not first.entry]
-        wanted = in_time(again, pinned, room, 0 if first is None else first.entry.needs)
-        doomed = {held.key for held in older}
-        # With the last that knows of it, the memory goes.
-        del older
-        self._drop(doomed)
-        self.capture_again(wanted if first is None else [first, *wanted], allowed)
-
-    def _without_the_others(self, wanted: CaptureRequest, allowed: int) -> None:
-        """The last try: the graph alone. Where even that is too much, there is none."""
-        entry, pool = wanted.entry, PoolKey.of(wanted.entry.key)
-        self._drop({key for key in self._now.keys() if PoolKey.of(key) == pool})
-        self._make(wanted)
-        if not fits(self._now.held(pool.device), allowed):
-            needed = self._now.held_by(pool)
-            self._drop({entry.key})
-            entry.needs, entry.no_graph = needed, too_large(needed, allowed)
-
-    def capture_again(self, wanted: Collection[CaptureRequest], allowed: int = 0) -> None:
-        """Capture graphs that were dropped a moment ago, the largest first: it gets the memory in one piece, and the
-        others fit into that. What cannot be made stays PROVED, and is captured at its next use; so does what comes
-        after the memory has stopped to fit."""
-        possible = sorted((one for one in wanted if one.can_be()), key=lambda one: -one.entry.needs)
-        rehearsed = [one for one in possible if attempted(one, self._rehearse)]
-        if rehearsed:
-            # What the rehearsals have left is of no use to a capture.
-            self._now.card.empty_cache()
-        for one in rehearsed:
-            if not attempted(one, self._make) or not fits(self._now.held(one.entry.key.device), allowed):
-                break
-
-    def _rehearse(self, one: CaptureRequest) -> None:
-        """Make the call that a capture needs before it in the same thread."""
-        self._now.made.rehearse(*self._computed_by(one.managed, one.entry.key), one.inputs)
-
-    def _computed_by(self, managed: ManagedUNet, key: ShapeKey) -> tuple[Source, Operators]:
-        operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
-        return managed.binding_for(key.lossy), operators
+                self._drop_pool(one)
 
     # --- to throw away --------------------------------------------------------------------------------------------
 
     def drop(self, keys: Collection[ShapeKey]) -> None:
-        """Drop the graphs of these shapes and give their memory back: those that share it are captured again in less,
-        where that is worth it. The next call at a dropped shape captures anew."""
-        again = set(self._now.memory().captured_again_without(keys))
-        wanted = [CaptureRequest.of(held) for held in self._now.graphs() if held.key in again]
-        self._drop({*keys, *again})
-        self.capture_again(wanted)
+        """Drop the graphs of these shapes and give their memory back. Those that lie in the same memory go with them,
+        where that is worth it: the next call at a shape captures its graph again, in less."""
+        self._drop({*keys, *self._now.memory().beside(keys)})
+
+    def _drop_pool(self, pool: PoolKey) -> None:
+        """Drop every graph of an architecture, and their memory with them."""
+        self._drop({key for key in self._now.keys() if PoolKey.of(key) == pool})
 
     def forget(self, keys: Collection[ShapeKey]) -> int:
         """Drop the graphs and the entries of these shapes. Returns the bytes that came back."""
@@ -246,7 +201,7 @@ class GraphCache:
         held = self._now.keys()
         for entry in self._table.entries():
             if entry.state is State.READY and entry.key not in held:
-                entry.state, entry.bytes = State.PROVED, 0
+                entry.state = State.PROVED
         if self._now.shared() < self._shared_noticed:
             self._now.card.empty_cache()
         self._shared_noticed = self._now.shared()
@@ -258,36 +213,7 @@ class GraphCache:
         for managed in self._managed.values():
             managed.drop_runners(keys)
         for key, entry in self._table.by_key().items():
-            if key in keys:
-                entry.bytes = 0
-                if entry.state is State.READY:
-                    entry.state = State.PROVED
+            if key in keys and entry.state is State.READY:
+                entry.state = State.PROVED
         self._now.card.empty_cache()
         self._shared_noticed = self._now.shared()
-
-
-def in_time(
-    older: Iterable[CaptureRequest], pinned: Collection[ShapeKey], room: int, largest: int
-) -> list[CaptureRequest]:
-    """Those of the older graphs, in this order, that fit into so many bytes together with one that needs largest, and
-    take no longer than an image can wait for. The pinned take the time that they need."""
-    chosen: list[CaptureRequest] = []
-    seconds = 0.0
-    for one in older:
-        needs, takes = max(largest, one.entry.needs), seconds + TIMES_TO_COMPUTE * one.seconds
-        in_time = takes <= SECONDS_AN_IMAGE_WAITS or one.entry.key in pinned
-        if in_time and memory_of([needs]) <= room:
-            chosen.append(one)
-            largest, seconds = needs, takes
-    return chosen
-
-
-def attempted(one: CaptureRequest, work: Callable[[CaptureRequest], None]) -> bool:
-    """Whether work(one) was possible; it may lack memory, or be what cannot be captured here."""
-    try:
-        with our_modes(one.entry.key.device, one.entry.key.precision):
-            work(one)
-    except Exception as error:
-        log.debug("%s is not captured again: %s", one.entry.key, error, exc_info=True)
-        return False
-    return True

@@ -6,7 +6,6 @@ it must know that the weights still lie where they were.
 """
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
 from .allocations import peak
 from .device_memory import empty_cache
-from .inputs import bytes_of, copy_inputs, rehearsal_of
+from .inputs import bytes_of, copy_inputs
 from .recording import GraphRecording, time_in_graph
 from .segments import Segments, record
 
@@ -92,7 +91,7 @@ class CudaGraphs:
         and what smaller graphs take fits into it too.
         Raises RuntimeError where an operation cannot be captured and torch.cuda.OutOfMemoryError.
         """
-        device, began = inputs.latent.device, time.perf_counter()
+        device = inputs.latent.device
         with torch.cuda.device(device):
             stream = self._stream(device, binding.dtype)
             pool = self._pool(device, architecture, stream)
@@ -109,25 +108,11 @@ class CudaGraphs:
                 raise
             pool.is_fresh = False
             pool.grown_since(before)
-        seconds = time.perf_counter() - began
         if isinstance(recorded, Segments):
             # Whose functions they were must not be kept.
             inputs = replace(inputs, patches=None)
-            return SegmentsRunner(recorded, inputs, pool, bytes_of(inputs), seconds)
-        return GraphRunner(recorded, inputs, output, pool, bytes_of(inputs), seconds)
-
-    def rehearse(self, binding: Source, ops: Operators, inputs: Call) -> None:
-        """Make a call as the capture will, so that this thread has chosen its algorithms.
-
-        Raises torch.cuda.OutOfMemoryError.
-        """
-        device = inputs.latent.device
-        with torch.cuda.device(device):
-            stream = self._stream(device, binding.dtype)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._output(binding.layout, binding.weights(), ops, rehearsal_of(inputs))
-            stream.synchronize()
+            return SegmentsRunner(recorded, inputs, pool, bytes_of(inputs))
+        return GraphRunner(recorded, inputs, output, pool, bytes_of(inputs))
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
         """How much memory the pools of a device hold, or that of one architecture alone."""
@@ -181,7 +166,6 @@ class GraphRunner:
     output: Tensor
     memory: Pool
     own_bytes: int
-    seconds: float
 
     def run(self, call: Call) -> Tensor:
         copy_inputs(call, self.inputs)
@@ -197,7 +181,6 @@ class SegmentsRunner:
     inputs: Call
     memory: Pool
     own_bytes: int
-    seconds: float
 
     def run(self, call: Call) -> Tensor:
         return self.segments.run(call, self.inputs)

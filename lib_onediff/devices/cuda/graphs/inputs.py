@@ -52,11 +52,6 @@ def bytes_of(inputs: Call) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(inputs) if tensor is not None) + written
 
 
-def rehearsal_of(inputs: Call) -> Call:
-    """The same inputs for a call whose answer nobody wants: what is in use at a cut stays as it is."""
-    return inputs if inputs.cut is None else replace(inputs, cut=inputs.cut.apart())
-
-
 def copy_inputs(source: Call, target: Call) -> None:
     # Calls of one shape have the same tensors.
     for given, own in zip(tensors_of(source), tensors_of(target), strict=True):

@@ -67,12 +67,7 @@ def replaying_graphs() -> Any:
                 tape().TapeRecording(), inputs.patches,
                 lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
             )
-            return SegmentsRunner(
-                segments, replace(inputs, patches=None), memory, bytes_of(inputs), 0.0
-            )
-
-        def rehearse(self, binding: Any, ops: Any, inputs: Any) -> None:
-            pass
+            return SegmentsRunner(segments, replace(inputs, patches=None), memory, bytes_of(inputs))
 
         def peak(self, device: torch.device, work: Any) -> tuple[Any, int]:
             return work(), 0
