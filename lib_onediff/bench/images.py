@@ -170,7 +170,7 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     pipe = load_pipeline(folder, DTYPES[options.dtype], device)
     yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, steps))}
     # This model is too small to gain by eight bits: what they do to its images is seen where every layer has them.
-    with runtime.devices.lossy.low_bit.choice.used_everywhere():
+    with runtime.devices.lossy.low_bit.used_everywhere():
         for chosen in [{}, *options.set]:
             compile_pipe(pipe, **chosen)
             with runtime.wait_for_compile():

@@ -1,7 +1,7 @@
 """What users ask of what is ready: to see it, to pin it, and to throw it away."""
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -58,19 +58,18 @@ class Cache:
                 one.name: count for one in self._services.devices.all
                 if (count := getattr(one, "count", None)) is not None
             },
-            low_bit_errors=list(self._low_bit_errors()),
+            low_bit_errors=self._low_bit_errors(),
         )
 
     def _low_bit_layers(self) -> int:
         return sum(len(held.names()) for held in self._services.holdings.low_bit())
 
-    def _low_bit_errors(self) -> Iterator[LowBitErrors]:
+    def _low_bit_errors(self) -> list[LowBitErrors]:
         """Of every checkpoint once: a second GPU's copy has the same."""
         choices = [
             choice for managed in self._services.managed.values() if (choice := managed.low_bit_choice) is not None
         ]
-        for choice in {choice.findings.name: choice for choice in choices}.values():
-            yield LowBitErrors(choice.model, choice.budget, choice.error, choice.errors)
+        return list(dict.fromkeys(LowBitErrors(one.model, one.budget, one.error, one.errors) for one in choices))
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""

@@ -19,7 +19,7 @@ from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
 from ..core.settings import MOST_LOW_BIT_ERROR
-from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, Findings, digest_of_layers, half_of
+from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, half_of
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.offload import NoHostMemory
 from .backend_choice import NO_ROOM
@@ -72,16 +72,10 @@ class LowBitRoute:
             # Those of another choice.
             self._graphs.drop_low_bit(managed)
         wanted = low_bit.wanted(lossy, layout, call)
-        if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.choice.everywhere:
+        if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.everywhere:
             managed.low_bit_choice, left_out = None, frozenset[str]()
         else:
-            findings = Findings.of(
-                low_bit.tuning_cache, managed.bound.checkpoint(), lossy.low_bit, call.latent.dtype
-            )
-            known = Choice(
-                layout.model_name, findings, wanted, low_bit.classes(layout), budget, findings.state
-            )
-            left_out = self._left_out(managed, lossy, call, known)
+            left_out = self._left_out(managed, lossy, call, budget, wanted)
         if lossy.only:
             if managed.fit_low_bit_alone(low_bit.quantizer(), wanted):
                 # What torch keeps unused is what was gained.
@@ -92,13 +86,19 @@ class LowBitRoute:
                 f"{budget:g} (measured)"
             )
 
-    def _left_out(self, managed: ManagedUNet, lossy: Lossy, call: Call, choice: Choice) -> frozenset[str]:
+    def _left_out(
+        self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
+    ) -> frozenset[str]:
         """The classes of layers that stay exact, measured where that is not known.
 
         A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
         and what is not known is in eight bits. Raises Refusal with why it cannot be measured, and
         torch.cuda.OutOfMemoryError.
         """
+        layout, low_bit, dtype = managed.bound.layout, self._devices.lossy.low_bit, call.latent.dtype
+        name = f"low-bit {lossy.low_bit} errors, {managed.bound.checkpoint()}, {str(dtype).removeprefix('torch.')}"
+        known = low_bit.tuning_cache.get(name)
+        choice = Choice(layout.model_name, wanted, low_bit.classes(layout), budget, known)
         before, may_be = managed.low_bit_choice, self._may_be(managed)
         if before == choice:
             choice = before
@@ -108,15 +108,13 @@ class LowBitRoute:
             return choice.left_out
         if choice.awaits:
             half = half_of(time_of(call.timestep))
-            if choice is before and not choice.awaits & half:
-                return choice.left_out
-            if not half:
-                if choice.is_new:
-                    raise Refusal(TOO_LATE)
-                return choice.left_out
+            if not half and choice.is_new:
+                raise Refusal(TOO_LATE)
             choice = self._measured(managed, lossy, call, choice, half)
+            if choice.found is not known:
+                low_bit.tuning_cache.set(name, choice.found)
         managed.low_bit_choice = choice
-        if str(choice) != str(before):
+        if choice is not before and str(choice) != str(before):
             log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
         return choice.left_out
 
@@ -137,12 +135,10 @@ class LowBitRoute:
             exact = self._output(managed, lossy, call, ()) if exact is None else exact
             if not bool(torch.isfinite(exact).all()):
                 raise Refusal(NOT_FINITE)
-            for classes in due:
-                layers = choice.layers(classes)
-                error = relative_error(self._output(managed, lossy, call, layers), exact)
-                choice.findings.note(classes, digest_of_layers(layers), half, error)
-                log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(classes), error)
-            choice = choice.now()
+            for group in due:
+                error = relative_error(self._output(managed, lossy, call, choice.layers(group)), exact)
+                choice = choice.measured(group, half, error)
+                log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(group), error)
         return choice
 
     def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:

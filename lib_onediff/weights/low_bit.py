@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,8 @@ SMALLEST_MEAN = 2.0**-4
 # Float8 rounds tokens and weights up by a sixteenth at most, twice each in a GEGLU.
 ROUNDING_MARGIN = 1.3
 SMALLEST_SCALE = 2.0**-100
+# Of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel, and gains less.
+FEWEST_PIXELS = 32 * 32
 # Of a norm whose convolution may be in eight bits: smaller images are not.
 FEWEST_DEVIATIONS = 16
 
@@ -65,6 +67,22 @@ class LowBitLayer(NamedTuple):
     source: str
     layer_class: str
     norm: str = ""
+
+
+class Product(NamedTuple):
+    """rows x width tokens times a weight of width x out. source: what makes the tokens; what comes
+    from a norm is written as it is, and the other products are added to tokens afterwards. size: (height, width) of the
+    images whose pixels the rows are, of a convolution."""
+
+    rows: int
+    width: int
+    out: int
+    source: str
+    size: tuple[int, int] | None = None
+
+    def suited(self, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+        """Those of these kinds in which there is such a product."""
+        return tuple(kind for kind in kinds if self.size is None or kind is FP8)
 
 
 def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
@@ -101,16 +119,21 @@ def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
     return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
 
 
-def sized_low_bit_layers(
-    layout: Any, height: int, width: int, fewest_weights: int | None = None
-) -> Iterator[tuple[LowBitLayer, tuple[int, int]]]:
-    """Every layer that may be in eight bits, and the height and width of the images whose pixels it reads. height,
-    width: of the latent. fewest_weights: see low_bit_layers."""
+def low_bit_products(
+    layout: Any, batch: int, height: int, width: int, fewest_weights: int | None, convolutions: bool
+) -> dict[str, Product]:
+    """The products of a call that may be in eight bits, by the names of their layers. height, width: of the latent.
+    fewest_weights: see low_bit_layers. convolutions: whether they may."""
+    found = {}
     for one, size in layout.sized_layers(height, width):
+        pixels = size[0] * size[1]
         for block in descriptions(one, TransformerBlock):
-            yield from ((layer, size) for layer in low_bit_layers(block, fewest_weights))
-        if isinstance(one, ResidualBlock):
-            yield from ((layer, size) for layer in low_bit_convolutions(one))
+            for layer in low_bit_layers(block, fewest_weights):
+                found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source)
+        if convolutions and pixels >= FEWEST_PIXELS and isinstance(one, ResidualBlock):
+            for layer in low_bit_convolutions(one):
+                found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source, size)
+    return found
 
 
 class LowBitWeights:
@@ -204,6 +227,11 @@ class LowBitWeights:
     def bytes(self) -> int:
         """GPU memory that is held beside the host's own weights."""
         return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
+
+
+def kind_of(values: Tensor) -> Kind:
+    """By the type of values in eight bits."""
+    return next(kind for kind in KINDS if kind.dtype == values.dtype)
 
 
 def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:

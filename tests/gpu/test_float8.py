@@ -19,10 +19,9 @@ from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
 from lib_onediff.devices.cuda.low_bit import kernels, products
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support
-from lib_onediff.devices.cuda.low_bit.gains import Product
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, as_rows, gated_scale
+from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, Product, as_rows, gated_scale
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -42,8 +42,8 @@ def every_product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ours = runtime.devices.lossy.low_bit
     ours.forget()
     # By turns, where there are several kinds.
-    monkeypatch.setattr(ours.choice, "_best", lambda product, dtype, kinds: kinds[product.out // 32 % len(kinds)])
-    monkeypatch.setattr(ours.choice, "gains", lambda product, dtype, kind: 1.0)
+    monkeypatch.setattr(ours, "_best", lambda product, dtype, kinds: kinds[product.out // 32 % len(kinds)])
+    monkeypatch.setattr(ours, "gains", lambda product, dtype, kind: 1.0)
     yield
     ours.forget()
 

@@ -24,7 +24,7 @@ from lib_onediff.core.table import Entry
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import TritonOperators
-from lib_onediff.devices.cuda.low_bit import gains, kernels, products
+from lib_onediff.devices.cuda.low_bit import choice, kernels, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
@@ -66,13 +66,6 @@ def kinds_kept(unet: nn.Module) -> set[Kind]:
     """Of the weights in eight bits that are there."""
     low_bit = runtime.managed_unet(unet).low_bit
     return set() if low_bit is None else low_bit.kinds()
-
-
-def measured(product: gains.Product, kind: Kind, plain: float, rounded: float) -> None:
-    """Have these milliseconds measured."""
-    runtime.devices.lossy.low_bit.choice.measure(
-        product, torch.float16, kind, lambda: plain, lambda: rounded, lambda work: float(work())
-    )
 
 
 def rounded(tokens: Tensor, kind: Kind, one_scale: Tensor | None = None) -> QuantizedTokens:
@@ -161,8 +154,8 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     ours = runtime.devices.lossy.low_bit
     # There is nothing to measure.
     monkeypatch.setattr(ours, "tune", lambda *given: False)
-    monkeypatch.setattr(gains, "unmeasured", lambda product, kinds: kinds[0])
-    ours.choice.forget()
+    monkeypatch.setattr(choice, "unmeasured", lambda product, kinds: kinds[0])
+    ours.forget()
     launches = Launches(TuningCache())
-    operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.choice.best)
+    operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.best)
     monkeypatch.setitem(runtime.devices.named(NATIVE)._made, NATIVE, operators)

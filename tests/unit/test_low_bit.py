@@ -18,12 +18,13 @@ import lib_onediff
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
 from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.low_bit import float8, products
-from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice, choice_name
+from lib_onediff.devices.cuda.low_bit.choice import LowBit, times_name
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.status import backend_sentence
 from lib_onediff.weights import low_bit
-from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED
+from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED, Product
 
 CPU = torch.device("cpu")
 
@@ -140,28 +141,30 @@ def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) ->
     assert found.result is None and "not compiled in" in found.reason and "\n" not in found.reason
 
 
+def a_choice(tuning_cache: TuningCache) -> LowBit:
+    return LowBit(tuning_cache, Launches(tuning_cache))
+
+
 def test_auto_prefers_fp8_where_nothing_was_measured_and_everywhere() -> None:
-    choice, kinds = ProductChoice(TuningCache()), [kind.dtype for kind in KINDS]
+    choice, kinds = a_choice(TuningCache()), KINDS
     large, small = Product(2048, 1280, 10240, NORMED), Product(8, 16, 32, GATED)
     assert choice.best(large, torch.float16, kinds) is FP8 and choice.best(small, torch.float16, kinds) is None
-    assert choice.best(large, torch.float16, [INT8.dtype]) is INT8
+    assert choice.best(large, torch.float16, [INT8]) is INT8
     with choice.used_everywhere():
         assert choice.best(small, torch.float16, kinds) is FP8, "the bench shows the lossier of both"
-        assert choice.best(small, torch.float16, [INT8.dtype]) is INT8
+        assert choice.best(small, torch.float16, [INT8]) is INT8
 
 
 def test_what_was_measured_is_known_to_the_next_process() -> None:
-    product, tuning_cache, kinds = Product(8, 16, 32, GATED), TuningCache(), [torch.float8_e4m3fn]
+    product, tuning_cache, kinds = Product(8, 16, 32, GATED), TuningCache(), [FP8]
 
     def best(one: Product) -> Any:
-        return ProductChoice(tuning_cache).best(one, torch.float16, kinds)
+        return a_choice(tuning_cache).best(one, torch.float16, kinds)
 
     assert best(product) is None, "small"
     assert best(Product(2048, 1280, 10240, NORMED)) is FP8
     assert best(Product(2048, 5120, 1280, GATED)) is None, "after a GEGLU"
-    ProductChoice(tuning_cache).measure(
-        product, torch.float16, FP8, lambda: 2, lambda: 1, lambda work: float(work())
-    )
+    a_choice(tuning_cache).note(product, torch.float16, FP8, 2.0, 1.0)
     assert best(product) is FP8
-    tuning_cache.set(choice_name(product, torch.float16, FP8), "nonsense")
+    tuning_cache.set(times_name(product, torch.float16, FP8), "nonsense")
     assert best(product) is None

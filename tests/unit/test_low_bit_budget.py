@@ -16,8 +16,7 @@ from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
 import lib_onediff
 from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
-from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.low_bit.sensitivity import BOTH, FIRST_HALF, MIDDLE, Findings
+from lib_onediff.devices.cuda.low_bit.sensitivity import BOTH, FIRST_HALF, MIDDLE, Choice
 from lib_onediff.runtime.low_bit_route import LowBitRoute
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import (
@@ -25,6 +24,7 @@ from lib_onediff.weights.low_bit import (
     CROSS_QUERY,
     FEED_FORWARD_IN,
     FEED_FORWARD_OUT,
+    FP8,
     KINDS_OF,
     SELF_OUT,
     SELF_QKV,
@@ -208,20 +208,22 @@ def test_the_next_process_knows(on_a_gpu: Weather, passes: list[int], tmp_path: 
 # --- the choice by itself ---------------------------------------------------------------------------------------------
 
 
-def findings(**errors: float) -> Findings:
-    known = Findings.of(TuningCache(), "a checkpoint", "fp8", torch.float16)
-    for name, error in errors.items():
-        known.note(name, "layers", FIRST_HALF, error)
-    return known
+def a_choice(budget: float, found: Any = None, classes: str = "abc", **errors: float) -> Choice:
+    """Of a layer for each class. found: what a store has. errors: what was measured, of a class or of several."""
+    layers = {name: name for name in classes}
+    choice = Choice("a model", dict.fromkeys(layers, FP8), layers, budget, found)
+    for names, error in errors.items():
+        choice = choice.measured(tuple(names), FIRST_HALF, error)
+    return choice
 
 
 def test_what_is_not_measured_together_is_estimated() -> None:
-    known = findings(a=0.03, b=0.04, c=0.001)
-    assert known.chosen("abc", 0.051) == ("a", "b", "c") and known.chosen("abc", 0.049) == ("a", "c")
-    assert known.chosen("abc", 0.02) == ("c",) and known.chosen("abc", 0.0005) == ()
-    known.note("abc", "layers", FIRST_HALF, 0.06)
-    assert known.chosen("abc", 0.051) == ("a", "c"), "what was measured counts"
-    assert known.chosen("abcd", 0.051) == ("a", "b", "c", "d"), "what nobody has measured is to be measured"
+    known = {"a": 0.03, "b": 0.04, "c": 0.001}
+    assert a_choice(0.051, **known).chosen == ("a", "b", "c") and a_choice(0.049, **known).chosen == ("a", "c")
+    assert a_choice(0.02, **known).chosen == ("c",) and a_choice(0.0005, **known).chosen == ()
+    assert a_choice(0.051, **known, abc=0.06).chosen == ("a", "c"), "what was measured counts"
+    every = a_choice(0.051, **known, abc=0.06, classes="abcd")
+    assert every.chosen == ("a", "b", "c", "d"), "what nobody has measured is to be measured"
 
 
 @pytest.mark.parametrize("value", [
@@ -229,8 +231,7 @@ def test_what_is_not_measured_together_is_estimated() -> None:
     {"a": [-1, {}]}, {"a": [2, {}]}, {"a": [0.1, {"b": 1.5}]},
 ])
 def test_a_store_that_anybody_has_written(value: Any) -> None:
-    known = findings()
-    known.tuning_cache.set(known.name, value)
-    assert known.error(("a",)) is None and known.missing(("a",), "layers") == BOTH and known.chosen("a", 0.1) == ("a",)
-    known.note(("a",), "layers", FIRST_HALF, 0.5)
-    assert known.error(("a",)) == 0.5 and known.chosen("a", 0.1) == ()
+    choice = a_choice(0.1, value, "a")
+    assert choice.error is None and choice.awaits == BOTH and choice.chosen == ("a",)
+    choice = choice.measured(("a",), FIRST_HALF, 0.5)
+    assert choice.error_of(("a",)) == 0.5 and choice.chosen == ()

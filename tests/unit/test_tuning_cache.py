@@ -13,10 +13,10 @@ from store_builders import opened
 
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches, choice_name
-from lib_onediff.devices.cuda.low_bit.gains import Product, ProductChoice
+from lib_onediff.devices.cuda.low_bit.choice import LowBit
 from lib_onediff.devices.torch.attention import FLASH, GEMM, TORCH, Attention, class_of, kernel_of
 from lib_onediff.store.history import History
-from lib_onediff.weights.low_bit import FP8, INT8, NORMED
+from lib_onediff.weights.low_bit import FP8, INT8, NORMED, Product
 
 STRANGE = [None, True, 7, "flash", {}, [], [None], [["flash"]], ["warp drive"], [{"flash": 1}], ["flash, as it was"]]
 
@@ -95,20 +95,19 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
 
 def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:
     cache = TuningCache()
-    launches, products = Launches(cache), ProductChoice(cache)
-    attention = Attention(launches)
+    launches = Launches(cache)
+    products, attention = LowBit(cache, launches), Attention(launches)
 
     def choices() -> tuple[object, ...]:
         return (
             launches.of(LAYER_NORM, "64", HALF), attention.pick(SHAPE, SHAPE, HALF),
-            products.best(PRODUCT, HALF, [FP8.dtype, INT8.dtype]),
+            products.best(PRODUCT, HALF, [FP8, INT8]),
         )
 
     unmeasured = choices()
-    times = iter((2.0, 1.0))
     launches.choose(LAYER_NORM, "64", HALF, LAYER_NORM.candidates[1])
     launches.choose(kernel_of(SHAPE), class_of(SHAPE, SHAPE), HALF, (FLASH,))
-    products.measure(PRODUCT, HALF, FP8, lambda: None, lambda: None, lambda work: next(times))
+    products.note(PRODUCT, HALF, FP8, 2.0, 1.0)
     measured = LAYER_NORM.candidates[1], FLASH, FP8
     for _ in range(2):
         assert choices() == measured

@@ -1,56 +1,73 @@
-"""Products in eight bits on this machine: which kinds there are, which pay, and how they are launched."""
+"""Products in eight bits on this machine: which kinds there are, and which products gain by them, as was measured once
+on a kind of card."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ....core.call import Call
-from ....core.card import current_card
+from ....core.card import current_card, named
 from ....core.device import TimeMs
 from ....core.key import Lossy
 from ....core.operators import Operators
 from ....core.tuning_cache import TuningCache
-from ....weights.low_bit import FP8, GATED, INT8, KINDS_OF, NORMED, Kind, Round, WantedKinds, every_low_bit_layer
+from ....weights.low_bit import (
+    FP8,
+    GATED,
+    INT8,
+    KINDS,
+    KINDS_OF,
+    NORMED,
+    Kind,
+    Product,
+    Round,
+    WantedKinds,
+    every_low_bit_layer,
+    low_bit_products,
+)
 from ...torch import operators as torch_ops
 from ..kernels.launch_config import Launches
 from .float8 import float8_support, why_not
-from .gains import Product, ProductChoice, products, suited
 
 log = logging.getLogger("onediff")
 Answer = TypeVar("Answer")
-
-
-class LastAnswer:
-    """What was asked last, and its answer."""
-
-    def __init__(self) -> None:
-        self._question: object = None
-        self._answer: Any = None
-
-    def to(self, question: object, find: Callable[[], Answer]) -> Answer:
-        if question != self._question:
-            self._question, self._answer = question, find()
-        answer: Answer = self._answer
-        return answer
+# Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
+WORTHWHILE = 8_000_000_000
+# What is lossy must be clearly faster. So must INT8 than FP8: what is measured are short bursts; at a card's power
+# limit, an H100's clock fell by a tenth under INT8, and did not under FP8 (.readme/low-bit.md).
+WORTH_ROUNDING = 0.9
+# To look whether the weights are still those that were rounded takes a tenth of a millisecond a call.
+WORTH_LOOKING_MS = 0.15
 
 
 class LowBit:
-    """What products in eight bits need besides exact kernels. Sizes are those of the call that is asked about."""
+    """What products in eight bits need besides exact kernels. Sizes are those of the call that is asked about.
+
+    everywhere: choose eight bits for every layer of any size, whatever it gains; what that does to images is then seen
+    on a model too small to gain."""
+
+    everywhere = False
 
     def __init__(self, tuning_cache: TuningCache, launches: Launches) -> None:
         self.tuning_cache = tuning_cache
-        self.choice = ProductChoice(tuning_cache)
         self._launches = launches
-        self._products, self._wanted, self._classes = LastAnswer(), LastAnswer(), LastAnswer()
         self._float8_support = functools.cache(float8_support)
+        self._known = functools.cache(lambda card, *question: self._best(*question))
+        # Questions of which the last one is answered alike, and that question and its answer.
+        self._answers: dict[str, tuple[object, Any]] = {}
         # What could not be timed: tried once in a process, and decided as on an H200.
         self._not_timed: set[tuple[Product, torch.dtype, Kind, int]] = set()
+        # How often what gains may have changed.
+        self._changes = 0
+
+    # --- what there is --------------------------------------------------------------------------------------------
 
     def why_not(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a device has no products as the option wants them for a model of this dtype, in one sentence; None if it
@@ -59,16 +76,12 @@ class LowBit:
         # Of all kinds, int8 asks for the least.
         return None if self.kinds(wanted, device, dtype) else self._lack(wanted[-1], device, dtype)
 
-    def kinds(self, wanted: Collection[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
+    def kinds(self, wanted: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
         """Those of these kinds that a device has."""
         return tuple(kind for kind in wanted if self._lack(kind, device, dtype) is None)
 
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
         return why_not(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
-
-    # None where there are no products in float8: then nobody asks.
-    def _float8_result(self, device: torch.device, dtype: torch.dtype) -> Any:
-        return self._float8_support(device, dtype).result
 
     def quantizer(self) -> Round:
         """By what weights are rounded."""
@@ -76,49 +89,65 @@ class LowBit:
 
         return rounded_rows
 
-    def operators(self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> Operators:
-        """Our own. The weights that are there in eight bits tell what is done in them."""
-        return self._operators(attention, self.choice.best)
-
-    def _operators(self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any) -> Operators:
+    def operators(
+        self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any = None
+    ) -> Operators:
+        """Our own. The weights that are there in eight bits tell what is done in them. choose: in the place of best."""
         from .operators import LowBitOperators
 
-        return LowBitOperators(self._launches, attention, self._float8_result, choose)
+        # None where there are no products in float8: then nobody asks.
+        result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
+        return LowBitOperators(self._launches, attention, result, choose or self.best)
+
+    # --- what a call wants ----------------------------------------------------------------------------------------
 
     def classes(self, layout: Any) -> Mapping[str, str]:
         """The class of every layer that can be in eight bits, by its name."""
-        return self._classes.to(layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
+        return self._once("classes", layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
     def wanted(self, lossy: Lossy, layout: Any, call: Call) -> WantedKinds:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. With
         lossy.only, no layer is, nor are the keys and values of the cross attention, which are multiplied in the model's
         type."""
         dtype, kinds, every = call.latent.dtype, self._kinds_for(lossy, call), self._products_of(lossy, layout, call)
+        # The nearest to the model's type.
+        otherwise = kinds[-1] if lossy.only else None
 
         def find() -> WantedKinds:
-            found: dict[str, Kind] = {}
-            for name, product in every.items():
-                best = self.choice.best(product, dtype, [kind.dtype for kind in suited(product, kinds)])
-                if best is None and lossy.only:
-                    best = self.choice.shortest(product, dtype, kinds)
-                if best is not None:
-                    found[name] = best
+            found = {name: self.best(product, dtype, kinds) or otherwise for name, product in every.items()}
             if lossy.only:
-                found |= {attention.key_value.name: kinds[-1] for attention in layout.cross_attentions}
-            return found
+                found |= {attention.key_value.name: otherwise for attention in layout.cross_attentions}
+            return {name: kind for name, kind in found.items() if kind is not None}
 
-        question = every, layout, dtype, kinds, lossy.only, self.choice.changes, current_card()
-        return self._wanted.to(question, find)
+        question = every, layout, dtype, kinds, lossy.only, self._changes, current_card()
+        return self._once("wanted", question, find)
+
+    def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
+        """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
+        dtype, kinds, total = call.latent.dtype, self._kinds_for(lossy, call), 0.0
+        names, every = " or ".join(kind.name.upper() for kind in kinds), self._products_of(lossy, layout, call)
+        # Alone, it is memory that is gained.
+        if self.everywhere or (every and lossy.only):
+            return None
+        if not every:
+            return f"this UNet's matrix products are too small to gain by {names}"
+        for product, count in Counter(every.values()).items():
+            gains = [self.gains(product, dtype, kind) for kind in product.suited(kinds)]
+            if None in gains:
+                return None
+            total += max((gain or 0.0 for gain in gains), default=0.0) * count
+        if total > WORTH_LOOKING_MS:
+            return None
+        return f"at this size the matrix products gain nothing by {names} on this machine (measured)"
 
     def _kinds_for(self, lossy: Lossy, call: Call) -> tuple[Kind, ...]:
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
 
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
-        """By the names of the layers that may be in eight bits."""
+        """The product of every layer that may be in eight bits, by its name."""
         batch, _, height, width = call.latent.shape
-        fewest = 0 if self.choice.everywhere else None
-        question = layout, height, width, batch, fewest, self._convolves(lossy, call)
-        return self._products.to(question, lambda: dict(products(*question)))
+        question = layout, batch, height, width, 0 if self.everywhere else None, self._convolves(lossy, call)
+        return self._once("products", (question, self._changes), lambda: low_bit_products(*question))
 
     def _convolves(self, lossy: Lossy, call: Call) -> bool:
         """Whether convolutions may be in eight bits. What takes the place of the host's weights is linear layers'."""
@@ -130,26 +159,64 @@ class LowBit:
 
         return copies_tiles(device)
 
-    def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
-        """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
-        counted = Counter(self._products_of(lossy, layout, call).values())
-        if counted and lossy.only:
-            # It is memory that is gained.
+    def _once(self, what: str, question: object, find: Callable[[], Answer]) -> Answer:
+        """What find returns, which is asked when the question is another one than last time."""
+        known = self._answers.get(what)
+        if known is None or known[0] != question:
+            known = self._answers[what] = question, find()
+        answer: Answer = known[1]
+        return answer
+
+    # --- what gains -----------------------------------------------------------------------------------------------
+
+    def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
+        """In which of these kinds a product is done, None for none: as was measured; until then, as on an H200. Safe on
+        any thread."""
+        return self._known(current_card(), product, dtype, product.suited(kinds))
+
+    def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
+        preferred = [kind for kind in KINDS if kind in kinds]
+        if self.everywhere:
+            return next(iter(preferred), None)
+        times = {kind: ms for kind in preferred if (ms := self.measured(product, dtype, kind)) is not None}
+        if not times:
+            return unmeasured(product, preferred)
+        takes = {kind: rounded for kind, (plain, rounded) in times.items() if rounded < WORTH_ROUNDING * plain}
+        if INT8 in takes:
+            takes[INT8] /= WORTH_ROUNDING
+        return min(takes, key=takes.__getitem__, default=None)
+
+    def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
+        """The milliseconds that were measured to be gained, 0 where they are too few; None where nothing was."""
+        times = self.measured(product, dtype, kind)
+        if times is None:
             return None
-        return self.choice.why_none(counted, call.latent.dtype, self._kinds_for(lossy, call))
+        plain, rounded = times
+        return plain - rounded if rounded < WORTH_ROUNDING * plain else 0.0
+
+    def measured(self, product: Product, dtype: torch.dtype, kind: Kind) -> tuple[float, float] | None:
+        """Milliseconds of a product as the model's type has it, and in eight bits; None where nothing was measured."""
+        value = self.tuning_cache.get(times_name(product, dtype, kind))
+        if not (isinstance(value, list) and len(value) == 2 and all(isinstance(ms, (int, float)) for ms in value)):
+            return None
+        return value[0], value[1]
+
+    def note(self, product: Product, dtype: torch.dtype, kind: Kind, plain: float, rounded: float) -> None:
+        """Milliseconds were measured; see measured."""
+        self.tuning_cache.set(times_name(product, dtype, kind), [plain, rounded])
+        self._ask_again()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
         """Measure which of this call's products gain by eight bits, where that is not known; whether it was so.
         time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype, device, measured = call.latent.dtype, call.latent.device, False
-        if self.choice.everywhere:
-            return False
+        every = set() if self.everywhere else set(self._products_of(lossy, layout, call).values())
         for kind in self._kinds_for(lossy, call):
-            for product in set(self._products_of(lossy, layout, call).values()):
+            for product in every:
                 untimed = product, dtype, kind, current_card()
-                known = untimed in self._not_timed or self.choice.gains(product, dtype, kind) is not None
-                if known or kind not in suited(product, [kind]):
+                known = untimed in self._not_timed or self.gains(product, dtype, kind) is not None
+                if known or not product.suited([kind]):
                     continue
                 measured = True
                 try:
@@ -168,20 +235,48 @@ class LowBit:
         """Measure what a product gains by a kind."""
         from .tuning import tune_product, way_of
 
-        tune_product(self._launches, product, dtype, device, kind, self._float8_result(device, dtype), time_ms)
+        result: Any = self._float8_support(device, dtype).result
+        tune_product(self._launches, product, dtype, device, kind, result, time_ms)
         way = way_of(product, dtype, device, kind)
 
-        def chosen(one: Product, *given: Any) -> Kind | None:
+        def plainly(one: Product, *given: Any) -> Kind | None:
             # What makes the tokens of a GEGLU's reader is in eight bits both ways.
             return kind if product.source == GATED and one.source == NORMED else None
 
         plain, rounded = (
-            functools.partial(way, self._operators(torch_ops.attention, choose))
-            for choose in (chosen, lambda *given: kind)
+            time_ms(functools.partial(way, self.operators(torch_ops.attention, choose)))
+            for choose in (plainly, lambda *given: kind)
         )
-        self.choice.measure(product, dtype, kind, plain, rounded, time_ms)
+        self.note(product, dtype, kind, plain, rounded)
 
     def forget(self) -> None:
         """Trust no choice that was made before."""
-        self.choice.forget()
-        self._products, self._not_timed = LastAnswer(), set()
+        self._not_timed = set()
+        self._ask_again()
+
+    @contextlib.contextmanager
+    def used_everywhere(self) -> Iterator[None]:
+        """Inside, see everywhere."""
+        self.everywhere = True
+        self._ask_again()
+        try:
+            yield
+        finally:
+            self.everywhere = False
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        self._known.cache_clear()
+        self._changes += 1
+
+
+def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
+    """In which of these kinds, the preferred one first, a product is done of which nothing was measured; None: in
+    none."""
+    large = product.rows * product.width * product.out >= WORTHWHILE
+    return kinds[0] if kinds and large and product.source == NORMED else None
+
+
+def times_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
+    shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
+    return named(f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedTokens, Stream
-from ....weights.low_bit import KINDS, Kind, empty_like, largest_of
+from ....weights.low_bit import Kind, empty_like, kind_of, largest_of
 from ..kernels.launch_config import LAYER_NORM, LaunchConfig
 from ..kernels.tokens import deferred_vector, gated, norm_of
 from .float8 import SMALLEST_MAXIMUM
@@ -197,7 +197,7 @@ def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
 
 def launch_rows(rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False) -> None:
     """one: see plain_row; None for int8, which has no unit."""
-    kind, width = next(kind for kind in KINDS if kind.dtype == values.dtype), rows.shape[1]
+    kind, width = kind_of(values), rows.shape[1]
     plain_row[(len(rows),)](
         rows, values, scales, scales if one is None else one, width, triton.next_power_of_2(width), kind.largest,
         SMALLEST_MAXIMUM, one_scale, num_warps=warps_for(width),

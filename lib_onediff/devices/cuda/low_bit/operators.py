@@ -10,20 +10,32 @@ from torch import Tensor
 from ....core.affine import Affine, QuantizedWeight
 from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import QuantizedImage, QuantizedTokens, Stream
-from ....weights.low_bit import FP8, GATED, GROUP_NORMED, INT8, KERNEL, KINDS, NORMED, PLAIN, Kind, deviations
+from ....weights.low_bit import (
+    FEWEST_PIXELS,
+    FP8,
+    GATED,
+    GROUP_NORMED,
+    INT8,
+    KERNEL,
+    NORMED,
+    PLAIN,
+    Kind,
+    Product,
+    deviations,
+    kind_of,
+)
 from ...torch.operators import bias_or_zeros
 from ..kernels import launch_config as cuts
 from ..kernels.group_norm import Rounding, large_group_norm
 from ..kernels.launch_config import Launches, row_class
 from ..kernels.operators import Image, TritonOperators, halves
 from . import float8, kernels, products
-from .gains import FEWEST_PIXELS, Product
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
 # What a layer norm or a GEGLU makes for a linear layer.
 Rows = Tensor | QuantizedTokens
 # In which of these kinds a product is done; None: in none.
-Choose = Callable[[Product, torch.dtype, Sequence[torch.dtype]], Kind | None]
+Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
 class LowBitOperators(TritonOperators):
@@ -101,7 +113,7 @@ class LowBitOperators(TritonOperators):
             return False
         rows, width = batch * size[0] * size[1], KERNEL**2 * channels
         product = Product(rows, width, len(reader.weight), GROUP_NORMED, (size[0], size[1]))
-        return self._choose(product, reader.weight.dtype, [FP8.dtype]) is FP8
+        return self._choose(product, reader.weight.dtype, [FP8]) is FP8
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         kind = self._kind(tokens, reader, GATED)
@@ -126,9 +138,9 @@ class LowBitOperators(TritonOperators):
         """In which kind that many rows are multiplied with the reader's weight; None: in the model's type."""
         if not reader.low_bit:
             return None
-        there = [weight.values.dtype for weight in reader.low_bit]
+        there = [kind_of(weight.values) for weight in reader.low_bit]
         if reader.weight.is_meta:
-            return next(kind for kind in KINDS if kind.dtype == there[0])
+            return there[0]
         out, width = reader.weight.shape
         return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
 

@@ -14,13 +14,12 @@ from ....core.device import TimeMs
 from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
 from ....weights import low_bit
-from ....weights.low_bit import FP8, GATED, INT8, KERNEL, Kind
+from ....weights.low_bit import FP8, GATED, INT8, KERNEL, Kind, Product
 from ..kernels import launch_config as cuts
 from ..kernels.group_norm import Rounding, large_group_norm
 from ..kernels.launch_config import LaunchConfig, Launches, Trial, random_on, row_class, tuned
 from ..kernels.tuning import widths
 from . import float8, kernels, products
-from .gains import Product
 
 Way = Callable[[Operators], object]
 EPS, GROUPS = 1e-5, 32
