@@ -1,14 +1,11 @@
 """What AUTOMATIC1111's WebUI does to a UNet's layers, each in its own patched forward, and has to be asked for as our
-forward calls none of them: LoRAs are merged lazily, and weights that are stored in float8 are cast.
-
-Who casts is torch.autocast, to float16 on a GPU and to bfloat16 on a CPU, or, where that cannot be used (--no-half on a
-GPU), the WebUI's manual cast, which stands for the forward of torch's layers while it is on.
+forward calls none of them: LoRAs are merged lazily, and weights that are stored in float8 are cast by torch.autocast,
+to float16 on a GPU and to bfloat16 on a CPU.
 """
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +39,7 @@ def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
     for layer in () if extension is None else layers:
         if holds_others(layer, wanted):
             restore_before(layer)
-            with cast_by_hand(layer):
-                extension.network_apply_weights(layer)
+            extension.network_apply_weights(layer)
 
 
 def holds_others(layer: nn.Module, wanted: Networks) -> bool:
@@ -53,15 +49,16 @@ def holds_others(layer: nn.Module, wanted: Networks) -> bool:
 
 def check_layers() -> None:
     """Raise Refusal where the WebUI computes something beside every layer now, and not in its weights."""
-    from modules import devices, shared
+    from modules import shared
 
     if getattr(shared.opts, "lora_functional", False) and wanted_networks():
         raise Refusal(
             "LoRA is set to the old method (Settings, Compatibility), which runs beside every layer"
         )
-    if casts_by_hand() and not getattr(devices, "fp8", False):
+    # What the WebUI's manual cast leaves on the classes of torch's layers while it is on.
+    if hasattr(nn.Linear, "org_forward"):
         raise Refusal(
-            "the WebUI casts what every layer computes with itself (this kind of GPU, or --precision)"
+            "the WebUI casts what every layer computes with itself (this kind of GPU, --precision, fp8 with --no-half)"
         )
 
 
@@ -70,39 +67,8 @@ def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.d
     first: Any = layers[0]
     if not any(layer.weight.dtype in FLOAT8 for layer in layers):
         return None
-    return autocast_dtype(first.weight.device.type) or manual_cast_dtype(dtype)
+    return autocast_dtype(first.weight.device.type)
 
 
 # Norms are stored as the whole UNet was before, and used so, in bfloat16 too.
 CASTS = Casts(cast_to_computed, norms=False)
-
-
-def casts_by_hand() -> bool:
-    """Whether the WebUI's manual cast is on."""
-    return hasattr(nn.Linear, "org_forward")
-
-
-def manual_cast_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """The type to which the manual cast that is on takes weights and inputs of this type; None where there is none, or
-    where layers give another type back (--precision full without --no-half)."""
-    from modules import devices
-
-    one_type = dtype == devices.dtype == getattr(devices, "dtype_inference", dtype)
-    return dtype if casts_by_hand() and one_type else None
-
-
-@contextlib.contextmanager
-def cast_by_hand(layer: nn.Module) -> Iterator[None]:
-    """Inside, a layer holds what it would in its own forward, where the manual cast is on: what is merged there is
-    rounded once, however many LoRAs there are."""
-    stored = next((parameter.dtype for parameter in layer.parameters() if parameter.dtype in FLOAT8), None)
-    if stored is None or not casts_by_hand():
-        yield
-        return
-    from modules import devices
-
-    layer.to(devices.dtype)
-    try:
-        yield
-    finally:
-        layer.to(stored)
