@@ -32,8 +32,6 @@ class Sampling:
 
     times: called at the first UNet call. Returns the timesteps, as the UNet gets them, at which the steps begin, in any
         order; None where nobody knows.
-    count: called likewise. Returns how many different timesteps will come, where times are not known and each step has
-        one; else None.
     why_not: why none of its steps may be cut short, in one line for the user.
     read: reads the timestep of a call as time_of does, without asking the GPU.
     why_no_forecast: called at each UNet call. Returns why an output does not follow from those before it, in one line;
@@ -42,7 +40,6 @@ class Sampling:
     """
 
     times: Callable[[], Sequence[float] | None] = lambda: None
-    count: Callable[[], int | None] = lambda: None
     why_not: str = ""
     read: Callable[[Tensor], float | None] = time_of
     why_no_forecast: Callable[[], str] = lambda: UNKNOWN_SAMPLER
@@ -85,8 +82,7 @@ class Positions:
             raise Refusal(UNEQUAL_TIMES)
         track = self._tracks.get(sampling)
         if track is None:
-            timeline = timeline_of(sampling.times(), sampling.count())
-            track = self._tracks[sampling] = Track(timeline, next(self._walks))
+            track = self._tracks[sampling] = Track(timeline_of(sampling.times()), next(self._walks))
         step, jumped = track.timeline.step(time)
         if jumped:
             track.walk = next(self._walks)

@@ -82,13 +82,11 @@ class KnownTimeline:
 class LearnedTimeline:
     """Where nobody says: every timestep that is lower than the last one begins a step.
 
-    A sampler that calls at a timestep between two steps then has twice as many. count: the number of different
-    timesteps that will come, where that is known. Otherwise a step is taken for the last one if another one as long
-    would end below zero: never too late where steps do not grow.
+    A sampler that calls at a timestep between two steps then has twice as many. A step is taken for the last one if
+    another one as long would end below zero: never too late where steps do not grow.
     """
 
-    def __init__(self, count: int | None = None) -> None:
-        self._count = count
+    def __init__(self) -> None:
         self._index = -1
         self._time = self._first = self._length = 0.0
 
@@ -101,8 +99,6 @@ class LearnedTimeline:
         elif time < self._time:
             self._index, self._length = self._index + 1, self._time - time
         self._time = time
-        if self._count is not None:
-            return Step(self._index, self._count, self._index / self._count, self._index >= self._count - 1), jumped
         fraction = 1 - time / self._first if self._first > 0 else 1.0
         is_last = time <= END or (self._index > 0 and time - self._length < -ROUNDING * self._first)
         return Step(self._index, None, fraction, is_last), jumped
@@ -111,6 +107,6 @@ class LearnedTimeline:
 Timeline = KnownTimeline | LearnedTimeline
 
 
-def timeline_of(times: Sequence[float] | None, count: int | None = None) -> Timeline:
-    """The timeline of a sampling whose steps begin at these timesteps, or have so many; None where that is unknown."""
-    return KnownTimeline(times) if times is not None and len(times) else LearnedTimeline(count)
+def timeline_of(times: Sequence[float] | None) -> Timeline:
+    """The timeline of a sampling whose steps begin at these timesteps; None where that is unknown."""
+    return KnownTimeline(times) if times is not None and len(times) else LearnedTimeline()

@@ -19,8 +19,6 @@ from ..runtime.runtime import runtime
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
 # These go on from one output, and add no noise between their steps, at eta 0 where they take one.
 FIRST_ORDER = ("sample_euler", "ddim")
-# This one chooses timesteps of its own, as many as it is given.
-OWN_TIMESTEPS = "unipc"
 
 
 def listen(sampler: Any, method: str) -> list[float]:
@@ -59,13 +57,9 @@ def sampling_of(p: Any) -> Sampling:
             return Sampling(why_not="the sampler's churn moves its steps")
         sigmas, speaker = listen(sampler, "get_sigmas"), weakref.ref(sampler)
         return Sampling(lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
-    if "timesteps" in takes and hasattr(sampler, "get_timesteps"):
-        timesteps, speaker = listen(sampler, "get_timesteps"), weakref.ref(sampler)
-        if name in ALL_BUT_THE_LOWEST:
-            return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
-        if name == OWN_TIMESTEPS:
-            count = lambda: own_count(speaker(), len(timesteps))  # noqa: E731
-            return Sampling(count=count, **known)
+    if name in ALL_BUT_THE_LOWEST and hasattr(sampler, "get_timesteps"):
+        timesteps = listen(sampler, "get_timesteps")
+        return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
     return Sampling(why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
 
 
@@ -107,11 +101,3 @@ def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:
     levels = torch.tensor(sigmas, device=wrapped.log_sigmas.device, dtype=wrapped.log_sigmas.dtype)
     with torch.no_grad():
         return [float(time) for time in wrapped.sigma_to_t(levels).flatten().tolist()]
-
-
-def own_count(sampler: Any, timesteps: int) -> int | None:
-    """How many different timesteps UniPC calls at. img2img takes the lower part of them, one less than its steps."""
-    if sampler is None:
-        return None
-    denoiser = sampler.model_wrap_cfg
-    return (denoiser.steps - 1 if denoiser.init_latent is not None else timesteps) or None

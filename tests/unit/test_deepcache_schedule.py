@@ -12,8 +12,8 @@ from lib_onediff.steps.schedule import early, is_whole, last_whole
 KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)
 
 
-def steps_of(times: list[float], known: list[float] | None = None, count: int | None = None) -> list[Step]:
-    timeline = timeline_of(known, count)
+def steps_of(times: list[float], known: list[float] | None = None) -> list[Step]:
+    timeline = timeline_of(known)
     return [timeline.step(time)[0] for time in times]
 
 
@@ -84,12 +84,6 @@ def test_the_last_step_is_never_missed_without_a_hosts_help(times: list[float]) 
     steps = steps_of(times)
     assert steps[-1].is_last
     assert sum(step.is_last for step in steps) <= 4
-
-
-def test_a_count_tells_the_last_step() -> None:
-    steps = steps_of([999.0, 749.25, 499.5, 249.75], count=4)
-    assert [step.is_last for step in steps] == [False, False, False, True]
-    assert [step.fraction for step in steps] == [0, 0.25, 0.5, 0.75]
 
 
 @pytest.mark.parametrize(("layer", "block", "layers", "depth"), [

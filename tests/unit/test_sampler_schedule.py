@@ -70,7 +70,6 @@ class BySigmas:
 class ByTimesteps:
     def __init__(self, func: Any) -> None:
         self.func = func
-        self.model_wrap_cfg = types.SimpleNamespace(steps=0, init_latent=None)
 
     def get_timesteps(self, p: Any, steps: int) -> Tensor:
         return torch.arange(0, 1000, 1000 // steps) + 1
@@ -124,17 +123,9 @@ def test_ddim_never_calls_at_its_lowest_timestep() -> None:
     assert sampling.times() == [float(time) for time in range(51, 1000, 50)]
 
 
-@pytest.mark.parametrize(("from_image", "steps", "count"), [(False, 20, 20), (True, 12, 11)])
-def test_unipc_only_says_how_many_timesteps_come(from_image: bool, steps: int, count: int) -> None:
-    sampler = ByTimesteps(unipc)
-    sampling = sampling_of(Generation(sampler))
-    sampler.get_timesteps(None, 20)
-    sampler.model_wrap_cfg = types.SimpleNamespace(steps=steps, init_latent=torch.zeros(1) if from_image else None)
-    assert (sampling.times(), sampling.count()) == (None, count)
-
-
 def test_samplers_that_choose_their_steps_as_they_go_are_named() -> None:
-    assert "chooses its steps" in sampling_of(Generation(BySigmas(dpm_fast))).why_not
+    for sampler in (BySigmas(dpm_fast), ByTimesteps(unipc)):
+        assert "chooses its steps" in sampling_of(Generation(sampler)).why_not
     nothing = sampling_of(Generation(None))
     assert (nothing.why_not, nothing.why_no_forecast()) == ("", UNKNOWN_SAMPLER)
 
@@ -157,4 +148,3 @@ def test_ddim_adds_noise_by_its_eta(
     generation: Any = Generation(ByTimesteps(named("ddim", with_eta)))
     generation.eta = of_image
     assert sampling_of(generation).why_no_forecast() == why
-    assert sampling_of(Generation(ByTimesteps(unipc))).why_no_forecast() == OTHER_SAMPLER
