@@ -11,7 +11,7 @@ window.onediff = (() => {
 
     const selectedKeys = new Set(), openKeys = new Set();
     const looked = {};
-    let focused = null, asking = null, cancelled = [], asked = 0, wasSeen = false, server;
+    let focused = null, cancelled = [], asked = 0, wasSeen = false, server;
 
     // --- what is kept when a part is drawn anew ---
 
@@ -40,29 +40,17 @@ window.onediff = (() => {
         };
         for (const [name, disabled] of Object.entries(idle)) {
             const button = find(`#onediff_${name}`);
-            if (button && button.disabled !== disabled) button.disabled = disabled;
+            if (!button || button.disabled === disabled) continue;
+            if (document.activeElement === button) nearest().focus();
+            button.disabled = disabled;
         }
-        moveFocus();
+        if (focused && !isSeen(document.activeElement)) {
+            const again = find(focused) || (focused.startsWith("[data-onediff-job=") && find("[data-onediff-job]"));
+            (again || nearest()).focus({preventScroll: true});
+        }
     }
 
-    function moveFocus() {
-        const lost = () => !isSeen(document.activeElement) || document.activeElement.disabled;
-        const nearest = () => find(".onediff-table") || find("#onediff_prewarm");
-        const question = find("#onediff_purge_keep");
-        if (isSeen(question)) {
-            if (asking === null) {
-                asking = document.activeElement;
-                question.focus();
-            }
-        } else if (asking !== null) {
-            if (lost()) (asking.disabled ? nearest() : asking).focus();
-            asking = null;
-        }
-        if (focused && lost()) {
-            const again = find(focused) || (focused.startsWith("[data-onediff-job=") && find("[data-onediff-job]"));
-            (again && !again.disabled ? again : nearest()).focus({preventScroll: true});
-        }
-    }
+    const nearest = () => find(".onediff-table") || find("#onediff_prewarm");
 
     document.addEventListener("focusin", (event) => { focused = keyOf(event.target); });
     document.addEventListener("pointerdown", () => { focused = null; });

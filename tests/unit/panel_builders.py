@@ -69,12 +69,10 @@ class Seen:
 
     def look(self, *cancelled: int) -> None:
         shown = self.panel.view(json.dumps(cancelled), ALL_MODELS, self.waiting)
-        below, waiting, totals, jobs, models, table, question, asking, *_ = shown
+        below, waiting, totals, jobs, models, table, *_ = shown
         if waiting != gradio.update():
             self.waiting = waiting
-        self._show(
-            below=below, totals=totals, jobs=jobs, models=models, table=table, question=question, asking=asking,
-        )
+        self._show(below=below, totals=totals, jobs=jobs, models=models, table=table)
 
     def _show(self, **values: Any) -> None:
         self.parts.update({name: value for name, value in values.items() if value != gradio.update()})

@@ -1,6 +1,7 @@
 """What the Cache page does when somebody uses it, with a real UNet behind the real runtime."""
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ pytest.importorskip("gradio")
 
 import builders
 import gradio
-from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, Seen, changed, used
+from panel_builders import MEBIBYTE, ROW, SHAPE, Seen, changed, used
 from test_warmup import SmallWebUI
 
 from lib_onediff.core.sizes import Size
@@ -26,13 +27,6 @@ LARGE = changed(ROW, resolution="1024x1024", bytes=90 * MEBIBYTE, needs=100 * ME
 SMALL = changed(ROW, resolution="64x64", bytes=0, needs=10 * MEBIBYTE)
 OTHER = changed(SMALL, model="SDXL")
 DECODE = changed(LARGE, model="VAE decoder", shapes=(changed(SHAPE, tokens=0),))
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that holds graphs, which this machine cannot."""
-    monkeypatch.setattr(runtime, "rows", lambda: [LARGE, SMALL, OTHER])
-    monkeypatch.setattr(runtime, "totals", lambda: changed(TOTALS, vram=100 * MEBIBYTE))
 
 
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
@@ -95,8 +89,9 @@ def test_no_request_waits_for_an_image(monkeypatch: Any) -> None:
     used(seen.webui, 64)
     with seen.webui.lock:
         began = time.monotonic()
-        seen.do(seen.panel.ask_all)
-        seen.do(seen.panel.confirm)
+        seen.do(seen.panel.purge_all, "")
+        assert "Nothing was purged." in seen.text("below")
+        seen.do(seen.panel.purge_all, "yes")
         assert time.monotonic() - began < 5
         assert "Purging waits until no image is being made." in seen.text("below") and len(runtime.rows()) == 1
     seen.look_until_idle()
@@ -129,36 +124,29 @@ def test_a_chore_is_over_also_where_its_place_fails() -> None:
     assert chore.over(5) and chore.outcome == "done" and not chore.failed
 
 
-@pytest.mark.parametrize("affected, mebibytes", [
-    ([LARGE], 90), ([SMALL], 0), ([SMALL, OTHER], 0), ([LARGE, SMALL], 90), ([LARGE, SMALL, OTHER], 100),
+@pytest.mark.parametrize("keys, stays, asked", [
+    (["64x64 SD1", "1024x1024 SD1", "64x64 SDXL"], [], [({"64x64", "1024x1024"}, "SD1"), ({"64x64"}, "SDXL")]),
+    (["1024x1024 SD1"], [OTHER], [({"1024x1024"}, "SD1")]),
+    # The decodes below a row go with it.
+    (["1024x1024 SD1"], [DECODE, OTHER], [({"1024x1024"}, "SD1"), ({"1024x1024"}, "VAE decoder")]),
+    ([], [LARGE], []),
 ])
-def test_what_would_be_freed(held: None, affected: list[Any], mebibytes: int) -> None:
-    assert cache_panel.would_free(runtime, affected) == mebibytes * MEBIBYTE
-
-
-def test_each_model_loses_its_own_rows(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(runtime, "purge", lambda resolutions, model: asked.append((resolutions, model)) or MEBIBYTE)
-    purge = cache_panel.purge_of_rows(runtime, ["64x64 SD1", "1024x1024 SD1", "64x64 SDXL"])
-    assert purge.question.startswith("Purge 3 resolutions? This frees about 100 MiB of VRAM")
-    assert purge.work() == "3 resolutions purged, 2 MiB freed."
-    assert sorted(asked, key=lambda call: call[1]) == [({"64x64", "1024x1024"}, "SD1"), ({"64x64"}, "SDXL")]
-
-
-@pytest.mark.parametrize("stays, asked", [
-    ([OTHER], [({"1024x1024"}, "SD1")]), ([DECODE, OTHER], [({"1024x1024"}, "SD1"), ({"1024x1024"}, "VAE decoder")]),
-])
-def test_the_decodes_below_a_row_go_with_it(monkeypatch: pytest.MonkeyPatch, stays: list[Any], asked: Any) -> None:
+def test_each_model_loses_its_own_rows(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, keys: list[str], stays: list[Any], asked: Any,
+) -> None:
     purges: list[Any] = []
-    held = [LARGE, *stays]
+    held = [LARGE, SMALL, OTHER]
     monkeypatch.setattr(runtime, "rows", lambda: held)
-    monkeypatch.setattr(runtime, "totals", lambda: TOTALS)
 
     def purge(resolutions: set[str], model: str) -> int:
         purges.append((resolutions, model))
         held[:] = stays
-        return 0
+        return MEBIBYTE
 
     monkeypatch.setattr(runtime, "purge", purge)
-    cache_panel.purge_of_rows(runtime, ["1024x1024 SD1"]).work()
+    seen.do(seen.panel.purge_selected, json.dumps(keys))
+    seen.look_until_idle()
     assert purges == asked
+    many = "3 resolutions" if len(keys) > 1 else "1 resolution"
+    said = f"{many} purged, {len(asked)} MiB of VRAM freed." if keys else "Nothing was purged."
+    assert said in seen.text("below")

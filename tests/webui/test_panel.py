@@ -139,13 +139,12 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
 
     panel.select("72x64")
     panel.click("purge")
-    panel.told("Purge 1 resolution?", "cache_question")
-    panel.click("purge_keep")
+    panel.answer("Purge the selected", confirm=False)
     panel.told("Nothing was purged.")
     assert set(panel.rows()) == {"64x64", "72x64", "80x64"}
-    panel.purge("purge_disk", "what is ready stays ready", "")
+    panel.purge("purge_disk", "What is ready stays ready", "of disk freed")
     panel.select("72x64")
-    panel.purge("purge", "Purge 1 resolution?", "1 resolution purged")
+    panel.purge("purge", "Purge the selected", "1 resolution purged")
     panel.wait_for_rows("64x64", "80x64")
     panel.page.wait(lambda: not panel.enabled("purge"), "buttons without a selection to wait for one", 10)
     host_before, before = webui.calls()["host"], served(webui)
@@ -153,7 +152,7 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     assert webui.calls()["host"] == host_before and served(webui) > before, "another one is ready still"
 
     panel.page.wait(lambda: panel.enabled("purge_all", "release"), "enabled buttons", 10)
-    panel.purge("purge_all", "Purge all 2 resolutions?", "2 resolutions purged")
+    panel.purge("purge_all", "Purge all resolutions?", "2 resolutions purged")
     panel.wait_for_rows()
     panel.page.wait(lambda: not (panel.enabled("purge_all") or panel.enabled("release")), "nothing left to do", 10)
     before = served(webui)
@@ -210,11 +209,7 @@ def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
     assert panel.selected() == ["72x64"]
     tab_to(page, "onediff_purge")
     press(page, Keys.ENTER)
-    panel.told("Purge 1 resolution?", "cache_question")
-    page.wait(lambda: focused(page) == "onediff_purge_keep", "the focus on Keep, which does no harm", 10)
-    ActionChains(page.driver).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
-    assert focused(page) == "onediff_purge_confirm"
-    press(page, Keys.ENTER)
+    panel.answer("Purge the selected")
     panel.told("1 resolution purged")
     panel.wait_for_rows("64x64")
     page.wait(lambda: focused(page) == "onediff-table", "the focus near the button, which is disabled again", 10)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver.support.expected_conditions import alert_is_present
+from selenium.webdriver.support.ui import WebDriverWait
 from webui_client import WebUI
 from webui_page import show_inner_page
 
@@ -37,8 +39,6 @@ class Panel:
         self.page.wait(lambda: not self.jobs("queued") and not self.jobs("running"), "the end of the queue", 60)
         self.select()
         self.page.run(f"for (const at of document.querySelectorAll('{TABLE} details[open]')) at.open = false")
-        if self.page.find("#onediff_purge_keep").is_displayed():
-            self.click("purge_keep")
         if "77" not in self.page.run("return document.querySelector('#onediff_tokens input').value"):
             self.choose("tokens", "77")
         self.page.type("#onediff_prewarm_batch input", 1)
@@ -156,9 +156,14 @@ class Panel:
     def purge(self, button: str, question: str, told: str) -> None:
         """Purge and confirm. question, told: parts of what is asked before, and said afterwards."""
         self.click(button)
-        self.told(question, "cache_question")
-        self.click("purge_confirm")
+        self.answer(question)
         self.told(told)
+
+    def answer(self, question: str, confirm: bool = True) -> None:
+        """Answer what the browser asks."""
+        asked = WebDriverWait(self.page.driver, SECONDS_TO_TELL).until(alert_is_present())
+        assert question in asked.text
+        asked.accept() if confirm else asked.dismiss()
 
 
 def served(webui: WebUI) -> int:

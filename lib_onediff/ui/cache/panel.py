@@ -6,8 +6,7 @@ timers. No handler waits for an image that is being made.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
@@ -17,7 +16,6 @@ from ...core.sizes import LARGEST_BATCH, TOKEN_CHOICES, TOKENS, Size, parse_size
 from ...prewarm.job import rows_with_jobs
 from ...prewarm.presets import FAMILIES, SizePreset, families_for
 from ...prewarm.worker import WarmUp
-from ...runtime.rows import ResolutionRow
 from ...runtime.runtime import Runtime
 from ..amounts import counted, memory, whole_number
 from ..chore import Chore, Exclusively
@@ -45,33 +43,28 @@ SOURCE = "panel"
 # How long a request waits for what it has begun; the page hears later of what takes longer.
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
+NOTHING_PURGED = "Nothing was purged."
+# What the browser asks before something is thrown away.
+PURGE_SELECTED = "Purge the selected resolutions? Their graphs and their history on disk are deleted."
+PURGE_ALL = "Purge all resolutions? All graphs and their history on disk are deleted."
+PURGE_DISK = "Delete everything in the cache folder? What is ready stays ready until the WebUI ends."
+# JavaScript for the rows that are selected.
+SELECTED = "window.onediff.selected()"
 
 
-@dataclass(frozen=True)
-class Purge:
-    """What the page asks before it throws something away. question: what the user confirms. name: of the work, for
-    people. work: does it, and returns what came of it."""
-
-    question: str
-    name: str
-    work: Callable[[], str]
-
-
-# What a page waits for: a purge that the user has not confirmed, or work that is not over.
-Waiting = Purge | Chore | None
-# The sentence below the pre-warm controls, the one below the table, and what the page waits for.
-Answer = tuple[Any, Any, Waiting]
+# The sentence below the pre-warm controls, the one below the table, and the work that is not over.
+Answer = tuple[Any, Any, Chore | None]
 
 
 class Panel:
-    """The handlers of the page. Each takes what its page waits for as the last argument."""
+    """The handlers of the page. Each takes the work that its page waits for as the last argument."""
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
         self.runtime, self.warmup, self.exclusively = runtime, warmup, exclusively
 
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
-    def prewarm(self, text: str, batch: Any, tokens: Any, waiting: Waiting) -> Answer:
+    def prewarm(self, text: str, batch: Any, tokens: Any, waiting: Chore | None) -> Answer:
         """Queue the sizes that were typed; batch is for those without a number of images of their own."""
         try:
             sizes = parse_sizes(text or "")
@@ -88,7 +81,7 @@ class Panel:
         """A handler that queues the sizes of a preset."""
         return lambda batch, tokens, waiting: self.prewarm(", ".join(map(str, preset.sizes)), batch, tokens, waiting)
 
-    def cancel_all(self, waiting: Waiting) -> Answer:
+    def cancel_all(self, waiting: Chore | None) -> Answer:
         sizes = self.warmup.stop()
         told = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
         return sentence(told), "", waiting
@@ -98,7 +91,7 @@ class Panel:
     def pin(self, pinned: bool) -> Callable[..., Answer]:
         """A handler that pins the selected rows, or no longer."""
 
-        def set_pins(keys: Any, waiting: Waiting) -> Answer:
+        def set_pins(keys: Any, waiting: Chore | None) -> Answer:
             chosen = read_list(keys, str)
             if not chosen:
                 return "", sentence(SELECT_FIRST, wrong=True), waiting
@@ -111,31 +104,37 @@ class Panel:
 
         return set_pins
 
-    def ask_selected(self, keys: Any, waiting: Waiting) -> Answer:
-        chosen = read_list(keys, str)
-        if not chosen:
-            return "", sentence(SELECT_FIRST, wrong=True), waiting
-        return "", "", purge_of_rows(self.runtime, chosen)
+    def purge_selected(self, keys: Any, waiting: Chore | None) -> Answer:
+        chosen = set(read_list(keys, str))
+        affected = [row for row in self.runtime.rows() if key_of(row) in chosen]
+        by_model: dict[str, set[str]] = {}
+        for row in affected:
+            by_model.setdefault(row.model, set()).add(row.resolution)
 
-    def ask_all(self, waiting: Waiting) -> Answer:
-        rows = self.runtime.rows()
-        if not rows:
-            return "", sentence("There is nothing to purge."), waiting
-        what = "the only resolution" if len(rows) == 1 else f"all {len(rows)} resolutions"
-        return "", "", purge_of(self.runtime, what, rows, self.runtime.purge)
+        def free() -> int:
+            freed = sum(self.runtime.purge(resolutions, model) for model, resolutions in by_model.items())
+            # The VAE's shapes stood in the rows that are gone: they go too, unless another model's row has them.
+            gone = {row.resolution for row in affected}
+            left = [row for row in self.runtime.rows() if row.is_decode and row.resolution in gone]
+            return freed + sum(self.runtime.purge({row.resolution}, row.model) for row in left)
 
-    def ask_disk(self, waiting: Waiting) -> Answer:
-        return "", "", purge_of_disk(self.runtime)
+        return self._purge(len(affected), free, waiting)
 
-    def confirm(self, waiting: Waiting) -> Answer:
-        if not isinstance(waiting, Purge):
-            return "", UNCHANGED, waiting
-        return self._begin(waiting.name, waiting.work)
+    def purge_all(self, confirmed: Any, waiting: Chore | None) -> Answer:
+        return self._purge(len(self.runtime.rows()) if confirmed else 0, self.runtime.purge, waiting)
 
-    def keep(self, waiting: Waiting) -> Answer:
-        return "", sentence("Nothing was purged."), None
+    def purge_disk(self, confirmed: Any, waiting: Chore | None) -> Answer:
+        if not confirmed:
+            return "", sentence(NOTHING_PURGED), waiting
+        return self._begin("Deleting", lambda: f"{memory(self.runtime.purge_disk())} of disk freed.")
 
-    def release(self, waiting: Waiting) -> Answer:
+    def _purge(self, count: int, free: Callable[[], int], waiting: Chore | None) -> Answer:
+        """free: purges so many resolutions and returns the bytes of GPU memory that were given back."""
+        if not count:
+            return "", sentence(NOTHING_PURGED), waiting
+        return self._begin("Purging", lambda: f"{counted(count, 'resolution')} purged, {memory(free())} of VRAM freed.")
+
+    def release(self, waiting: Chore | None) -> Answer:
         return self._begin("Releasing memory", self._release)
 
     def _release(self) -> str:
@@ -152,26 +151,30 @@ class Panel:
 
     # --- what the page shows --------------------------------------------------------------------------------------
 
-    def view(self, cancelled: Any, model: str, waiting: Waiting) -> tuple[Any, ...]:
+    def view(self, cancelled: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
         """The value of every component that shows what is so; gradio draws what has changed. cancelled: the ids of jobs
         whose buttons were clicked, as JSON."""
         for job in read_list(cancelled, int):
             self.warmup.cancel(job)
         # Somebody may have clicked on something since this look was begun: what the page waits for stays as it is.
         below, waits_now = UNCHANGED, UNCHANGED
-        if isinstance(waiting, Chore) and waiting.over():
+        if waiting is not None and waiting.over():
             below, waits_now = sentence(waiting.outcome, wrong=waiting.failed), None
         known, jobs = self.runtime.rows(), self.warmup.jobs()
         rows = rows_with_jobs(known, jobs, self.warmup.model)
         models = models_of(rows)
         model = model if model in models else ALL_MODELS
-        question = sentence(waiting.question) if isinstance(waiting, Purge) else ""
         families = families_for(self.warmup.model)
         return (
             below, waits_now, totals_html(self.runtime.totals(), known, jobs), jobs_html(jobs),
-            gr.update(choices=models, value=model), resolutions_html(selected(rows, model)), question,
-            gr.update(visible=bool(question)), *(gr.update(visible=family in families) for family in FAMILIES),
+            gr.update(choices=models, value=model), resolutions_html(selected(rows, model)),
+            *(gr.update(visible=family in families) for family in FAMILIES),
         )
+
+
+def if_confirmed(question: str, value: str = "'yes'") -> str:
+    """JavaScript for a value where the user confirms, and an empty text where not."""
+    return f"window.confirm({json.dumps(question)}) ? {value} : ''"
 
 
 def read_list(text: Any, kind: type) -> list[Any]:
@@ -181,64 +184,6 @@ def read_list(text: Any, kind: type) -> list[Any]:
     except (TypeError, ValueError):
         return []
     return [value for value in values if type(value) is kind] if isinstance(values, list) else []
-
-
-def purge_of_rows(runtime: Runtime, keys: Iterable[str]) -> Purge:
-    """Of rows by key_of."""
-    chosen = set(keys)
-    affected = [row for row in runtime.rows() if key_of(row) in chosen]
-    by_model: dict[str, set[str]] = {}
-    for row in affected:
-        by_model.setdefault(row.model, set()).add(row.resolution)
-
-    def free() -> int:
-        freed = sum(runtime.purge(resolutions, model) for model, resolutions in by_model.items())
-        # The VAE's shapes stood in the rows that are gone: they go too, unless another model's row has them.
-        gone = {row.resolution for row in affected}
-        left = [row for row in runtime.rows() if row.is_decode and row.resolution in gone]
-        return freed + sum(runtime.purge({row.resolution}, row.model) for row in left)
-
-    return purge_of(runtime, counted(len(affected), "resolution"), affected, free)
-
-
-def purge_of(runtime: Runtime, what: str, affected: list[ResolutionRow], free: Callable[[], int]) -> Purge:
-    """free: purges these rows and returns the bytes of GPU memory that were given back."""
-    expected = would_free(runtime, affected)
-    frees = f"This frees about {memory(expected)} of VRAM" if expected else "This frees no VRAM"
-
-    def purge() -> str:
-        freed = free()
-        if not affected:
-            return "There was nothing to purge."
-        purged = f"{counted(len({key_of(row) for row in affected}), 'resolution')} purged"
-        if freed:
-            return f"{purged}, {memory(freed)} freed."
-        if any(row.needs for row in affected):
-            return f"{purged}; larger graphs share their memory, so nothing was freed."
-        return f"{purged}; they held no graph memory."
-
-    return Purge(f"Purge {what}? {frees}; the history on disk goes too.", "Purging", purge)
-
-
-def purge_of_disk(runtime: Runtime) -> Purge:
-    size = runtime.totals().disk
-    frees = f"This frees about {memory(size)} of disk" if size else "The cache folder is empty"
-    question = f"Delete everything in the cache folder? {frees}; what is ready stays ready until the WebUI ends."
-
-    def delete() -> str:
-        freed = runtime.purge_disk()
-        return f"Freed {memory(freed)} of disk." if freed else "The cache folder is empty now."
-
-    return Purge(question, "Deleting", delete)
-
-
-def would_free(runtime: Runtime, affected: list[ResolutionRow]) -> int:
-    """About how many bytes of GPU memory come back with these rows: all graphs lie over each other in one memory, which
-    is as large as the largest of them."""
-    keys = {key_of(row) for row in affected}
-    largest_that_stays = max((row.needs for row in runtime.rows() if key_of(row) not in keys), default=0)
-    least = max((row.bytes for row in affected), default=0)
-    return least if len(affected) == 1 else max(least, runtime.totals().vram - largest_that_stays)
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
@@ -272,26 +217,23 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
             purge = a_button("Purge selected", "purge", elem_classes=DANGER)
             purge_all = a_button("Purge all", "purge_all", elem_classes=DANGER)
             purge_disk = a_button("Purge disk", "purge_disk", elem_classes=DANGER)
-        with gr.Row(elem_classes=[*ACTIONS, "onediff-confirm"], elem_id="onediff_confirm", visible=False) as asking:
-            question = a_place("cache_question")
-            confirm, keep = a_button("Confirm", "purge_confirm", variant="stop"), a_button("Keep", "purge_keep")
         below = a_place("cache_outcome")
         gr.HTML(legend_html())
 
     shown = {
         "inputs": [cancelled, model, waiting], "queue": False, **QUIET,
-        "outputs": [below, waiting, totals, jobs, model, table, question, asking, *rows],
+        "outputs": [below, waiting, totals, jobs, model, table, *rows],
         **in_the_browser("(...values) => [window.onediff.cancelled(), ...values.slice(1, 3)]"),
     }
     for event in (look.click, model.input):
         event(panel.view, **shown)
 
-    def on(event: Callable[..., Any], handler: Callable[..., Answer], *own: Any) -> None:
-        """Have an event do something, and show what is so then."""
+    def on(event: Callable[..., Any], handler: Callable[..., Answer], *own: Any, first: str = "") -> None:
+        """Have an event do something, and show what is so then. first: what the first value is, in JavaScript."""
         values = [*own, waiting]
-        script = f"(...values) => [window.onediff.selected(), ...values.slice(1, {len(values)})]"
+        script = f"(...values) => [{first}, ...values.slice(1, {len(values)})]"
         done = event(handler, inputs=values, outputs=[told, below, waiting], queue=False, **QUIET,
-                     **(in_the_browser(script) if keys in own else {}))
+                     **(in_the_browser(script) if first else {}))
         done.then(panel.view, **shown)
 
     for asked in (prewarm.click, sizes.submit):
@@ -299,14 +241,12 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
     for button, preset in presets:
         on(button.click, panel.preset(preset), batch, tokens)
     on(cancel.click, panel.cancel_all)
-    on(pin.click, panel.pin(True), keys)
-    on(unpin.click, panel.pin(False), keys)
+    on(pin.click, panel.pin(True), keys, first=SELECTED)
+    on(unpin.click, panel.pin(False), keys, first=SELECTED)
     on(release.click, panel.release)
-    on(purge.click, panel.ask_selected, keys)
-    on(purge_all.click, panel.ask_all)
-    on(purge_disk.click, panel.ask_disk)
-    on(confirm.click, panel.confirm)
-    on(keep.click, panel.keep)
+    on(purge.click, panel.purge_selected, keys, first=if_confirmed(PURGE_SELECTED, SELECTED))
+    on(purge_all.click, panel.purge_all, keys, first=if_confirmed(PURGE_ALL))
+    on(purge_disk.click, panel.purge_disk, keys, first=if_confirmed(PURGE_DISK))
     forget_when_changed([sizes, batch], told)
 
 
