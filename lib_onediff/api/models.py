@@ -92,7 +92,6 @@ class JobAnswer(BaseModel):
     total: int
     share: float = Field(..., description="How much of the job is done, from 0 to 1.")
     seconds: float = Field(..., description="What the calls took so far.")
-    estimated_seconds: float | None = Field(None, description="What is left, where that can be told.")
     reason: str = Field(..., description="Why it failed.")
 
 

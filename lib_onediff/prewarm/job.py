@@ -24,14 +24,8 @@ class Shape(NamedTuple):
 class WarmCall(NamedTuple):
     """One UNet call of a job. number: the how manieth at its shape, from 0."""
 
-    size: Size
     shape: Shape
     number: int
-
-    @property
-    def pixels(self) -> int:
-        """How much work it is, about."""
-        return self.size.width * self.size.height * self.shape.latents
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class Job:
     """One size in the queue, as it was when asked. done and total count UNet calls, seconds what they took.
 
     source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
-    what is being done now, for people. estimated_seconds: what is left of it, once it runs; None: nobody knows yet.
+    what is being done now, for people.
     """
 
     id: int
@@ -52,7 +46,6 @@ class Job:
     seconds: float = 0.0
     tokens: int = TOKENS
     what: str = ""
-    estimated_seconds: float | None = None
     shapes: tuple[Shape, ...] = ()
 
     @property
@@ -66,7 +59,7 @@ class Job:
 
     def calls_left(self) -> list[WarmCall]:
         """The UNet calls that are not made yet, in their order."""
-        calls = [WarmCall(self.size, shape, number) for shape in self.shapes for number in range(CALLS_PER_SHAPE)]
+        calls = [WarmCall(shape, number) for shape in self.shapes for number in range(CALLS_PER_SHAPE)]
         return calls[self.done:]
 
 

@@ -3,10 +3,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-import statistics
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterable
 from concurrent.futures import wait
 from dataclasses import replace
@@ -26,7 +24,7 @@ from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Job,
 
 log = logging.getLogger("onediff")
 
-FINISHED_JOBS_KEPT, MEASUREMENTS_KEPT = 50, 12
+FINISHED_JOBS_KEPT = 50
 # Python aborts when it ends below a thread that computes.
 SECONDS_AT_EXIT = 20.0
 # The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
@@ -48,8 +46,6 @@ class WarmUp:
         # What is not queued any more stands before what is; the order of that is the queue's.
         self._jobs: dict[int, Job] = {}
         self._ids = count(1)
-        # Seconds for one latent pixel, by the number of the call at its shape.
-        self._rates: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=MEASUREMENTS_KEPT))
         self._worker: threading.Thread | None = None
         self._lock = threading.RLock()
 
@@ -74,7 +70,7 @@ class WarmUp:
                 if (size, shapes) not in waiting:
                     total = CALLS_PER_SHAPE * len(shapes)
                     job = Job(next(self._ids), size, source, total=total, tokens=tokens, shapes=shapes)
-                    waiting[size, shapes] = self._update(job, estimated_seconds=self._estimate(job))
+                    waiting[size, shapes] = self._update(job)
             if wanted and self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="onediff-warm-up", daemon=True)
                 self._worker.start()
@@ -100,7 +96,7 @@ class WarmUp:
             job = self._jobs.get(job_id)
             if job is None or not job.pending:
                 return False
-            self._update(job, state=CANCELLED, what="", estimated_seconds=None)
+            self._update(job, state=CANCELLED, what="")
             return True
 
     def stop(self, seconds: float = 0.0) -> int:
@@ -112,13 +108,6 @@ class WarmUp:
         return cancelled
 
     # --- call these with the lock held ----------------------------------------------------------------------------
-
-    def _estimate(self, job: Job) -> float | None:
-        """Seconds that are left of a job; None while calls of a kind were never made."""
-        calls = job.calls_left()
-        if not all(self._rates[call.number] for call in calls):
-            return None
-        return sum(statistics.median(self._rates[call.number]) * call.pixels for call in calls)
 
     def _update(self, job: Job, **changes: Any) -> Job:
         job = self._jobs[job.id] = replace(job, **changes)
@@ -163,21 +152,19 @@ class WarmUp:
             if now is not None and now.what != what:
                 self._update(now, what=what)
 
-    def _advance(self, job: Job, call: WarmCall, seconds: float, calls: int) -> None:
+    def _advance(self, job: Job, seconds: float, calls: int) -> None:
         """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
         with self._lock:
-            self._rates[call.number].append(seconds / call.pixels)
             now = self._running(job)
             if now is not None:
-                now = replace(now, done=now.done + calls, seconds=now.seconds + seconds)
-                self._update(now, estimated_seconds=self._estimate(now))
+                self._update(now, done=now.done + calls, seconds=now.seconds + seconds)
 
     def _end(self, job: Job, state: str, reason: str) -> None:
         """A running job is over; one that was cancelled meanwhile stays so."""
         with self._lock:
             now = self._running(job)
             if now is not None:
-                self._update(now, state=state, reason=reason, what="", estimated_seconds=None)
+                self._update(now, state=state, reason=reason, what="")
 
     def _run(self, job: Job) -> str:
         """Make a job's calls. Returns why it has no graph, if so. Raises Refusal, and what a call raises."""
@@ -226,15 +213,15 @@ class WarmUp:
         began = time.perf_counter()
         try:
             with self._runtime.wait_for_compile():
-                self._webui.warm(call.size.width, call.size.height, *call.shape)
+                self._webui.warm(job.size.width, job.size.height, *call.shape)
             status = self._runtime.status()
             self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         except torch.cuda.OutOfMemoryError:
-            raise Refusal(f"there is not enough GPU memory for {call.size}") from None
+            raise Refusal(f"there is not enough GPU memory for {job.size}") from None
         if status["route"] not in ("graph", "plain"):
             raise Refusal(status["reason"] or "the WebUI's own UNet serves it")
         is_ready, left = status["route"] == "graph", CALLS_PER_SHAPE - call.number
-        self._advance(job, call, time.perf_counter() - began, left if is_ready else 1)
+        self._advance(job, time.perf_counter() - began, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
         return status["reason"] if lacks_graph else ""
 

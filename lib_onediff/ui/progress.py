@@ -38,13 +38,10 @@ def job_html(job: Job) -> str:
 
 def job_sentence(job: Job) -> str:
     """What there is to say of a job beside its size."""
-    if job.state == QUEUED:
-        return "queued" if job.estimated_seconds is None else f"queued, takes about {seconds(job.estimated_seconds)}"
     if job.state == DONE:
         return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
     if job.state == FAILED:
         return f"failed: {job.reason}"
-    if job.state == CANCELLED:
-        return "cancelled"
-    left = "" if job.estimated_seconds is None else f"about {seconds(job.estimated_seconds)} left"
-    return ", ".join(part for part in (f"{100 * job.share:.0f} %", job.what, left) if part)
+    if job.state in (QUEUED, CANCELLED):
+        return job.state
+    return ", ".join(filter(None, (f"{100 * job.share:.0f} %", job.what)))

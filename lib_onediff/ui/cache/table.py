@@ -10,7 +10,7 @@ from typing import Any
 from ...core.table import ENOUGH
 from ...prewarm.job import Job
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
-from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds
+from ..amounts import NOTHING, ago, counted, memory, milliseconds
 from ..markup import bar_html, cells_html, fact_html, head_html, table_html
 from ..status import ROUTES
 
@@ -153,6 +153,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
         f"{states[state]} {STATE_NAMES.get(state, state)}"
         for state in ("ready", "proved", "failed", "on disk") if states[state]
     )
+    pending = sum(job.pending for job in jobs)
     calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
     budget, held, low_bit = totals.budget, memory(totals.vram), ""
     if budget or not totals.vram:
@@ -164,7 +165,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
     facts = {
         "Graph memory": held, "Disk": memory(totals.disk),
         "Served by a graph": NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %",
-        "Queue": queue_sentence(jobs), "Low-bit weights": low_bit,
+        "Queue": counted(pending, "size") if pending else "empty", "Low-bit weights": low_bit,
         **{
             f"Graphs of {name}": f"{count['graphs']} of {count['most']}"
             for name, count in totals.compiled.items() if count["graphs"]
@@ -193,13 +194,3 @@ def errors_html(errors: LowBitErrors) -> str:
             "8 bits" if one.is_used else "16 bits",
         ) for one in errors.classes
     ), MEANINGS, f"{name}. {whole}")
-
-
-def queue_sentence(jobs: Iterable[Job]) -> str:
-    """How many jobs are to come, and for how long."""
-    pending = [job for job in jobs if job.pending]
-    if not pending:
-        return "empty"
-    known = [job.estimated_seconds for job in pending if job.estimated_seconds is not None]
-    about = f", about {seconds(sum(known))}" if len(known) == len(pending) else ""
-    return f"{counted(len(pending), 'size')}{about}"
