@@ -1,4 +1,4 @@
 """How do many users get images from many cards?
 
-groups: which requests are made together, and by whom; knows no Ray. ray_serve: replicas that start warm, and HTTP.
+queue: who is served next, and how often it is tried; knows no Ray. ray_serve: replicas that start warm, and HTTP.
 """

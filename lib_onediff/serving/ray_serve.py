@@ -5,7 +5,7 @@ import asyncio
 import io
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from ..api.origins import Origins, host_name
 from ..core.sizes import parse_sizes
 from ..public import compile_pipe, load_folder
 from ..runtime.runtime import runtime
-from .groups import Groups, Limits, Request
+from .queue import Limits, Queue, Request
 
 # Warm: checked, captured, replayed.
 WARM_STEPS, FAILURES_UNTIL_REPLACED, SECONDS_TO_END = 4, 3, 600
-AT_A_REPLICA = 2  # One group is made, and one is there when it is done.
+AT_A_REPLICA = 2  # One image is made, and one request is there when it is done.
 log = logging.getLogger("onediff")
 
 
@@ -57,7 +57,7 @@ class Painter:
 
     def __init__(self, load: Callable[[Config], Any], config: Config) -> None:
         # One thread for all: what CUDA keeps for a thread is warm too.
-        self._thread, self._failures, self._group = ThreadPoolExecutor(1), 0, asyncio.Lock()
+        self._thread, self._failures = ThreadPoolExecutor(1), 0
         if config.cache:
             os.environ["ONEDIFF_CACHE"] = config.cache
         self._pipe = self._thread.submit(lambda: compile_pipe(load(config), **config.options)).result()
@@ -68,16 +68,16 @@ class Painter:
             self._thread.submit(self._image, warm).result()
         runtime.keep_history()
 
-    async def make(self, requests: list[Request]) -> AsyncIterator[bytes | str]:
-        async with self._group:
-            for request in requests:
-                try:
-                    yield await asyncio.get_running_loop().run_in_executor(self._thread, self._image, request)
-                    self._failures = 0
-                except Exception:
-                    log.exception("no image of %sx%s", request.width, request.height)
-                    self._failures += 1
-                    yield "The image could not be made; the replica's log says why."
+    async def make(self, request: Request) -> bytes | str:
+        """A PNG, or a sentence where it failed."""
+        try:
+            png = await asyncio.get_running_loop().run_in_executor(self._thread, self._image, request)
+        except Exception:
+            log.exception("no image of %sx%s", request.width, request.height)
+            self._failures += 1
+            return "The image could not be made; the replica's log says why."
+        self._failures = 0
+        return png
 
     def check_health(self) -> None:
         """Ray Serve starts another replica where this raises: after some errors, CUDA is of no more use."""
@@ -97,24 +97,23 @@ class Front:
     """Takes requests over HTTP. It needs no GPU."""
 
     def __init__(self, painter: Any, config: Config) -> None:
-        make = painter.options(stream=True).make.remote
-        self._groups = Groups(make, config.limits, config.replicas * AT_A_REPLICA)
+        self._queue = Queue(painter.make.remote, config.limits, config.replicas * AT_A_REPLICA)
 
     async def image(self, request: Request) -> Response:
         """A PNG; its seed is in X-OneDiff-Seed."""
-        png, request = await self._groups.ask(request)
+        png, request = await self._queue.ask(request)
         return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
     async def ready(self) -> dict[str, Any]:
         """Whether a replica is warm, and the service does not end."""
-        status, groups = await asyncio.to_thread(serve.status), self._groups
+        status, queue = await asyncio.to_thread(serve.status), self._queue
         painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
         warm = painters.replica_states.get("RUNNING", 0)
-        ready = warm > 0 and not groups.ending
-        return {"ready": ready, "replicas": warm, "waiting": len(groups.waiting), "answered": groups.answered}
+        ready = warm > 0 and not queue.ending
+        return {"ready": ready, "replicas": warm, "waiting": queue.waiting, "answered": queue.answered}
 
     async def end(self) -> None:
-        await self._groups.end()
+        await self._queue.end()
 
 
 # The routes are no methods: of a class's, Ray makes routes anew, and of no kind of ours.

@@ -13,7 +13,7 @@ from .cache.panel import build_cache_tab
 from .chore import Exclusively
 from .compare.job import TextToImage
 from .compare.tab import ComparePanel, build_compare_page
-from .consistency import build_facts_page, report
+from .consistency import build_facts_page
 from .events import HIDDEN
 from .facts import Facts, host_facts, machine_facts, onediff_facts
 from .settings_tab import for_the_browser
@@ -35,7 +35,7 @@ def build_onediff_tab(
         return {**machine_facts(), **host_facts(release), **ours}
 
     maker = TextToImage(make_script, runtime.status)
-    panel = ComparePanel(maker, exclusively, standing, lambda: report(facts()))
+    panel = ComparePanel(maker, exclusively, standing)
     with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
         with gr.Tab("Cache", elem_id="onediff_page_cache"):
             build_cache_tab(runtime, warmup, exclusively)

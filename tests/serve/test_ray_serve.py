@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import collections
 import io
-import itertools
 import json
 import os
 import random
@@ -24,8 +23,7 @@ pytest.importorskip("ray", reason="Ray is not installed; see .ci/serve")
 from ray import serve
 from serve_model import LOADING_SECONDS, Load
 
-from lib_onediff.serving.groups import Limits
-from lib_onediff.serving.ray_serve import Config, app, build, end
+from lib_onediff.serving.ray_serve import Config, Limits, app, build, end
 
 SIZES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128), (96, 96)]
 REQUESTS, CLIENTS, KILLED_AFTER = 200, 24, 60
@@ -93,7 +91,7 @@ def size_of(answer: requests.Response) -> tuple[int, int]:
 
 
 def test_every_request_is_answered_once_though_a_replica_is_killed(service: Service) -> None:
-    service.start(limits=Limits(waiting=REQUESTS, group=4))
+    service.start(limits=Limits(waiting=REQUESTS))
     service.wait_until_ready(2)
     assert list(service.warmed().values()) == [len(SIZES)] * 2
     draw = random.Random(0)
@@ -129,9 +127,6 @@ def test_every_request_is_answered_once_though_a_replica_is_killed(service: Serv
     assert killed[0] in before
     said = service.wait_until_ready(2)
     assert said["answered"] == REQUESTS and said["waiting"] == 0
-    by_process = [[(now.width, now.height) for now in made if now.pid == pid] for pid in before]
-    # Of six sizes in a random order, five of six would follow another one: 167.
-    assert sum(1 for sizes in by_process for _ in itertools.groupby(sizes)) < REQUESTS * 0.6
     # The same request makes the same image, whoever makes it.
     for seed in (1, 2, *twice):
         assert service.ask(seed, wanted[seed]).content == answers[seed][0].content

@@ -98,8 +98,6 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
         compare.show()
         compare.choose("compare_left", "Balanced")
         compare.made(images=2)
-        compare.click("compare_save")
-        browser.wait_for_text("onediff_compare_file", ".html", 20)
         look("Compare, made", f"#{TAB}", 30)
         show_inner_page(browser, "Consistency")
         browser.type("#onediff_other_facts textarea", "OneDiff consistency report, format 1\n[Model]\nName: other")

@@ -42,8 +42,7 @@ class Compare(Panel):
         """Compare and wait for the images; returns what the numbers say."""
         self.start(**values)
         self.told("%", "compare_progress")
-        shown = "return document.querySelector('#onediff_compare_save')?.offsetParent != null"
-        self.page.wait(lambda: self.page.run(shown), "the end of the comparison", SECONDS)
+        self.page.wait(lambda: not self.enabled("compare_cancel"), "the end of the comparison", SECONDS)
         return self.told("Verdict", "compare_numbers", 10)
 
     def images(self) -> list[str]:

@@ -49,7 +49,6 @@ class GeneratedImage:
     right after it."""
 
     image: Any
-    infotext: str
     seconds: float
     status: dict[str, Any]
 
@@ -138,7 +137,7 @@ class TextToImage:
                     return None
         finally:
             shared.state.end()
-        return GeneratedImage(processed.images[0], processed.infotexts[0], seconds, self._status())
+        return GeneratedImage(processed.images[0], seconds, self._status())
 
     def interrupt(self) -> None:
         """Stop the image that is being made, if it is one of ours."""

@@ -1,9 +1,7 @@
-"""What came of a comparison, as markup for the page and as a report: one HTML file that needs nothing else."""
+"""What came of a comparison, as markup and as images for the page."""
 from __future__ import annotations
 
-import base64
 import html
-import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -25,15 +23,6 @@ MEANINGS = {
     "Left": "how long the left image took", "Right": "how long the right image took",
 }
 MOST_GAIN = 64
-STYLE = """
-:root { color-scheme: light dark; }
-body { max-width: 1400px; margin: 1.5em auto; padding: 0 1em; font-family: system-ui, sans-serif; line-height: 1.4; }
-table { border-collapse: collapse; margin: 1em 0; }
-th, td { padding: 0.3em 0.8em; border-bottom: 1px solid #8884; text-align: left; vertical-align: top; }
-.images { display: grid; grid-template-columns: repeat(3, 1fr); gap: 0.6em; }
-figure { margin: 0; } img { width: 100%; height: auto; } figcaption { font-size: 0.85em; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.85em; }
-"""
 
 
 def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
@@ -113,23 +102,3 @@ def difference_of(left: Any, right: Any) -> tuple[Any, str]:
         return difference, "no pixel differs"
     gain = min(MOST_GAIN, 2 ** int(math.log2(255 / largest)))
     return difference.point(lambda value: gain * value), f"difference times {gain}"
-
-
-def page_html(pairs: Sequence[Pair], sides: Sequence[Side], facts: str) -> str:
-    """The report as a page of its own, images and style included. facts: the consistency report."""
-    figures = "".join(figure(image, caption) for pair in pairs for image, caption in images_of(pair, sides))
-    infotexts = "\n\n".join(image.infotext for pair in pairs for image in pair.images)
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>OneDiff comparison</title>'
-        f"<style>{STYLE}</style></head><body><h1>OneDiff comparison</h1>{outcome_html(pairs, sides)}"
-        f'<div class="images">{figures}</div><h2>Infotexts</h2><pre>{html.escape(infotexts)}</pre>'
-        f"<h2>The machine</h2><pre>{html.escape(facts)}</pre></body></html>"
-    )
-
-
-def figure(image: Any, caption: str) -> str:
-    """An image with all of it in its address."""
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    data, text = base64.b64encode(file.getvalue()).decode("ascii"), html.escape(caption)
-    return f'<figure><img src="data:image/png;base64,{data}" alt="{text}"><figcaption>{text}</figcaption></figure>'

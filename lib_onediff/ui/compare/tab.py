@@ -3,10 +3,7 @@ from __future__ import annotations
 
 import html
 import inspect
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -31,7 +28,7 @@ from ..events import (
 )
 from ..markup import bar_html, sentence
 from .job import CHOICES, CURRENT, MOST_IMAGES, OFF, Comparison, TextToImage, request_of, side_of
-from .report import images_of, outcome_html, page_html
+from .report import images_of, outcome_html
 
 ELEM_ID = "onediff_compare"
 EXPLAINED = "Makes the image that the txt2img tab asks for (prompt, size, sampler, seed) with two settings."
@@ -45,17 +42,14 @@ READ_TXT2IMG = """(...values) => {
   const asked = found.filter(([, field]) => field).map(([name, field]) => [name, field.value]);
   return [...values.slice(0, 5), JSON.stringify(Object.fromEntries(asked))];
 }"""
-NO_FILE = gr.update(value=None, visible=False)
 
 
 class ComparePanel:
     """The handlers of the page."""
 
-    def __init__(
-        self, maker: TextToImage, exclusively: Exclusively, standing: Callable[[], Settings], facts: Callable[[], str],
-    ) -> None:
-        """standing: the settings tab's. facts: the consistency report."""
-        self.maker, self.exclusively, self.standing, self.facts = maker, exclusively, standing, facts
+    def __init__(self, maker: TextToImage, exclusively: Exclusively, standing: Callable[[], Settings]) -> None:
+        """standing: the settings tab's."""
+        self.maker, self.exclusively, self.standing = maker, exclusively, standing
 
     def begin(
         self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, asked: Any,
@@ -68,14 +62,14 @@ class ComparePanel:
             count = whole_number(images, "The number of images", 1, MOST_IMAGES)
             job = Comparison(sides, request_of(asked), count, self.maker, self.exclusively)
         except ValueError as problem:
-            return sentence(str(problem), wrong=True), *[UNCHANGED] * 7
-        return "", progress_html(job), "", None, gr.update(visible=False), gr.update(interactive=True), NO_FILE, job
+            return sentence(str(problem), wrong=True), *[UNCHANGED] * 5
+        return "", progress_html(job), "", None, gr.update(interactive=True), job
 
     @staticmethod
     def look(job: Comparison | None) -> tuple[Any, ...]:
         """How far it is, and what there is already."""
         if job is None:
-            return (UNCHANGED,) * 6
+            return (UNCHANGED,) * 5
         over = job.over()
         told = (sentence(job.outcome, wrong=True), "") if over else (UNCHANGED, progress_html(job))
         pairs = list(job.pairs)
@@ -83,20 +77,12 @@ class ComparePanel:
         if len(pairs) > job.shown:
             seen = outcome_html(pairs, job.sides), [image for pair in pairs for image in images_of(pair, job.sides)]
             job.shown = len(pairs)
-        return *told, *seen, gr.update(visible=over and bool(pairs)), gr.update(interactive=not over)
+        return *told, *seen, gr.update(interactive=not over)
 
     def cancel(self, job: Comparison | None) -> str:
         if job is not None:
             job.cancel()
         return sentence("Stopping." if job is not None else "Nothing is being compared.")
-
-    def report(self, job: Comparison | None) -> Any:
-        """Offer the report. gradio serves a copy of what lies in the folder of temporary files."""
-        if job is None or not job.pairs:
-            return NO_FILE
-        page = Path(tempfile.mkdtemp(), f"onediff-{time.strftime('%Y%m%d-%H%M%S')}-{job.pairs[0].seed}.html")
-        page.write_text(page_html(job.pairs, job.sides, self.facts()), encoding="utf-8")
-        return gr.update(value=str(page), visible=True)
 
 
 def progress_html(job: Comparison) -> str:
@@ -134,16 +120,12 @@ def build_compare_page(panel: ComparePanel) -> None:
             label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_gallery",
             **LOSSLESS,
         )
-        with gr.Row(elem_classes=ACTIONS, visible=False) as saving:
-            save = a_button("Make report", "compare_save")
-        file = gr.File(label="Report", visible=False, interactive=False, elem_id="onediff_compare_file")
         look = a_button("", "compare_look", elem_classes=HIDDEN)
-    job, shown = gr.State(None), [told, progress, numbers, gallery, saving, cancel]
+    job, shown = gr.State(None), [told, progress, numbers, gallery, cancel]
     compare.click(
-        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[*shown, file, job], queue=False, **QUIET,
+        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[*shown, job], queue=False, **QUIET,
         **in_the_browser(READ_TXT2IMG),
     )
     look.click(panel.look, inputs=[job], outputs=shown, queue=False, **QUIET)
     cancel.click(panel.cancel, inputs=[job], outputs=[told], queue=False, **QUIET)
     forget_when_changed([*sides, images], told)
-    save.click(panel.report, inputs=[job], outputs=[file], queue=False, **QUIET)

@@ -1,0 +1,109 @@
+"""Requests in the order in which they came, each answered once. Knows no Ray."""
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fastapi import HTTPException
+
+from ..core.sizes import Size
+
+log = logging.getLogger("onediff")
+SECONDS_BETWEEN_LOOKS = 0.1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One image. seed: None draws one, so that a second try makes the same image."""
+
+    prompt: str
+    negative_prompt: str = ""
+    width: int = 1024
+    height: int = 1024
+    steps: int = 30
+    guidance: float = 7.5
+    seed: int | None = None
+    # A misspelt field is refused.
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """waiting: requests that are not begun. tries: of one request, where replicas end below it."""
+
+    pixels: int = 1536 * 1536
+    steps: int = 50
+    letters: int = 2000
+    guidance: float = 30.0
+    waiting: int = 100
+    tries: int = 3
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    def accept(self, request: Request) -> Request:
+        """The request with a seed. Raises HTTPException with a sentence."""
+        try:
+            Size(request.width, request.height)
+        except ValueError as problem:
+            raise HTTPException(422, str(problem)) from None
+        for name, value, least, most in (
+            ("width x height", request.width * request.height, 1, self.pixels), ("steps", request.steps, 1, self.steps),
+            ("guidance", request.guidance, 0, self.guidance), ("seed", request.seed or 0, 0, 2**32 - 1),
+            ("letters of the prompts", len(request.prompt + request.negative_prompt), 0, self.letters),
+        ):
+            if not least <= value <= most:
+                raise HTTPException(422, f"{name}: {value} is not from {least} to {most}.")
+        return request if request.seed is not None else replace(request, seed=secrets.randbits(32))
+
+
+class Queue:
+    """For one event loop. waiting: how many requests are not begun. answered: how many are over."""
+
+    def __init__(self, make: Callable[[Request], Awaitable[bytes | str]], limits: Limits, lanes: int) -> None:
+        """make: the image of a request, or a sentence where it failed; it raises where whoever makes it has ended.
+        lanes: how many are made at the same time."""
+        self._make, self._limits, self._lanes = make, limits, asyncio.Semaphore(lanes)
+        self.waiting = self.answered = self._making = 0
+        self.ending = False
+
+    async def ask(self, request: Request) -> tuple[bytes, Request]:
+        """The image, and the request with its seed. Raises HTTPException with a sentence."""
+        request = self._limits.accept(request)
+        if self.ending:
+            raise HTTPException(503, "The service is ending.")
+        if self.waiting >= self._limits.waiting:
+            raise HTTPException(429, f"{self.waiting} requests wait already; try again later.")
+        self.waiting += 1
+        try:
+            await self._lanes.acquire()
+        finally:
+            # Who has hung up waits no longer.
+            self.waiting -= 1
+        self._making += 1
+        try:
+            return await self._image(request), request
+        finally:
+            self._making -= 1
+            self.answered += 1
+            self._lanes.release()
+
+    async def _image(self, request: Request) -> bytes:
+        for _ in range(self._limits.tries):
+            try:
+                answer = await self._make(request)
+            except Exception:
+                log.warning("an image of %sx%s was not made to its end", request.width, request.height, exc_info=True)
+                continue
+            if isinstance(answer, str):
+                raise HTTPException(500, answer)
+            return answer
+        raise HTTPException(503, f"The image was begun {self._limits.tries} times and never finished.")
+
+    async def end(self) -> None:
+        """Accept no more, and return when all that wait are answered."""
+        self.ending = True
+        while self.waiting or self._making:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
