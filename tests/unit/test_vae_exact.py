@@ -157,12 +157,3 @@ def test_an_encoder_that_overflows() -> None:
         assert last() == ("ours", f"{reason}, because this VAE overflows in float16")
         assert latent.dtype == torch.float16 and relative_error(latent.float(), expected) < 1e-3
     runtime.tuning_cache.clear()
-
-
-def test_a_plain_latent_is_no_black_picture() -> None:
-    """What is of one colour as a picture may be a latent."""
-    encoder = half_of("SD", "encoder")
-    with torch.no_grad():
-        encoder.conv_out.weight.zero_()
-    picture = a_latent(encoder, 16, 24)
-    assert torch.allclose(our_picture(encoder, picture), host_picture(encoder, picture)) and last() == ("ours", "")

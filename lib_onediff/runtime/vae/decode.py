@@ -24,7 +24,7 @@ from ...families.vae.layout import DecoderLayout
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, blame, judge, rounding_limit, time_host
 from . import precision
-from .precision import AUTO, NOT_FINITE, ONE_COLOUR, KnownVae, look_at, short_name
+from .precision import AUTO, NOT_FINITE, KnownVae, is_finite, short_name
 
 log = logging.getLogger("onediff")
 
@@ -59,19 +59,19 @@ class HostDecode:
 
 
 class Decoded(NamedTuple):
-    """An image of ours. reason: why it was not made in a better way. saw: what is wrong with it; see look_at."""
+    """An image of ours. reason: why it was not made in a better way. is_finite: see precision.is_finite."""
 
     image: Tensor
     entry: Entry
     reason: str
-    saw: str | None
+    is_finite: bool
 
 
 @dataclass(frozen=True)
 class Decode:
     """A decode, or an encode, by our forward.
 
-    An image with NaN, or of one colour, is decoded again in float32. What was seen is remembered of the VAE.
+    An image with NaN is decoded again in float32, and that is remembered of the VAE.
 
     notice: called with every entry that is tried. weights: as they are now; nobody keeps them after the decode.
     sources: what tells the host's forward from others.
@@ -88,32 +88,28 @@ class Decode:
     def serve(self) -> Decoded:
         """Our image. Raises Refusal where the host is to decode, and torch.cuda.OutOfMemoryError."""
         wanted, known = self._wanted, self._known
+        overflows = f"this VAE overflows in {short_name(wanted)}"
         # Nothing is wider than float32.
         can_widen = wanted != torch.float32
-        seen = known.saw(wanted) if can_widen else None
-        if seen is not None:
-            return self._wider(self._done, f"this VAE {precision.described(seen, wanted)}")
+        if can_widen and known.overflows(wanted):
+            return self._wider(self._done, overflows)
         made = self._by_devices(wanted)
-        saw = made.saw
-        if saw is None or (saw == ONE_COLOUR and not can_widen):
+        if made.is_finite:
             return self._checked(made)
         # Its memory is needed now.
         del made
         self._refuse_bad_latent()
         if not can_widen:
-            raise NoTypeHelps(f"its image is {saw} in {short_name(wanted)}")
-        wider = self._wider(f"{self._done} again", f"this VAE {precision.described(saw, wanted)}")
-        if not saw == wider.saw == ONE_COLOUR:
-            known.remember(wanted, saw)
-            log.warning("VAE: %s. From now on, it is not %s in %s.", wider.reason, self._done, short_name(wanted))
+            raise NoTypeHelps(f"its image is {NOT_FINITE} in {short_name(wanted)}")
+        wider = self._wider(f"{self._done} again", overflows)
+        known.note_overflow(wanted)
+        log.warning("VAE: %s. From now on, it is not %s in %s.", wider.reason, self._done, short_name(wanted))
         return wider
 
-    def repeat(self, saw: str) -> Decoded:
-        """Our image in place of the host's own, of which this was seen. Raises as serve."""
+    def repeat(self) -> Decoded:
+        """Our image in place of the host's own, which is not finite. Raises as serve."""
         self._refuse_bad_latent()
-        made = self._wider(f"{self._done} again", f"the VAE's own image is {saw}")
-        if saw == made.saw == ONE_COLOUR:
-            raise Refusal(f"it is of one colour in {short_name(made.entry.key.dtype)} too")
+        made = self._wider(f"{self._done} again", f"the VAE's own image is {NOT_FINITE}")
         log.warning("VAE: %s.", made.reason)
         return made
 
@@ -134,8 +130,8 @@ class Decode:
             if miss == HOST_NOT_FINITE and self._wanted == torch.float32:
                 return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
             if miss == HOST_NOT_FINITE:
-                self._known.remember(self._wanted, NOT_FINITE)
-                return self.repeat(NOT_FINITE)
+                self._known.note_overflow(self._wanted)
+                return self.repeat()
             if miss is not None:
                 raise Refusal(blame(entry, miss))
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
@@ -168,7 +164,7 @@ class Decode:
         return self.host.latent
 
     def _refuse_bad_latent(self) -> None:
-        if not bool(torch.isfinite(self._latent).all()):
+        if not is_finite(self._latent):
             raise NoTypeHelps(BAD_LATENT)
 
     def _wider(self, done: str, why: str) -> Decoded:
@@ -183,9 +179,9 @@ class Decode:
         if made is None:
             made, why = self._by_devices(torch.bfloat16, uncompared=True), f"{why}, and there is no memory for float32"
         name = short_name(made.entry.key.dtype)
-        if made.saw not in (None, ONE_COLOUR):
+        if not made.is_finite:
             self._refuse_bad_latent()
-            raise NoTypeHelps(f"{why}, and its image in {name} is {made.saw} too")
+            raise NoTypeHelps(f"{why}, and its image in {name} is {NOT_FINITE} too")
         return made._replace(reason=f"{done} in {name}, because {why}")
 
     # --- the device -----------------------------------------------------------------------------------------------
@@ -246,4 +242,4 @@ class Decode:
                 image = stopwatch.time(device, lambda: decoding.run(self.layout, latent).contiguous())
             # Others wait for torch's switches; they need not wait for the GPU too.
             image = image.to(stored)
-            return Decoded(image, entry, reason, look_at(image))
+            return Decoded(image, entry, reason, is_finite(image))

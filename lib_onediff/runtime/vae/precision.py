@@ -1,7 +1,6 @@
 """In which type a VAE is decoded: the user's choice, what is seen where it overflows, and what is remembered of it."""
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -17,7 +16,7 @@ SLOW_ON_CPU = frozenset({"fp16"})
 # The channels of an image; a latent, as an encoder makes it, has others.
 COLOURS = 3
 # What was seen of a decode, as people read it after "its image is".
-NOT_FINITE, ONE_COLOUR = "not finite", "of one colour"
+NOT_FINITE = "not finite"
 
 
 def short_name(dtype: torch.dtype) -> str:
@@ -41,24 +40,13 @@ class CastWeights(Mapping[str, Affine]):
         return len(self._weights)
 
 
-def look_at(image: Tensor) -> str | None:
-    """What is wrong with an image (batch, colours, h, w), or with what an encoder made: NOT_FINITE or ONE_COLOUR; None
-    where it is sound. Waits for the device, once.
+def is_finite(image: Tensor) -> bool:
+    """Whether an image (batch, colours, h, w), or what an encoder made, has no NaN and nothing infinite. Waits for the
+    device.
 
     What overflows on the way does not stay hidden: norms and attention spread what is infinite or missing.
     """
-    lowest, highest = (extreme(image.flatten(2), 2) for extreme in (torch.amin, torch.amax))
-    # No decoder makes an image that does not vary at all, of any latent: edges differ.
-    flat = (lowest == highest).all(1).any()
-    is_flat, *ends = torch.stack([flat.float(), lowest.amin().float(), highest.amax().float()]).tolist()
-    if not all(map(math.isfinite, ends)):
-        return NOT_FINITE
-    return ONE_COLOUR if is_flat and image.shape[1] == COLOURS else None
-
-
-def described(saw: str, dtype: torch.dtype) -> str:
-    """What was seen of a decode in a type, as a sentence says it of the VAE."""
-    return f"{'overflows' if saw == NOT_FINITE else f'makes an image {saw}'} in {short_name(dtype)}"
+    return bool(torch.isfinite(image).all())
 
 
 class KnownVae:
@@ -74,14 +62,12 @@ class KnownVae:
         some += [affine.bias for affine in weights.values() if affine.bias is not None]
         self.digest = digest_of_values(architecture, some)
 
-    def saw(self, dtype: torch.dtype) -> str | None:
-        """What was seen of it in this type; None if nothing was."""
-        found = self._tuning_cache.get(self._name(dtype))
-        # It may come from a store that anybody has written.
-        return found if found in (NOT_FINITE, ONE_COLOUR) else None
+    def overflows(self, dtype: torch.dtype) -> bool:
+        """Whether it was seen to, in this type."""
+        return bool(self._tuning_cache.get(self._name(dtype)) == NOT_FINITE)
 
-    def remember(self, dtype: torch.dtype, saw: str) -> None:
-        self._tuning_cache.set(self._name(dtype), saw)
+    def note_overflow(self, dtype: torch.dtype) -> None:
+        self._tuning_cache.set(self._name(dtype), NOT_FINITE)
 
     def _name(self, dtype: torch.dtype) -> str:
         return f"VAE {self.digest}, {short_name(dtype)}"

@@ -25,7 +25,7 @@ from ...weights.watch import Tree
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .decode import Decode, Decoded, HostDecode, NoTypeHelps
-from .precision import COLOURS, look_at, short_name
+from .precision import COLOURS, NOT_FINITE, is_finite, short_name
 
 log = logging.getLogger("onediff")
 
@@ -148,8 +148,8 @@ class DecoderRoute:
         why_host: why it has to be the host's, which its adapter knows.
 
         Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. An image
-        with NaN or of one colour, whoever made it, is decoded again in a wider type; where that does not help, it is
-        the host's own, so that the host finds what it would have found without us.
+        with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
+        that the host finds what it would have found without us.
         """
         asked, may_help = HostDecode(decoder, latent, host, upcast_attention), True
         self._entry = None
@@ -216,26 +216,25 @@ class DecoderRoute:
 
     def _in_place_of(self, image: Any, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
         """The host's image where it can be shown or OneDiff may not run, and else ours if there is one."""
-        is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point() and image.numel() > 0
+        is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point()
         if not is_image or torch.is_grad_enabled():
             return image
         try:
             self._admitted(asked)
         except Refusal:
             return image
-        saw = look_at(image)
-        if saw is None:
+        if is_finite(image):
             return image
+        found = f"{kind_of(image)} is {NOT_FINITE}"
         if may_help:
             try:
-                made = self._attempt(lambda: self._ours(asked).repeat(saw))
+                made = self._attempt(lambda: self._ours(asked).repeat())
                 self._note(OURS, made.reason)
                 return made.image.to(image.dtype)
             except Refusal as refusal:
-                found = f"its {kind_of(image)} is {saw}, and ours could not take its place: {refusal}"
-                self._note(HOST, f"{reason}; {found}")
+                self._note(HOST, f"{reason}; its {found}, and ours could not take its place: {refusal}")
                 reason = str(refusal)
-        log.warning("VAE: the %s is %s, and OneDiff could not help: %s.", kind_of(image), saw, reason)
+        log.warning("VAE: the %s, and OneDiff could not help: %s.", found, reason)
         return image
 
     # --- what is taken down ---------------------------------------------------------------------------------------
