@@ -33,9 +33,10 @@ _TURN = threading.RLock()
 
 def wanted(settings: Any, switch: str) -> bool | None:
     """How a switch is to stand; None: as it is found."""
-    if settings.matmul_accumulation == HALF:
-        return True
-    return False if switch == HALF_SUMS else None
+    is_half: bool = settings.matmul_accumulation == HALF
+    if switch == HALF_SUMS:
+        return is_half
+    return True if is_half and switch in (TF32_MATMUL, TF32_CONVOLUTION) else None
 
 
 def switch_of(owner: Any, attribute: str) -> Any:
@@ -49,29 +50,20 @@ def switch_of(owner: Any, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class MatmulSwitch:
-    """An attribute of torch.backends.cuda.matmul. companion: one that torch resets whenever it is set."""
+    """An attribute of torch.backends.cuda.matmul."""
 
     attribute: str
-    companion: str = ""
 
     def read(self) -> bool | None:
         """Whether it is on; None where this torch has no such switch."""
         found: bool | None = switch_of(torch.backends.cuda.matmul, self.attribute)
         return found
 
-    def state(self) -> Any:
-        """What restore() takes."""
-        matmul = torch.backends.cuda.matmul
-        beside = switch_of(matmul, self.companion) if self.companion else None
-        return self.read() if beside is None else (self.read(), beside)
+    def write(self, value: bool | None) -> None:
+        setattr(torch.backends.cuda.matmul, self.attribute, value)
 
-    def write(self, value: bool) -> None:
-        state = self.state()
-        # torch refuses reduced sums where the sums of parts (split k) may not be reduced.
-        self.restore((value, value or state[1]) if isinstance(state, tuple) else value)
-
-    def restore(self, state: Any) -> None:
-        setattr(torch.backends.cuda.matmul, self.attribute, state)
+    # What restore() takes, and puts back.
+    state, restore = read, write
 
 
 @dataclass(frozen=True)
@@ -128,12 +120,8 @@ class Tf32Switch:
 
 SWITCHES: Mapping[str, MatmulSwitch | Tf32Switch] = {
     HALF_SUMS: MatmulSwitch("allow_fp16_accumulation"),
-    FP16_REDUCTION: MatmulSwitch(
-        "allow_fp16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction_split_k"
-    ),
-    BF16_REDUCTION: MatmulSwitch(
-        "allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k"
-    ),
+    FP16_REDUCTION: MatmulSwitch("allow_fp16_reduced_precision_reduction"),
+    BF16_REDUCTION: MatmulSwitch("allow_bf16_reduced_precision_reduction"),
     TF32_MATMUL: Tf32Switch(convolutions=False),
     TF32_CONVOLUTION: Tf32Switch(convolutions=True),
 }

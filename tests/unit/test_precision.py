@@ -13,8 +13,8 @@ import torch
 
 from lib_onediff.core import precision
 from lib_onediff.core.precision import (
-    BF16_REDUCTION,
     FP16_REDUCTION,
+    HALF_SUMS,
     SWITCHES,
     TF32_CONVOLUTION,
     TF32_MATMUL,
@@ -27,6 +27,8 @@ from lib_onediff.devices.oneflow import route
 
 GPU = torch.device("cuda", 0)
 HALF = Settings(matmul_accumulation="half")
+# The others stay as the host has them.
+WRITTEN = [name for name in (HALF_SUMS, TF32_MATMUL, TF32_CONVOLUTION) if SWITCHES[name].read() is not None]
 HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not None
 
 
@@ -49,7 +51,7 @@ def standing() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def torch_as_found() -> Iterator[None]:
-    before = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
+    before = {name: SWITCHES[name].state() for name in WRITTEN}
     yield
     for name, state in before.items():
         SWITCHES[name].restore(state)
@@ -58,10 +60,9 @@ def torch_as_found() -> Iterator[None]:
 # --- set and put back -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", list(itertools.product((False, True), repeat=len(SWITCHES))))
+@pytest.mark.parametrize("values", list(itertools.product((False, True), repeat=len(WRITTEN))))
 def test_every_combination_is_put_back_also_after_an_exception(values: tuple[bool, ...]) -> None:
-    flags = tuple(zip(SWITCHES, values, strict=True))
-    flags = tuple((name, value) for name, value in flags if SWITCHES[name].read() is not None)
+    flags = tuple(zip(WRITTEN, values, strict=True))
     before = standing()
     for leaves in (None, RuntimeError("a fault"), KeyboardInterrupt()):
         try:
@@ -79,22 +80,19 @@ def test_whatever_the_host_has_set_is_put_back() -> None:
     ways = [
         lambda: setattr(matmul, "allow_tf32", True), lambda: setattr(cudnn, "allow_tf32", False),
         lambda: torch.set_float32_matmul_precision("high"),
-        lambda: setattr(matmul, "allow_fp16_reduced_precision_reduction", False),
     ]
-    if SWITCHES[FP16_REDUCTION].state() not in (True, False):
-        ways.append(lambda: setattr(matmul, "allow_fp16_reduced_precision_reduction", (False, False)))
     if HAS_NEWER_TF32:
         ways += [
             lambda: setattr(matmul, "fp32_precision", "ieee"), lambda: setattr(matmul, "fp32_precision", "tf32"),
             lambda: setattr(cudnn.conv, "fp32_precision", "ieee"),
             lambda: setattr(cudnn.conv, "fp32_precision", "tf32"),
         ]
-    found = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
+    found = {name: SWITCHES[name].state() for name in WRITTEN}
     for way in ways:
         way()
         before = standing()
         for value in (True, False):
-            flags = tuple((name, value) for name, switch in SWITCHES.items() if switch.read() is not None)
+            flags = tuple((name, value) for name in WRITTEN)
             with applied(flags):
                 assert all(SWITCHES[name].read() is value for name, _ in flags)
             assert standing() == before
@@ -120,10 +118,7 @@ def test_a_switch_that_follows_a_wider_one_still_does_afterwards() -> None:
 def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     before = standing()
     monkeypatch.setattr(precision.Tf32Switch, "write", lambda self, value: 1 / 0)
-    off = not SWITCHES[FP16_REDUCTION].read()
-    with pytest.raises(ZeroDivisionError), applied((
-        (FP16_REDUCTION, off), (TF32_MATMUL, not SWITCHES[TF32_MATMUL].read())
-    )):
+    with pytest.raises(ZeroDivisionError), applied(tuple((name, not SWITCHES[name].read()) for name in WRITTEN)):
         raise AssertionError("not reached")
     monkeypatch.undo()
     assert standing() == before
@@ -132,17 +127,17 @@ def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.M
 def test_threads_take_turns() -> None:
     """The one that ends last would put back what the other had set."""
     before = standing()
-    first_is_in, seen = threading.Event(), []
+    first_is_in, seen, other = threading.Event(), [], ((TF32_MATMUL, not SWITCHES[TF32_MATMUL].read()),)
 
     def first() -> None:
-        with applied(((FP16_REDUCTION, False),)):
+        with applied(other):
             first_is_in.set()
             time.sleep(0.05)
 
     def second() -> None:
         first_is_in.wait()
-        seen.append(dict(flags_for(Settings(), torch.float16, GPU))[FP16_REDUCTION])
-        with applied(((FP16_REDUCTION, False),)):
+        seen.append(dict(flags_for(Settings(), torch.float32, GPU))[TF32_MATMUL])
+        with applied(other):
             time.sleep(0.02)
 
     threads = [threading.Thread(target=work) for work in (first, second)]
@@ -150,8 +145,7 @@ def test_threads_take_turns() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert standing() == before
-    assert seen == [before[FP16_REDUCTION] if isinstance(before[FP16_REDUCTION], bool) else before[FP16_REDUCTION][0]]
+    assert standing() == before and seen == [not other[0][1]]
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -163,8 +157,8 @@ def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
         torch.backends.cuda.matmul.allow_tf32 = value
         assert flags()[TF32_MATMUL] is value
     assert flags(matmul_accumulation="half") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
-    for dtype, name in ((torch.float16, FP16_REDUCTION), (torch.bfloat16, BF16_REDUCTION)):
-        assert dict(flags_for(HALF, dtype, GPU))[name] is True
+    found, of_half = SWITCHES[FP16_REDUCTION].read(), dict(flags_for(HALF, torch.float16, GPU))
+    assert of_half[FP16_REDUCTION] is found and of_half.get(HALF_SUMS, True)
 
 
 def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
 from lib_onediff.core.affine import Affine
-from lib_onediff.core.precision import FP16_REDUCTION, SWITCHES, Flags, flags_for
+from lib_onediff.core.precision import SWITCHES, TF32_MATMUL, Flags, flags_for
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.devices.torch import operators as torch_ops
@@ -30,20 +30,20 @@ def nothing_known() -> Iterator[None]:
 
 
 def as_on_a_gpu(settings: Any, dtype: torch.dtype, device: torch.device, upcast_attention: bool = False) -> Flags:
-    return flags_for(settings, torch.float16, torch.device("cuda"))
+    return flags_for(settings, torch.float32, torch.device("cuda"))
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """The switches of a GPU, on a CPU. The list tells how one of them stood at each of our calls."""
-    switch = SWITCHES[FP16_REDUCTION]
+    switch = SWITCHES[TF32_MATMUL]
     before = switch.state()
     switch.write(False)
     stood: list[bool] = []
     geglu = torch_ops.geglu
 
     def watched(tokens: Tensor, reader: Affine) -> Tensor:
-        stood.append(SWITCHES[FP16_REDUCTION].read())
+        stood.append(SWITCHES[TF32_MATMUL].read())
         return geglu(tokens, reader)
 
     for module in ("card_route", "block_route", "vae.decode"):
@@ -61,13 +61,13 @@ def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> Non
     unet = diffusers_unet()
     lib_onediff.hosts.diffusers.unet.attach(unet)
     call = a_call(unet)
-    found = SWITCHES[FP16_REDUCTION].read()
+    found = SWITCHES[TF32_MATMUL].read()
     for choice, inside in (("half", True), ("full", found)):
         choose(matmul_accumulation=choice)
         gpu.clear()
         assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
-        assert set(gpu) == {inside} and SWITCHES[FP16_REDUCTION].read() is found
-    precisions = [dict(entry.key.precision)[FP16_REDUCTION] for entry in runtime.table.entries()]
+        assert set(gpu) == {inside} and SWITCHES[TF32_MATMUL].read() is found
+    precisions = [dict(entry.key.precision)[TF32_MATMUL] for entry in runtime.table.entries()]
     assert sorted(precisions) == [False, True], "each has an entry of its own, checked of its own"
     lib_onediff.hosts.diffusers.unet.detach(unet)
 
@@ -78,7 +78,7 @@ def test_a_decode_has_them_too(gpu: list[bool], monkeypatch: pytest.MonkeyPatch)
     resize = torch_ops.resize
 
     def watched(*given: Any) -> Tensor:
-        stood.append(SWITCHES[FP16_REDUCTION].read())
+        stood.append(SWITCHES[TF32_MATMUL].read())
         return resize(*given)
 
     monkeypatch.setattr(torch_ops, "resize", watched)
