@@ -1,13 +1,12 @@
-"""Pages of other sites, and other names for this server: none gets at a standalone host, through gradio or the API."""
+"""Who gets at a standalone host, through gradio or the API: no page of another site, no other name, no stranger."""
 from __future__ import annotations
 
-import json
-import shutil
+import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,30 +14,6 @@ import pytest
 import requests
 from webui_client import WebUI
 from webui_process import HostProcess
-
-SANDBOXED = """
-const done = arguments[arguments.length - 1];
-addEventListener('message', message => done(message.data), {once: true});
-const frame = document.createElement('iframe');
-frame.sandbox = 'allow-scripts';
-frame.srcdoc = `<script>(${arguments[0]})(${JSON.stringify(arguments[1])})
-    .then(told => parent.postMessage(told, '*'), problem => parent.postMessage('refused', '*'))</` + 'script>';
-document.body.append(frame);
-"""
-READ = "async url => (await fetch(url)).text()"
-UPLOAD = """async url => {
-  const form = new FormData();
-  form.append('files', new File(['<b>page</b>'], 'page.html', {type: 'text/html'}));
-  return (await fetch(url, {method: 'POST', body: form})).text();
-}"""
-SEND = """
-const [url, body, done] = arguments;
-fetch(url, {method: 'POST', mode: 'no-cors', body: new Blob([body])}).then(() => done('sent'), () => done('refused'));
-"""
-FETCH = """
-const [url, done] = arguments;
-fetch(url).then(answer => answer.text()).then(done, () => done('refused'));
-"""
 
 
 @pytest.fixture
@@ -80,62 +55,15 @@ def wait_for_event(url: str, session: str) -> str:
         return "\n".join(line.decode() for line in stream.iter_lines() if line)
 
 
-@pytest.fixture
-def from_site(browser: Any, standalone: WebUI, site: Any) -> Any:
-    """The browser's driver on a page of another site."""
-    browser.driver.get(site.url)
-    browser.driver.set_script_timeout(60)
-    return browser.driver
+def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
+    """What a server answers to a request before it has got more of its body than this."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"{head}\r\nHost: {host}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        return connection.recv(4096).decode()
 
 
-def setting_changed(url: str) -> tuple[dict[str, Any], bool]:
-    """The page's request that switches OneDiff over, and how it is now."""
-    now = requests.get(f"{url}/sdapi/v1/options", timeout=60).json()["onediff_enabled"]
-    return event_of_page(url, "settings_submit", setting_onediff_enabled=not now), now
-
-
-def saves(standalone: WebUI) -> bool:
-    return standalone.get("/sdapi/v1/options")["onediff_enabled"]
-
-
-def test_post_without_a_kind_from_another_sites_page_changes_nothing(from_site: Any, standalone: WebUI) -> None:
-    body, before = setting_changed(standalone.url)
-    from_site.execute_async_script(SEND, f"{standalone.url}/queue/join", json.dumps(body))
-    from_site.execute_async_script(SEND, f"{standalone.url}/run/predict", json.dumps(body))
-    # What was queued would be done by now: the queue is looked at 20 times a second.
-    time.sleep(0.5)
-    assert saves(standalone) is before
-
-
-def test_sandboxed_frame_of_another_sites_page_reads_and_uploads_nothing(from_site: Any, standalone: WebUI) -> None:
-    for script, path in ((READ, "/config"), (READ, "/"), (UPLOAD, "/upload")):
-        told = from_site.execute_async_script(SANDBOXED, script, standalone.url + path)
-        assert told == "refused" or "another site" in told, (path, told[:200])
-
-
-@pytest.mark.usefixtures("browser")
-def test_page_under_another_name_for_this_machine_reads_nothing(standalone: WebUI, tmp_path) -> None:
-    """DNS rebinding: the name of another site leads to this server once the page is loaded."""
-    from webui_browser import Browser
-
-    rule = "--host-resolver-rules=MAP rebound.test 127.0.0.1"
-    found = Browser(shutil.which("chromium"), shutil.which("chromedriver"), str(tmp_path / "profile"), rule)
-    try:
-        port = standalone.url.rpartition(":")[2]
-        found.driver.get(f"http://rebound.test:{port}/config")
-        assert "does not go by the name rebound.test" in found.driver.page_source
-        body, before = setting_changed(standalone.url)
-        found.driver.set_script_timeout(60)
-        found.driver.execute_async_script(SEND, f"http://rebound.test:{port}/queue/join", json.dumps(body))
-        told = found.driver.execute_async_script(FETCH, f"http://rebound.test:{port}/sdapi/v1/options")
-        assert "onediff_enabled" not in told
-        time.sleep(0.5)
-        assert saves(standalone) is before
-    finally:
-        found.quit()
-
-
-def test_uploaded_page_is_not_shown(browser: Any, standalone: WebUI) -> None:
+def test_uploaded_page_is_not_shown(standalone: WebUI) -> None:
     page = b"<title>mine</title><script>document.title = 'taken'</script>"
     for name, kind in (("page.html", "text/html"), ("image.svg", "image/svg+xml"), ("page.xhtml", "text/html")):
         sent = requests.post(f"{standalone.url}/upload", files={"files": (name, page, kind)}, timeout=60)
@@ -144,9 +72,6 @@ def test_uploaded_page_is_not_shown(browser: Any, standalone: WebUI) -> None:
         assert answer.headers["content-disposition"].startswith("attachment")
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["content-security-policy"].startswith("sandbox")
-        browser.driver.get("about:blank")
-        browser.driver.get(f"{standalone.url}/file={sent.json()[0]}")
-        assert browser.driver.title not in ("mine", "taken")
 
 
 def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Any) -> None:
@@ -162,10 +87,10 @@ def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: 
     assert site.asked == []
 
 
-
-# Which headers are whose is unit-tested; these are every door of a standalone host.
+# Which headers are whose is unit-tested; these are every door of a standalone host. The second is a sandboxed frame's,
+# the last one that of a page whose name leads to this server once it is loaded.
 @pytest.mark.parametrize("headers", [
-    {"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"},
+    {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"},
 ], ids=str)
 def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str]) -> None:
     for path in ("/", "/config", "/queue/data?session_hash=x", "/file=/etc/hostname", "/openapi.json", "/logout",
@@ -186,29 +111,80 @@ def test_link_on_another_sites_page_shows_the_page(standalone: WebUI) -> None:
         assert requests.get(standalone.url + path, headers={**link, **changed}, timeout=60).status_code == 403
 
 
-def test_hosts_that_others_reach_work_under_their_names(tmp_path) -> None:
-    flags = ("--host", "0.0.0.0", "--gradio-auth", "ann:one", "--allowed-hosts", "my.box.lan")
-    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path), *flags) as host:
-        url, account = host.url(), {"username": "ann", "password": "one"}
-        for name in ("my.box.lan", "127.0.0.1"):
-            session, own = requests.Session(), {"Host": name, "Origin": f"http://{name}"}
-            session.post(f"{url}/login", data=account, headers=own, timeout=60)
-            assert session.get(f"{url}/", headers={"Host": name}, timeout=60).status_code == 200
-            assert session.post(f"{url}/sdapi/v1/interrupt", headers=own, timeout=60).status_code == 200
-            foreign = {"Host": name, "Origin": "http://evil.example"}
-            assert session.post(f"{url}/sdapi/v1/interrupt", headers=foreign, timeout=60).status_code == 403
-        assert requests.get(f"{url}/", headers={"Host": "evil.example"}, timeout=60).status_code == 403
-        # Nor is a body read before the login.
-        head = "POST /sdapi/v1/txt2img HTTP/1.1\r\n"
-        assert answer_to_head(url, f"{head}Content-Length: 100000").startswith("HTTP/1.1 413")
-        part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
-        told = answer_to_head(url, f"{head}Transfer-Encoding: chunked", 2 * part)
-        assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))
+# --- accounts ---------------------------------------------------------------------------------------------------------
 
 
-def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
-    """What a server answers to a request before it has got more of its body than this."""
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(f"{head}\r\nHost: {host}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
-        return connection.recv(4096).decode()
+REQUESTS = [
+    ("GET", "/onediff/v1/status", None), ("GET", "/onediff/v1/shapes", None), ("GET", "/onediff/v1/jobs", None),
+    ("POST", "/onediff/v1/prewarm", {"sizes": "64x64"}), ("DELETE", "/onediff/v1/jobs/1", None),
+    ("POST", "/onediff/v1/purge", {"all": True}), ("POST", "/onediff/v1/pin", {"resolution": "64x64", "model": "SD1"}),
+    ("POST", "/onediff/v1/release", {}), ("GET", "/sdapi/v1/options", None),
+    ("GET", "/openapi.json", None),
+]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a host with accounts that others reach."""
+    flags = ("--host", "0.0.0.0", "--gradio-auth", "ann:one,bob:two:parts", "--allowed-hosts", "my.box.lan")
+    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path_factory.mktemp("data")), *flags) as host:
+        yield host.url().replace("localhost", "127.0.0.1")
+    assert "Traceback" not in host.output, host.output
+
+
+def send(session: Any, url: str, request: tuple[str, str, Any], **options: Any) -> requests.Response:
+    method, path, body = request
+    return session.request(method, url + path, json=body, timeout=60, **options)
+
+
+def logged_in(url: str, user: str, password: str, headers: dict[str, str] | None = None) -> requests.Session:
+    session = requests.Session()
+    session.post(f"{url}/login", data={"username": user, "password": password}, headers=headers, timeout=60)
+    return session
+
+
+def test_accounts_are_let_in_and_strangers_get_nothing(guarded: str) -> None:
+    for session in (requests.Session(), logged_in(guarded, "ann", "two")):
+        for request in REQUESTS:
+            for account in (None, ("ann", "one"), ("", "")):
+                answer = send(session, guarded, request, auth=account)
+                assert answer.status_code == 401 and set(answer.json()) == {"detail"}, (request, answer.text)
+    for user, password in (("ann", "one"), ("bob", "two:parts")):
+        assert send(logged_in(guarded, user, password), guarded, REQUESTS[0]).status_code == 200
+
+
+def test_login_on_the_page(browser: Any, guarded: str) -> None:
+    browser.driver.get(guarded)
+    fields = browser.wait(lambda: browser.driver.find_elements("css selector", "input, textarea"), "the login form", 60)
+    for field, value in zip(fields, ("bob", "two:parts"), strict=True):
+        field.send_keys(value)
+    browser.driver.find_element("css selector", "button.primary, button.lg").click()
+    browser.wait(lambda: browser.there("txt2img_generate"), "the page", 60)
+    browser.driver.delete_all_cookies()
+
+
+def test_a_host_works_under_its_names_alone(guarded: str) -> None:
+    for name in ("my.box.lan", "127.0.0.1"):
+        own, foreign = ({"Host": name, "Origin": f"http://{origin}"} for origin in (name, "evil.example"))
+        session = logged_in(guarded, "ann", "one", own)
+        assert session.get(f"{guarded}/", headers={"Host": name}, timeout=60).status_code == 200
+        assert session.post(f"{guarded}/sdapi/v1/interrupt", headers=own, timeout=60).status_code == 200
+        assert session.post(f"{guarded}/sdapi/v1/interrupt", headers=foreign, timeout=60).status_code == 403
+    assert requests.get(f"{guarded}/", headers={"Host": "evil.example"}, timeout=60).status_code == 403
+
+
+def test_no_body_is_read_before_the_login(guarded: str) -> None:
+    head = "POST /sdapi/v1/txt2img HTTP/1.1\r\n"
+    assert answer_to_head(guarded, f"{head}Content-Length: 100000").startswith("HTTP/1.1 413")
+    part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
+    told = answer_to_head(guarded, f"{head}Transfer-Encoding: chunked", 2 * part)
+    assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))
+
+
+def test_a_host_that_others_can_reach_asks_for_an_account(tmp_path: Path) -> None:
+    with HostProcess.running("--port", "0", "--host", "0.0.0.0", "--data-dir", str(tmp_path)) as host:
+        url = host.url()
+        password = re.search(r"password (\S+)\.", host.output)[1]
+        for path in ("/config", "/onediff/v1/status"):
+            assert requests.get(url + path, timeout=60).status_code == 401
+            assert logged_in(url, "onediff", password).get(url + path, timeout=60).status_code == 200

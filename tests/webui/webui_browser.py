@@ -81,11 +81,10 @@ return [root, ...root.querySelectorAll('*')].filter(element => {
 class Browser:
     """A page of a WebUI, by the ids of its elements."""
 
-    def __init__(self, chromium: str, chromedriver: str, profile: str, *flags: str) -> None:
+    def __init__(self, chromium: str, chromedriver: str, profile: str) -> None:
         options = Options()
         options.binary_location = chromium
-        # Of two flags of one name, the last holds.
-        for flag in (*FLAGS, f"--user-data-dir={profile}", *flags):
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(chromedriver))
