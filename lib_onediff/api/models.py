@@ -135,7 +135,6 @@ class StatusAnswer(BaseModel):
     step_ms: float | None = Field(None, description="Milliseconds of a step with OneDiff; null where not known.")
     host_ms: float | None = Field(None, description="The same with the WebUI's own UNet.")
     ratio: float | None = Field(None, description="How many times as fast as the WebUI's own.")
-    ratio_range: tuple[float, float] | None = Field(None, description="Between what the spread of the times puts it.")
     image: dict[str, Any] = Field(
         {}, description="Of the last image: seconds, the WebUI's own for one like it, and UNet calls by kind.",
     )

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from .call import CACHED
-from .table import Ratio, Stopwatch, Timing
+from .table import Stopwatch, ratio_of
 
 # What a step computes; HOSTS: the host's own UNet did.
 WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
@@ -32,7 +32,7 @@ class Times(NamedTuple):
 
     step_ms: float | None
     host_ms: float | None
-    ratio: Ratio | None
+    ratio: float | None
 
 
 class ImageTimes:
@@ -60,8 +60,11 @@ class ImageTimes:
         """Over all steps, or over those that stand for a host's."""
         steps = [(step, n) for step, n in self.steps.copy().items() if host is None or step.host is host]
         own, hosts = [(step.own, n) for step, n in steps], [(step.host, n) for step, n in steps]
-        ratio = None if all(step.kind == HOSTS for step, _ in steps) else Ratio.of(timing_of(own), timing_of(hosts))
-        return Times(mean(own, attrgetter("median_ms")), mean(hosts, attrgetter("median_ms")), ratio)
+        ratio = ratio_of(mean(own, attrgetter("settled_ms")), mean(hosts, attrgetter("settled_ms")))
+        is_hosts = all(step.kind == HOSTS for step, _ in steps)
+        return Times(
+            mean(own, attrgetter("median_ms")), mean(hosts, attrgetter("median_ms")), None if is_hosts else ratio
+        )
 
 
 Parts = list[tuple["Stopwatch | None", int]]
@@ -74,14 +77,3 @@ def mean(parts: Parts, value: Callable[[Stopwatch], float | None]) -> float | No
     if not known or len(known) < len(values):
         return None
     return sum(found * count for found, count in known) / sum(count for _, count in known)
-
-
-def timing_of(parts: Parts) -> Timing | None:
-    """The mean of what enough times say; None where one was not timed often enough."""
-    timings = {stopwatch: stopwatch.timing for stopwatch, _ in parts if stopwatch is not None}
-
-    def of(name: str) -> float | None:
-        return mean(parts, lambda stopwatch: getattr(timings[stopwatch], name, None))
-
-    median = of("median")
-    return None if median is None else Timing(median, of("low"), of("high"))

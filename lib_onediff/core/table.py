@@ -4,10 +4,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -18,47 +18,15 @@ Result = TypeVar("Result")
 ENOUGH = 3
 
 
-class Timing(NamedTuple):
-    """What enough times or ratios say: their median, and between what they lie, one in eight at each end left out. low
-    and high are None where an earlier process has kept the median alone."""
-
-    median: float
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Timing | None:
-        """None where they are too few."""
-        ordered = sorted(values)
-        strays = len(ordered) // 8
-        if len(ordered) < ENOUGH:
-            return None
-        return cls(median_of(ordered), ordered[strays], ordered[-1 - strays])
-
-
 def median_of(ordered: list[float]) -> float:
     """A page may ask for thousands: the standard library's takes several times as long."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-class Ratio(NamedTuple):
-    """How many times faster one thing is than another, and between what the spread of their times puts that; None where
-    the spread of one is not known."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def of(cls, own: Timing | None, host: Timing | None) -> Ratio | None:
-        """None while one of the two was not timed often enough."""
-        if own is None or host is None or not own.median:
-            return None
-        value = host.median / own.median
-        if not own.low or not own.high or host.low is None or host.high is None:
-            return cls(value)
-        return cls(value, host.low / own.high, host.high / own.low)
+def ratio_of(own_ms: float | None, host_ms: float | None) -> float | None:
+    """How many times faster ours is than the host's; None while one of the two is not known."""
+    return None if not own_ms or host_ms is None else host_ms / own_ms
 
 
 class Stopwatch:
@@ -116,12 +84,10 @@ class Stopwatch:
         return median_of(sorted(times)) if times else self._remembered
 
     @property
-    def timing(self) -> Timing | None:
-        """What is known from enough times; None before that. Of an earlier process the median alone is known."""
+    def settled_ms(self) -> float | None:
+        """The median of enough times; None before that."""
         times = self._read()
-        if len(times) < ENOUGH and self._remembered is not None:
-            return Timing(self._remembered)
-        return Timing.of(times)
+        return median_of(sorted(times)) if len(times) >= ENOUGH else self._remembered
 
     def _read(self) -> list[float]:
         with self._reading:
@@ -236,9 +202,9 @@ class Entry:
         self.verdict.relative_error = error
 
     @property
-    def ratio(self) -> Ratio | None:
+    def ratio(self) -> float | None:
         """How many times faster than the host's own forward; None while one of the two was not timed often enough."""
-        return Ratio.of(self.own.timing, self.host.timing)
+        return ratio_of(self.own.settled_ms, self.host.settled_ms)
 
     def note_use(self) -> None:
         """A call of this shape begins."""

@@ -285,11 +285,11 @@ def key_of(managed: ManagedUNet, settings: Settings, call: Call, backend: str) -
 def why_the_hosts(entry: Entry) -> str:
     """Why the next pass is the host's: to be timed, once ours were, or because the host's are faster. "" where ours
     are, or were not timed often enough."""
-    own, host = entry.own.timing, entry.host.timing
+    own, host = entry.own.settled_ms, entry.host.settled_ms
     if own is None:
         return ""
     if host is None:
         return "the WebUI's own blocks are timed"
-    if host.median >= own.median:
+    if host >= own:
         return ""
-    return f"the WebUI's own blocks are faster here: {host.median:.0f} ms against {own.median:.0f}"
+    return f"the WebUI's own blocks are faster here: {host:.0f} ms against {own:.0f}"

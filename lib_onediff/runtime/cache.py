@@ -9,7 +9,7 @@ from typing import Any
 
 from ..store import triton_cache
 from ..store.history import chosen_folder
-from .call_stats import GRAPH, ROUTES
+from .call_stats import GRAPH, CallStats
 from .graphs.accounting import MemorySnapshot
 from .machine import Fingerprint
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
@@ -19,11 +19,6 @@ from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
 SECONDS_A_PAGE_WAITS = 0.05
-# In place of CallStats.status where that fails: who reads it finds every key.
-UNKNOWN: dict[str, Any] = {
-    **dict.fromkeys(("model", "backend", "resolution", "route", "step_ms", "host_ms", "ratio", "ratio_range")),
-    "relative_error": None, "reason": "", "calls": dict.fromkeys(ROUTES, 0),
-}
 
 
 class Cache:
@@ -76,7 +71,7 @@ class Cache:
         settings = self._services.settings_shown
         # What fails says so among the faults, and costs no other part.
         part: Any = partial(self._services.guard.attempt, "the status")
-        status = part(self._services.call_stats.status, UNKNOWN)
+        status = part(self._services.call_stats.status, CallStats().status())
         return {
             "enabled": settings.enabled, **status,
             **{policy.name: policy.status.copy() for policy in self._stepping.policies},

@@ -16,7 +16,6 @@ from ..core.policy import Served
 from ..core.table import Entry, Stopwatch
 from ..core.weak_dictionary import WeakDictionary
 from .generations import Generations
-from .rows import ratio_values
 
 log = logging.getLogger("onediff")
 
@@ -166,8 +165,8 @@ class CallStats:
 
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are means over all steps of the last image, of the median of each kind
-        of step; None where one was not timed. ratio, host_ms / step_ms, and between what their spread puts it are None
-        until all were timed often enough, and where the host made the image."""
+        of step; None where one was not timed. ratio, host_ms / step_ms, is None until all were timed often enough, and
+        where the host made the image."""
         entry, image = self.entry, self.image
         times = image.times()
         return {
@@ -179,7 +178,7 @@ class CallStats:
             "reason": self.reason,
             "step_ms": times.step_ms,
             "host_ms": times.host_ms,
-            **ratio_values(times.ratio),
+            "ratio": times.ratio,
             "image": {"seconds": image.seconds, "host_seconds": image.host_seconds, "steps": image.kinds()},
             "relative_error": entry.relative_error if entry else None,
             "calls": {route: self.calls[route] for route in ROUTES},

@@ -8,7 +8,7 @@ from typing import Any
 from ..core.call import CACHED
 from ..core.image_times import Times
 from ..core.key import ShapeKey
-from ..core.table import Entry, Ratio, State
+from ..core.table import Entry, State
 from ..devices.cuda.low_bit.sensitivity import ClassError
 from ..store.history import HistoryRow
 
@@ -70,7 +70,6 @@ class ShapeRow:
     state: a State's value, or ON_DISK. reason: why it is not a better one.
     step_ms, host_ms: medians in milliseconds.
     ratio: known when both were timed often enough.
-    ratio_range: between what the spread of the times puts it, where this process has timed them.
     bytes: the GPU memory that comes back when this graph alone goes. needs: what it takes of the memory that all share.
     last_used: a time.time().
     relative_error: from the host's own output.
@@ -97,7 +96,6 @@ class ShapeRow:
     part: str = ""
     backend: str = ""
     lossy: str = ""
-    ratio_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,6 @@ class ResolutionRow:
     shapes: tuple[ShapeRow, ...] = ()
     needs: int = 0
     pinned: bool = False
-    ratio_range: tuple[float, float] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -178,7 +175,7 @@ def resolution_row(
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
     times = times_of(entries[shapes.index(usual_shape(shapes))])
     if times is not None:
-        row = replace(row, step_ms=times.step_ms, host_ms=times.host_ms, **ratio_values(times.ratio))
+        row = replace(row, step_ms=times.step_ms, host_ms=times.host_ms, ratio=times.ratio)
     return replace(row, bytes=gives_back({entry.key for entry in entries}))
 
 
@@ -193,7 +190,7 @@ def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRo
     return ResolutionRow(
         resolution=resolution, model=model, state=state, pinned=shapes[0].pinned,
         reason=next((shape.reason for shape in shapes if shape.reason), ""),
-        step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio, ratio_range=usual.ratio_range,
+        step_ms=usual.step_ms, host_ms=usual.host_ms, ratio=usual.ratio,
         uses=sum(shape.uses for shape in shapes), last_used=shapes[0].last_used, shapes=shapes,
         needs=max(shape.needs for shape in shapes),
     )
@@ -214,14 +211,7 @@ def shape_row(entry: Entry, pinned: bool, gives_back: int) -> ShapeRow:
     return ShapeRow(
         batch=key.batch, tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), state=entry.state.value,
         reason=entry.reason or entry.no_graph or entry.waits, step_ms=entry.own.median_ms,
-        host_ms=entry.host.median_ms, **ratio_values(entry.ratio), bytes=gives_back, uses=entry.uses,
+        host_ms=entry.host.median_ms, ratio=entry.ratio, bytes=gives_back, uses=entry.uses,
         last_used=entry.last_used, relative_error=entry.relative_error, control=bool(key.control), needs=entry.needs,
         pinned=pinned, part=key.part, backend=key.backend, lossy=str(key.lossy),
     )
-
-
-def ratio_values(ratio: Ratio | None) -> dict[str, Any]:
-    """A ratio as rows and the status hold it."""
-    if ratio is None:
-        return {"ratio": None, "ratio_range": None}
-    return {"ratio": ratio.value, "ratio_range": None if ratio.low is None else (ratio.low, ratio.high)}

@@ -75,8 +75,8 @@ class Pair:
             return second_share(batch)
         chosen_in, share = self.shares.get(shape, (None, 0))
         if chosen_in != sampling:
-            timings = [(entry.own.timing, entry.key.batch) for entry in self.entries.get(shape, ())]
-            times = [timing.median / rows for timing, rows in timings if timing is not None]
+            timings = [(entry.own.settled_ms, entry.key.batch) for entry in self.entries.get(shape, ())]
+            times = [took / rows for took, rows in timings if took is not None]
             share = second_share(batch, *times) if len(times) == 2 else second_share(batch)
             self.shares[shape] = sampling, share
         return share

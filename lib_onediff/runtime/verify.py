@@ -47,7 +47,7 @@ def prove(
     """
     # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
     known = not entry.key.patches and (history.recall(entry) or (nobody_waits and entry.state is not State.COLD))
-    if known and nobody_waits and times_host and entry.host.timing is None:
+    if known and nobody_waits and times_host and entry.host.settled_ms is None:
         time_host(entry, output.device, host, often=True)
     if not known:
         rewind = state_of(entry.key.device, functions)
@@ -99,7 +99,7 @@ def judge(
         if output.shape != expected.shape or (same_type and output.dtype != expected.dtype):
             return f"it is {tuple(output.shape)} in {output.dtype}, not {tuple(expected.shape)} in {expected.dtype}"
         entry.relative_error = relative_error(output, expected)
-        if times_host and not entry.key.patches and (nobody_waits or entry.host.timing is None):
+        if times_host and not entry.key.patches and (nobody_waits or entry.host.settled_ms is None):
             # A function of another extension may count its calls.
             time_host(entry, output.device, host, nobody_waits)
     limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)

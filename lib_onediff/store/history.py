@@ -185,7 +185,7 @@ class History:
             return False
         entry.relative_error = error
         host_ms = self._host_ms.get(history_row(entry, 0).shape) if self._is_of(entry) else None
-        if host_ms is not None and entry.host.timing is None:
+        if host_ms is not None and entry.host.settled_ms is None:
             entry.host.remember(host_ms)
         return True
 

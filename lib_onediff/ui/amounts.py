@@ -21,11 +21,11 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
-def times(ratio: float | None, bounds: tuple[float, float] | None = None) -> str:
-    """How much faster something is, for example "1.6x faster". bounds: between what its spread puts the ratio."""
+def times(ratio: float | None) -> str:
+    """How much faster something is, for example "1.6x faster"."""
     if ratio is None:
         return NOTHING
-    if 0.95 < ratio < 1.05 or bounds and bounds[0] < 1 < bounds[1]:
+    if 0.95 < ratio < 1.05:
         return "about as fast"
     return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 

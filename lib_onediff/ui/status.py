@@ -24,7 +24,7 @@ STEPS = {
 }
 # What a status says of the last image, which is of no use beside a model that OneDiff does not serve.
 OF_THE_LAST_CALL = (
-    "model", "resolution", "step_ms", "host_ms", "ratio", "ratio_range", "relative_error", "image",
+    "model", "resolution", "step_ms", "host_ms", "ratio", "relative_error", "image",
 )
 # The same of what leaves steps out or splits them; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
@@ -65,7 +65,7 @@ def summary_html(status: dict[str, Any]) -> str:
         took = (status.get("image") or {}).get("seconds")
         image = [] if took is None else [f"{seconds(took)}/image"]
         step = [f"{milliseconds(status['step_ms'])}/step"] if ours else []
-        speed = [times(status["ratio"], status.get("ratio_range"))] if ours and status["ratio"] is not None else []
+        speed = [times(status["ratio"])] if ours and status["ratio"] is not None else []
         words = ", ".join([*image, *step, *speed, SHORT_ROUTES[route]])
     return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
 
@@ -127,7 +127,7 @@ def ratio_sentence(status: dict[str, Any]) -> str:
     """How our mean step compares with the WebUI's, which is timed when a shape is first used."""
     ratio, own = status["ratio"], status["host_ms"]
     if ratio is not None:
-        return f"{times(ratio, status.get('ratio_range'))} ({milliseconds(status['step_ms'])} vs {milliseconds(own)})"
+        return f"{times(ratio)} ({milliseconds(status['step_ms'])} vs {milliseconds(own)})"
     if status["route"] in (None, "host"):
         return NOTHING
     return "the WebUI was not timed for these steps" if own is None else "too few steps timed yet"

@@ -11,7 +11,7 @@ from builders import a_call, diffusers_output, shared_unet
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.key import ShapeKey
-from lib_onediff.core.table import ENOUGH, Entry, Ratio, Stopwatch, Timing
+from lib_onediff.core.table import ENOUGH, Entry, Stopwatch
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.rows import resolution_row
 from lib_onediff.runtime.runtime import runtime
@@ -34,18 +34,18 @@ def an_entry(own: Stopwatch, host: Stopwatch) -> Entry:
 
 
 def test_few_times_are_no_timing() -> None:
-    assert (stopwatch().median_ms, stopwatch().timing) == (None, None)
-    assert (stopwatch(5.0, 7.0).median_ms, stopwatch(5.0, 7.0).timing) == (6.0, None)
-    assert stopwatch(5.0, 9.0, 6.0).timing == Timing(6.0, 5.0, 9.0)
+    assert (stopwatch().median_ms, stopwatch().settled_ms) == (None, None)
+    assert (stopwatch(5.0, 7.0).median_ms, stopwatch(5.0, 7.0).settled_ms) == (6.0, None)
+    assert stopwatch(5.0, 9.0, 6.0).settled_ms == 6.0
 
 
 def test_times_of_another_route_are_forgotten() -> None:
     watch = Stopwatch()
     for _ in range(ENOUGH):
         watch.time(CPU, lambda: None, "plain")
-    assert watch.timing is not None
+    assert watch.settled_ms is not None
     watch.time(CPU, lambda: None, "graph")
-    assert watch.timing is None and watch.median_ms is not None
+    assert watch.settled_ms is None and watch.median_ms is not None
 
 
 def test_a_ratio_needs_enough_times_on_both_sides() -> None:
@@ -53,10 +53,9 @@ def test_a_ratio_needs_enough_times_on_both_sides() -> None:
     for own, host in ((few, enough), (enough, few), (few, few)):
         entry = an_entry(own, host)
         row = resolution_row([entry])
-        assert entry.ratio is row.ratio is row.ratio_range is row.shapes[0].ratio is None
+        assert entry.ratio is row.ratio is row.shapes[0].ratio is None
     entry = an_entry(stopwatch(2.0, 2.0, 2.5, 2.5), stopwatch(4.0, 6.0, 4.5))
-    assert entry.ratio == Ratio(4.5 / 2.25, 4.0 / 2.5, 6.0 / 2.0)
-    assert resolution_row([entry]).ratio_range == (1.6, 3.0)
+    assert entry.ratio == resolution_row([entry]).ratio == 4.5 / 2.25
 
 
 def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
@@ -95,7 +94,7 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
     entry, host = Entry(KEY), Host()
     judge(entry, torch.ones(2, 4, 8, 8), host, nobody_waits=nobody_waits)
     assert (host.calls, len(entry.host._times)) == (1 + timed, timed)
-    assert (entry.host.timing is not None) == (timed == ENOUGH)
+    assert (entry.host.settled_ms is not None) == (timed == ENOUGH)
 
 
 def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ STATES = {
 }
 MEANINGS = {
     "Computed by": "the backend and, with DeepCache, the kind of step: full or cached",
-    "pinned": "its graph stays when memory runs short",
+    "pinned": "its graph stays when another model needs memory",
     "Step": "mean over all steps of the last image; of a shape, its own calls",
-    "Ratio": f"how many times faster than the WebUI, after {ENOUGH} calls of each; below, its range",
+    "Ratio": f"how many times faster than the WebUI, after {ENOUGH} calls of each",
     "Memory": "what its graphs need; all graphs share one pool: below, what purging this row frees",
     "Error": "relative difference from the WebUI's output when it was checked",
     "Error alone": "as Error, with only these layers in 8 bits",
@@ -139,8 +139,7 @@ def state_html(state: str) -> str:
 def times_html(row: Any) -> tuple[str, str, str, str]:
     """The cells from Step to Memory, of a resolution or a shape. There is no ratio before both sides were timed often
     enough."""
-    spread = "<small>{:.2f} to {:.2f}</small>".format(*row.ratio_range) if row.ratio_range else ""
-    ratio = NOTHING if row.ratio is None else f"{row.ratio:.2f}x{spread}"
+    ratio = NOTHING if row.ratio is None else f"{row.ratio:.2f}x"
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
     needs = f"{memory(row.needs)}{frees}" if row.needs or row.bytes else NOTHING
     return milliseconds(row.step_ms), milliseconds(row.host_ms), ratio, needs

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.table import ENOUGH, Timing
+from ...core.table import ENOUGH, median_of
 from ..amounts import counted, milliseconds, seconds
 from ..infotext import describe
 from ..markup import table_html
@@ -48,10 +48,12 @@ def verdict(pairs: Sequence[Pair]) -> str:
 
 def speeds(pairs: Sequence[Pair]) -> str:
     """How the times compare, in ratios of the two images of a seed."""
-    found = Timing.of(left.seconds / max(right.seconds, 1e-9) for left, right in (pair.images for pair in pairs))
-    if found is None or found.low is None or found.high is None:
+    ratios = sorted(left.seconds / max(right.seconds, 1e-9) for left, right in (pair.images for pair in pairs))
+    if len(ratios) < ENOUGH:
         return f"To compare times too, make {ENOUGH} images of each or more."
-    middle, low, high = found.median, found.low, found.high
+    # One in eight at each end is a stray.
+    strays = len(ratios) // 8
+    middle, low, high = median_of(ratios), ratios[strays], ratios[-1 - strays]
     if low <= 1 <= high:
         return "Neither side is measurably faster."
     faster, slower = ("right", "left") if middle > 1 else ("left", "right")
