@@ -192,10 +192,6 @@ def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: i
     assert reason in rests(guided)
 
 
-# Of 12 steps at interval 3.
-COMPUTED = [0, 1, 2, 4, 8, 11]
-
-
 class Euler(Sampler12):
     """It adds no noise between its steps."""
 
@@ -203,24 +199,6 @@ class Euler(Sampler12):
         """The sampling function; its name is what counts."""
 
     func = sample_euler
-
-
-def test_six_of_twelve_steps_are_computed_and_are_the_hosts(host: Host) -> None:
-    guided = Guided(host)
-    guided.sampler = Euler
-    guided.start(guidance_end=1.0, deepcache_interval=3, deepcache_depth=0)
-    steps, computed, before = [], [], runtime.status()["forecast"]["calls"]
-    for place, step in enumerate(guided.steps()):
-        steps.append(step)
-        now = runtime.status()["forecast"]["calls"]
-        if now == before:
-            computed.append(place)
-        before = now
-    assert computed == COMPUTED and runtime.status()["forecast"]["reason"] == "" and runtime.guard.faults == []
-    guided.host.switch(False)
-    for place, step in enumerate(steps):
-        distance = relative_error(step.prediction, guided.by_host(step))
-        assert distance < 1e-5 if place in computed else distance > 1e-5, (place, distance)
 
 
 def rests_for_few_steps(host: Host, **generation: Any) -> bool:

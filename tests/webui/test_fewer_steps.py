@@ -117,20 +117,16 @@ def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, exact: Counted, re
     assert 12 <= steps <= 18 and found.full in (calls * least, calls * least - 1)
 
 
+# What the host has to say for it; other reasons are unit-tested.
 @pytest.mark.parametrize(("options", "request_", "part", "why"), [
-    (EVERY_THIRD, {"steps": 7}, "deepcache", "fewer than 10 steps"),
     (EVERY_THIRD, {"cfg_scale": 1.5}, "deepcache", "few-step models"),
     (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"),
-    (FORECAST, {"steps": 7}, "forecast", "steps"),
-    (HALF, {"cfg_scale": 1}, "guidance", "rests"), (HALF, {"steps": 7}, "guidance", "rests"),
     (HALF, {"prompt": "a fox AND a hill"}, "guidance", "rests"),
-    ({"deepcache_interval": 0}, {}, "", "OneDiff is off for this run"),
-    ({"deepcache_depth": 12}, {}, "", "OneDiff is off for this run"),
 ], ids=str)
 def test_they_rest_and_say_why(
     webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str
 ) -> None:
     need(webui, "AND prompts" if "prompt" in request_ else "")
     plain, found = made(webui, {}, **request_), made(webui, options, **request_)
-    assert found.left_out == (0, 0, 0) and largest_difference(found.pictures, plain.pictures) <= (0 if part else 1)
-    assert why in (found.reasons[part] if part else webui.status()["reason"])
+    assert found.left_out == (0, 0, 0) and largest_difference(found.pictures, plain.pictures) == 0
+    assert why in found.reasons[part]
