@@ -29,8 +29,7 @@ class Family(Protocol):
         foreign, what others have put into the module that calls must bring as patches, in words for the user;
         kernel_users, the descriptions that decide which kernels are needed; and functions: leaves(), every description
         of a module that holds parameters, each once; fusions(), the groups of linear layers that are to lie in one
-        tensor; wider_fusions(), groups of such groups that lie in one tensor too, where nothing is applied to their
-        weights at each use; and layers(kind), every description of this kind.
+        tensor; and layers(kind), every description of this kind.
         """
 
     def refuse_call(self, layout: Any, call: Call, is_embedded: bool = False) -> None:

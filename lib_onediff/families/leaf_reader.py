@@ -57,6 +57,12 @@ class LeafReader:
         known = package(kind.__module__) in self._packages and is_genuine(kind)
         return kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
 
+    def require(self, module: Any, **wanted: Any) -> None:
+        """Raise Refusal where a module's attributes are not these."""
+        odd = next((name for name, value in wanted.items() if getattr(module, name) != value), None)
+        if odd is not None:
+            raise self.unknown(module, f"its {odd} is {getattr(module, odd)!s:.40}".partition("\n")[0])
+
     def refuse_unclaimed(self) -> None:
         """Raise Refusal if the module has parameters that no description covers (an adapter's, say)."""
         if self._unclaimed:

@@ -44,11 +44,6 @@ class Families:
 FAMILIES = Families((UNets(),))
 
 
-def read_layout(unet: nn.Module) -> Any:
-    """As FAMILIES.read."""
-    return FAMILIES.read(unet)
-
-
 def read_decoder(decoder: nn.Module) -> DecoderLayout:
     """The layout of a VAE's decoder or encoder, read from its module tree.
 

@@ -20,8 +20,7 @@ from ..core.precision import Flags, flags_for, our_modes
 from ..core.refusal import Refusal
 from ..core.settings import ONE_GPU, Settings
 from ..core.table import Entry, State, Stopwatch
-from ..devices.torch import operators as torch_ops
-from ..families.unet.forward import ContextProjections, block_shifts
+from ..families.unet.forward import block_shifts
 from ..families.unet.layers import Layers
 from ..families.unet.layout import Stage
 from .call_stats import BLOCKS
@@ -221,14 +220,10 @@ class BlockRoute:
     @staticmethod
     def _layers(managed: ManagedUNet, ops: Operators, call: Call, embedding: Tensor, flags: Flags) -> Layers:
         bound = managed.bound
-        weights, layout = bound.weights(), bound.layout
-        shifts = block_shifts(layout, weights, ops, embedding.to(bound.binding.dtype))
-        # Plain GEMMs: no operator of ours would make them otherwise.
-        key_values = ContextProjections(layout, weights, torch_ops, call.context)
-        return Layers(
-            weights, ops, shifts, key_values, call.upcast_attention, (), call.patches or PatchPoints(),
-            call.context.to(bound.binding.dtype),
-        )
+        weights, dtype = bound.weights(), bound.binding.dtype
+        shifts = block_shifts(bound.layout, weights, ops, embedding.to(dtype))
+        patches = call.patches or PatchPoints()
+        return Layers(weights, ops, shifts, call.context.to(dtype), call.upcast_attention, (), patches)
 
     def _stage(
         self, loop: WatchedLoop, running: LoopPass, index: int, hidden_states: Tensor, embedding: Tensor,

@@ -7,7 +7,7 @@ and an unloaded model's memory is freed at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution
 from ..core.refusal import Refusal
 from ..core.tuners import layer_within
-from .fused_storage import fuse, joined, joined_affine, shares_storage
+from .fused_storage import fuse, joined_affine, shares_storage
 from .watch import present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,7 +38,7 @@ class Binding:
     """
 
     def __init__(self, module: nn.Module, layout: Any) -> None:
-        """layout: of the module; of core.family.Layout it has to have leaves, fusions and wider_fusions."""
+        """layout: of the module; of core.family.Family.read's it has to have leaves and fusions."""
         self.layout = layout
         leaves = layout.leaves()
         called = [module.get_submodule(leaf.path) for leaf in leaves]
@@ -47,7 +47,6 @@ class Binding:
         self._called = list(map(weakref.ref, called))
         # The groups of layers whose weights lie in one tensor.
         self.fusions = layout.fusions()
-        self._wider = layout.wider_fusions()
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._turned: set[str] = set()
         # The paths of a layer, by its path, and of a fused layer, by its name.
@@ -81,10 +80,6 @@ class Binding:
             copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
         else:
             copied = self.turn_convolutions_back()
-        for wider in self._wider:
-            members = [affines[member.path] for member in wider.members]
-            if can_be_one(members):
-                copied += fuse([affine.weight for affine in members])
         for fusion in self.fusions:
             copied += fuse([affines[member.path].weight for member in fusion.members])
             biases = [affines[member.path].bias for member in fusion.members]
@@ -144,21 +139,14 @@ class Binding:
         """Of all layers, in their order. Drop the result after the call. Raises Refusal if a layer is gone."""
         return present_in(self.layers())
 
-    def weights(self, wider: bool = True) -> Weights:
+    def weights(self) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
-
-        wider: those of wider groups too, by their names, where they lie together.
 
         Raises Refusal if a fused layer's members no longer lie together (bind again).
         """
         affines = self._affines()
         for fusion in self.fusions:
             affines[fusion.name] = joined_affine(fusion, affines)
-        for group in self._wider if wider else ():
-            members = [affines[member.path] for member in group.members]
-            weight = joined([affine.weight for affine in members]) if can_be_one(members) else None
-            if weight is not None:
-                affines[group.name] = Affine(weight, None)
         return affines
 
     @property
@@ -228,15 +216,6 @@ def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
     if None in found:
         raise Refusal(LAYERS_GONE)
     return cast(list[nn.Module], found)
-
-
-def can_be_one(members: Sequence[Affine]) -> bool:
-    """Whether linear layers can lie in one tensor whatever they are: of one type, on one device, without biases."""
-    first = members[0].weight
-    return all(
-        affine.bias is None and (affine.weight.dtype, affine.weight.device) == (first.dtype, first.device)
-        for affine in members
-    )
 
 
 def describe_storage(parameter: Tensor) -> str:

@@ -211,9 +211,7 @@ class LowBitWeights:
             weight = torch.empty_like(affine.weight, device="meta") if alone else affine.weight
             gated, normed = (self._scales.get(name), None) if weight.dim() == 2 else (None, self._scales.get(name))
             new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=gated, normed_scale=normed)
-        # What joins several of them lies where they lie.
-        joined = {fused.name for fused in self.layout.wider_fusions()} if alone else ()
-        return {**{name: affine for name, affine in weights.items() if name not in joined}, **new}
+        return {**weights, **new}
 
     def names(self) -> set[str]:
         """The layers of which there are weights."""

@@ -87,7 +87,7 @@ class OnTheFly:
         casts_norms = self._casts is None or self._casts.norms
         before, self.applied = self.applied, None
         applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before)
-        moved = applied.fit(functions, binding.weights(wider=False), binding.fusions, room)
+        moved = applied.fit(functions, binding.weights(), binding.fusions, room)
         self.applied = applied
         self._mark, self._facts = parts.mark(), parts.facts
         self._references, self._places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
@@ -151,9 +151,7 @@ class OnTheFly:
         """The weights that the host computes with. Raises Refusal between drop and refresh."""
         applied, dtype = self.applied, binding.dtype
         if applied is not None:
-            return Source(
-                binding.layout, dtype, lambda: AppliedWeights(binding.weights(wider=False), applied, dtype)
-            )
+            return Source(binding.layout, dtype, lambda: AppliedWeights(binding.weights(), applied, dtype))
         if self._is_needed:
             raise Refusal("what is applied to the weights on the fly was given back with the graphs' memory")
         return Source(binding.layout, dtype, binding.weights)

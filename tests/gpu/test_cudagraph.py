@@ -14,7 +14,7 @@ from gpu_calls import arguments, host, residual_shapes
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.core.call import Call
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.public import compile_unet, status, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -112,7 +112,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     torch.cuda.empty_cache()
     allocated, requested = torch.cuda.memory_allocated(), requested_bytes()
     torch.cuda.reset_peak_memory_stats()
-    bound = BoundUNet(unet, read_layout)
+    bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(Call(given["sample"], torch.zeros(2), given["encoder_hidden_states"]))
     assert torch.cuda.memory_allocated() - allocated < 64 * MIB
     assert torch.cuda.max_memory_allocated() - allocated < 64 * MIB

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.weights.bound import BoundUNet
 
 CONTEXT_WIDTH = 48
@@ -221,7 +221,7 @@ def wrap_round(network: nn.Module) -> None:
 
 @torch.no_grad()
 def our_output(unet: nn.Module, call: Call, ops: Operators = torch_ops) -> Tensor:
-    bound = BoundUNet(unet, read_layout)
+    bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(call)
     return compute(bound.layout, bound.binding.weights(), ops, call)
 

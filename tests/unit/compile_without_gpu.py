@@ -25,7 +25,7 @@ from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 from lib_onediff.devices.cuda.low_bit import operators, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet.forward import forward
 from lib_onediff.families.unet.layout import UNetLayout
 from lib_onediff.weights.low_bit import INT8, KINDS, Kind, empty_like, low_bit_layers
@@ -117,7 +117,7 @@ def main(name: str, capability: str, dtype_name: str, sizes: str, kind: str = ""
     dtype = getattr(torch, dtype_name)
     with META:
         unet = UNet2DConditionModel(**CONFIGURATIONS[name]).to(dtype)
-    layout, counts = read_layout(unet), {}
+    layout, counts = FAMILIES.read(unet), {}
     in_eight_bits = next((known for known in KINDS if known.name == kind), None)
     kinds = () if in_eight_bits is None else (in_eight_bits,)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from lib_onediff.core.call import CACHED, FULL, Call
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet import cuts as deepcache
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.steps import schedule
@@ -73,7 +73,7 @@ class Oracle:
 
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet, self.depth = unet, depth
-        self._bound = BoundUNet(unet, read_layout)
+        self._bound = BoundUNet(unet, FAMILIES.read)
 
     @torch.no_grad()
     def whole(self, call: Call) -> tuple[Tensor, Tensor]:

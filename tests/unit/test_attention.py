@@ -27,7 +27,7 @@ from lib_onediff.devices.torch.attention import (
     gemm_attention,
     random_inputs,
 )
-from lib_onediff.families.registry import FAMILIES, read_layout
+from lib_onediff.families.registry import FAMILIES
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -155,5 +155,5 @@ def test_attention_shapes_are_those_of_the_forward(kind: str, size: tuple[int, i
 
     call = a_call(unet, height, width, batch, tokens)
     our_output(unet, call, Watched(watch))
-    layout = read_layout(unet)
+    layout = FAMILIES.read(unet)
     assert FAMILIES.of(layout).attentions(layout, call) == list(seen)

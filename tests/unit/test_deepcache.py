@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lib_onediff.core.call import Call, Control
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet import cuts as deepcache
 from lib_onediff.families.unet import forward
 from lib_onediff.weights.bound import BoundUNet
@@ -24,7 +24,7 @@ class TwoPasses:
     """A UNet and its forward, whole and cut."""
 
     def __init__(self, unet: nn.Module) -> None:
-        self.bound = BoundUNet(unet, read_layout)
+        self.bound = BoundUNet(unet, FAMILIES.read)
 
     @torch.no_grad()
     def _run(self, function: object, call: Call, *more: object) -> object:

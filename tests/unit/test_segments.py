@@ -18,14 +18,14 @@ from lib_onediff.core.call import Call
 from lib_onediff.devices.cuda.graphs.inputs import own_inputs
 from lib_onediff.devices.cuda.graphs.segments import Segments, record
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.weights.bound import BoundUNet
 
 SEED = 7
 
 
 def recorded(unet: Any, call: Call) -> tuple[Segments, Call, TapeRecording]:
-    bound = BoundUNet(unet, read_layout)
+    bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(call)
     inputs, recording = own_inputs(call), TapeRecording()
     weights = bound.binding.weights()

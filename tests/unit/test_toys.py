@@ -52,9 +52,6 @@ class ToyLayout:
     def fusions(self) -> list[Any]:
         return []
 
-    def wider_fusions(self) -> list[Any]:
-        return []
-
     def layers(self, kind: Any) -> Any:
         return (leaf for leaf in self.leaves() if isinstance(leaf, kind))
 

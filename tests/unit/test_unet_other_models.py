@@ -10,7 +10,7 @@ from builders import SD1, a_call, diffusers_unet, randomise
 from torch import nn
 
 import lib_onediff
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
 
 random = torch.randn
@@ -83,8 +83,8 @@ def test_an_ip_adapter_that_a_call_does_not_bring_is_the_hosts() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
     unet.encoder_hid_proj = MultiIPAdapterImageProjection([ImageProjection(16, 48, 4)])
     unet.config.encoder_hid_dim_type = "ip_image_proj"
-    assert read_layout(unet).foreign == ("an IP-Adapter's image prompt",)
-    assert read_layout(unet).architecture == read_layout(diffusers_unet()).architecture
+    assert FAMILIES.read(unet).foreign == ("an IP-Adapter's image prompt",)
+    assert FAMILIES.read(unet).architecture == FAMILIES.read(diffusers_unet()).architecture
     call, output = a_call(unet), random(2, 4, 8, 8)
     with torch.no_grad():
         assert runtime.run(unet, call, lambda: output) is output

@@ -85,7 +85,7 @@ def processor(decoder: Any) -> None:
 
 @pytest.mark.parametrize(("make", "change", "reason"), [
     (lambda: ldm_decoder(dropout=0.5), dropout_at_work, "drops values"),
-    (lambda: ldm_decoder(resamp_with_conv=False), lambda decoder: None, "upsampling layer of another kind"),
+    (lambda: ldm_decoder(resamp_with_conv=False), lambda decoder: None, "its with_conv is False"),
     (ldm_decoder, three_by_three, "3x3 convolution in its shortcut"),
     (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential, which we do not know"),
     (lambda: diffusers_vae().decoder, processor, "the attention processor LoudProcessor is set"),

@@ -14,14 +14,14 @@ from lib_onediff.core.key import Lossy, ShapeKey
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.oneflow.route import OneFlow
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
 from lib_onediff.store.history import History
 
 
 def an_entry(dtype: torch.dtype = torch.float32, **more: object) -> Entry:
     unet = shared_unet("small")
-    key = ShapeKey.of(read_layout(unet).architecture, dtype, a_call(unet), "eager")
+    key = ShapeKey.of(FAMILIES.read(unet).architecture, dtype, a_call(unet), "eager")
     return Entry(type(key)(**{**vars(key), "dtype": dtype, **more}))
 
 

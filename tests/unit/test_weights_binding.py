@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.families.registry import read_layout
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.weights.binding import Binding
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
@@ -44,14 +44,14 @@ def test_binding_takes_no_memory_and_leaves_ordinary_parameters_with_the_same_bi
     size, objects, before = storage_bytes(unet), dict(unet.named_parameters()), values(unet)
     trainable = {name: parameter.requires_grad for name, parameter in objects.items()}
     for _ in range(2):
-        binding = Binding(unet, read_layout(unet))
+        binding = Binding(unet, FAMILIES.read(unet))
         members = [member for fusion in binding.layout.fusions() for member in fusion.members]
         parts = [f"{member.path}.weight" for member in members]
         parts += [f"{member.path}.bias" for member in binding.layout.embeddings.members]
         expected = sum(unet.get_parameter(part).nbytes for part in parts)
         assert binding.bind() == expected
         addresses = addresses_of(binding)
-        assert binding.bind() == Binding(unet, read_layout(unet)).bind() == 0
+        assert binding.bind() == Binding(unet, FAMILIES.read(unet)).bind() == 0
         assert addresses_of(binding) == addresses and storage_bytes(unet) <= size + 4096 and same(before, values(unet))
         binding.unbind()
         assert storage_bytes(unet) == size and same(before, values(unet))
@@ -68,7 +68,7 @@ def test_binding_never_writes_into_a_storage_that_the_host_may_keep() -> None:
     layer = unet.mid_block.attentions[0].transformer_blocks[0].attn2.to_k
     backup = layer.weight.detach()
     first = backup.clone()
-    binding = Binding(unet, read_layout(unet))
+    binding = Binding(unet, FAMILIES.read(unet))
     binding.bind()
     backup_of_view = layer.weight.detach()
     layer.weight = nn.Parameter(layer.weight.detach() * 2)
@@ -111,7 +111,7 @@ def test_parameters_made_in_inference_mode_bind_and_run(
 def test_what_we_cannot_run_is_refused_in_one_line_and_left_alone(spoil: Callable, reason: str) -> None:
     unet = diffusers_unet()
     spoil(unet)
-    binding = Binding(unet, read_layout(unet))
+    binding = Binding(unet, FAMILIES.read(unet))
     addresses = addresses_of(binding)
     with pytest.raises(Refusal, match=reason) as refusal:
         binding.bind()
@@ -125,7 +125,7 @@ def test_what_the_host_casts_to_one_type_may_be_stored_in_several() -> None:
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
             layer.to(torch.float8_e4m3fn)
     before = {name: value.float() for name, value in values(unet).items()}
-    binding = Binding(unet, read_layout(unet))
+    binding = Binding(unet, FAMILIES.read(unet))
     with pytest.raises(Refusal, match="is stored as float8_e4m3fn, which we do not run"):
         binding.bind()
     binding.cast_to = torch.float16

@@ -2,9 +2,9 @@
 
 The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which
 sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
-projections are one GEMM, and the keys and values of many layers are one. Nothing that is computed of weights or of the
-prompt outlives a call, so an edit of either counts at the next one. Functions that others have put on the UNet are
-called where the host's own forward calls them (core.patch_points).
+projections are one GEMM, and so are what an attention projects of the same tokens. Nothing that is computed of weights
+or of the prompt outlives a call, so an edit of either counts at the next one. Functions that others have put on the
+UNet are called where the host's own forward calls them (core.patch_points).
 """
 from __future__ import annotations
 
@@ -29,30 +29,6 @@ def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tens
     dtype = weights[layout.time.first.path].weight.dtype
     hidden = ops.silu(ops.linear(y.to(dtype), weights[layout.label.first.path]))
     return ops.linear(hidden, weights[layout.label.second.path])
-
-
-class ContextProjections:
-    """Keys and values of each cross attention, (batch, tokens, keys then values), by the name of its fused layer.
-
-    They are computed where they are used: of all attentions at once where the weights have those together.
-    """
-
-    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, context: Tensor) -> None:
-        self._layout, self._weights, self._ops = layout, weights, ops
-        self._context = context.to(weights[layout.time.first.path].weight.dtype)
-        # What was computed at once and was not asked for yet.
-        self._waiting: dict[str, Tensor] = {}
-
-    def __call__(self, name: str) -> Tensor:
-        together = self._layout.context_projections
-        if together is None or together.name not in self._weights:
-            return self._ops.linear(self._context, self._weights[name])
-        if name not in self._waiting:
-            parts = [attention.key_value for attention in self._layout.cross_attentions]
-            computed = self._ops.linear(self._context, self._weights[together.name])
-            split = computed.split([part.out_features for part in parts], dim=2)
-            self._waiting.update(zip((part.name for part in parts), split, strict=True))
-        return self._waiting.pop(name)
 
 
 def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
@@ -89,8 +65,7 @@ class Pass:
         embedding = self.patches.embedding(time_embedding(layout, weights, ops, call))
         shifts = block_shifts(layout, weights, ops, embedding if label is None else embedding + label)
         self.layers = Layers(
-            weights, ops, shifts, ContextProjections(layout, weights, ops, call.context), call.upcast_attention,
-            call.image_prompts, self.patches, call.context.to(self._dtype),
+            weights, ops, shifts, call.context.to(self._dtype), call.upcast_attention, call.image_prompts, self.patches,
         )
 
     def whole(self) -> Tensor:

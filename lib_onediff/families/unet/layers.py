@@ -1,7 +1,7 @@
 """The layers of a UNet, computed with a set of operators: what happens inside a stage."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,19 +19,17 @@ class Layers:
     """Everything that a stage needs besides its image.
 
     shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
-    key_values: (batch, tokens, keys then values) of each cross attention, by the name of its fused layer.
-    image_prompts: see Call. patches: the functions of others, called where the host would; context, in
-    the weights' dtype, is theirs alone.
+    context, in the weights' dtype, and image_prompts: see Call. patches: the functions of others, called where the host
+    would.
     """
 
     weights: Weights
     ops: Operators
     shifts: Mapping[str, Tensor]
-    key_values: Callable[[str], Tensor]
+    context: Tensor
     upcast_attention: bool
     image_prompts: tuple[ImagePrompt, ...]
     patches: PatchPoints
-    context: Tensor
 
     def stage(self, stage: Stage, image: Image, following: Tensor | None, place: tuple[str, int] = ("", 0)) -> Tensor:
         """Run one stage. following: the skip that the next stage takes, whose size the image must end at. place: in
@@ -97,8 +95,7 @@ class Layers:
         mixed = self._attend_to_itself(own, *ops.linear(normed, query_key_value).chunk(3, dim=-1))
         stream = ops.add_linear(stream, mixed, weights[own.out.path])
         stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm, query)
-        projected = ops.linear(normed, query), *self.key_values(cross.key_value.name).chunk(2, dim=-1)
-        mixed = self._attend_to_context(cross, *projected)
+        mixed = self._attend_to_context(cross, ops.linear(normed, query), *self._key_value(cross))
         return self._feed_forward(block, ops.add_linear(stream, mixed, weights[cross.out.path]))
 
     def _feed_forward(self, block: TransformerBlock, stream: Stream) -> Stream:
@@ -148,7 +145,7 @@ class Layers:
         given, keyed, valued = patches.cross_attention_inputs(normed, self.context)
         query = ops.linear(given, query_weights)
         if keyed is self.context and valued is self.context:
-            key, value = self.key_values(attention.key_value.name).chunk(2, dim=-1)
+            key, value = self._key_value(attention)
         else:
             key, value = (
                 ops.linear(source, weights[member.path])
@@ -163,6 +160,10 @@ class Layers:
         """(batch, tokens, heads * width) each, and so is the mix of values."""
         queries, keys, values = (split_heads(part, attention.heads) for part in (query, key, value))
         return join_heads(self.ops.attention(queries, keys, values, self.upcast_attention))
+
+    def _key_value(self, attention: CrossAttention) -> tuple[Tensor, ...]:
+        """Keys and values of the context, (batch, tokens, heads * width) each."""
+        return self.ops.linear(self.context, self.weights[attention.key_value.name]).chunk(2, dim=-1)
 
     def _attend_to_context(self, attention: CrossAttention, *projected: Tensor) -> Tensor:
         """Of queries, keys and values, (batch, tokens, heads * width) each, the mix of values: the context's and the

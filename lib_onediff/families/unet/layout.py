@@ -26,9 +26,6 @@ from ...core.leaves import (
 )
 from ...core.refusal import Refusal
 
-# Weights of all context projections, for one product of them: SD1.5's are 19 million, SDXL's 370.
-MOST_WEIGHTS_OF_CONTEXT = 1 << 25
-
 
 @dataclass(frozen=True)
 class SpatialTransformer:
@@ -143,14 +140,6 @@ class UNetLayout:
     def cross_attentions(self) -> tuple[CrossAttention, ...]:
         return tuple(self.layers(CrossAttention))
 
-    @cached_property
-    def context_projections(self) -> FusedLinear | None:
-        """Keys and values of all cross attentions as one layer; None where they are so large that one product gains
-        nothing, and its memory costs something."""
-        members = tuple(member for attention in self.cross_attentions for member in attention.key_value.members)
-        weights = sum(member.in_features * member.out_features for member in members)
-        return None if weights > MOST_WEIGHTS_OF_CONTEXT else FusedLinear("context projections", members)
-
     def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
         """Every description of a module that holds parameters, each once."""
         return list(descriptions(tuple(getattr(self, item.name) for item in fields(self) if item.name != "embeddings"),
@@ -164,10 +153,6 @@ class UNetLayout:
     def fusions(self) -> list[FusedLinear]:
         """Every group of linear layers that is to lie in one tensor."""
         return [*self.layers(FusedLinear), self.embeddings]
-
-    def wider_fusions(self) -> list[FusedLinear]:
-        """Groups of such groups that lie in one tensor too, where nothing is applied to their weights at each use."""
-        return [] if self.context_projections is None else [self.context_projections]
 
     @property
     def y_width(self) -> int | None:

@@ -99,8 +99,6 @@ def refuse_variants(unet: Any, leaves: LeafReader) -> None:
         raise Refusal("it has class labels or another way to prepare its inputs")
     if config.addition_embed_type not in (None, "text_time"):
         raise Refusal(f"its extra embedding is of type {config.addition_embed_type}")
-    if getattr(unet, "position_net", None) is not None:
-        raise Refusal("it is a GLIGEN model")
     if leaves.kind(unet.time_proj) != "Timesteps" or not isinstance(unet.conv_norm_out, nn.GroupNorm):
         raise Refusal("its time projection or output norm is of another kind")
     require_silu(unet.conv_act, "the output's activation", leaves)
@@ -114,8 +112,7 @@ def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
 def read_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
     projection, embedding = unet.time_proj, unet.time_embedding
     require_silu(embedding.act, "the time embedding's activation", leaves)
-    if embedding.post_act is not None:
-        raise Refusal("its time embedding has a second activation")
+    leaves.require(embedding, post_act=None)
     return TimeEmbedding(
         channels=projection.num_channels, cosine_first=projection.flip_sin_to_cos,
         frequency_shift=float(projection.downscale_freq_shift), scale=float(getattr(projection, "scale", 1)),
@@ -144,24 +141,19 @@ def modules_of(block: Any, leaves: LeafReader) -> list[list[Any]]:
 
 
 def read_downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    convolution = leaves.convolution(layer.conv)
-    if not layer.use_conv or layer.norm is not None or layer.padding == 0:
-        raise Refusal(f"{leaves.path(layer)} is a downsampling layer of another kind")
-    return Downsample(convolution)
+    leaves.require(layer, use_conv=True, norm=None, padding=1)
+    return Downsample(leaves.convolution(layer.conv))
 
 
 def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
-    if not layer.use_conv or layer.norm is not None or layer.use_conv_transpose or not layer.interpolate:
-        raise Refusal(f"{leaves.path(layer)} is an upsampling layer of another kind")
+    leaves.require(layer, use_conv=True, norm=None, use_conv_transpose=False, interpolate=True)
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
 def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
-    path = leaves.path(block)
-    resamples = block.upsample is not None or block.downsample is not None
-    if resamples or block.time_embedding_norm != "default" or block.skip_time_act or block.output_scale_factor != 1.0:
-        raise Refusal(f"{path} is a residual block of another kind")
-    require_silu(block.nonlinearity, f"the activation of {path}", leaves)
+    leaves.require(block, upsample=None, downsample=None, time_embedding_norm="default", skip_time_act=False)
+    leaves.require(block, output_scale_factor=1.0)
+    require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
     return ResidualBlock(
         in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
         embedding=leaves.linear(block.time_emb_proj),
@@ -171,8 +163,7 @@ def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
-    if not transformer.is_input_continuous:
-        raise leaves.unknown(transformer)
+    leaves.require(transformer, is_input_continuous=True)
     return SpatialTransformer(
         norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
         blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
@@ -181,16 +172,12 @@ def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer
 
 
 def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
-    path = leaves.path(block)
-    plain = leaves.kind(block) == "BasicTransformerBlock" and block.norm_type == "layer_norm"
-    if not plain or block.pos_embed is not None or block.attn2 is None or block.only_cross_attention:
-        raise Refusal(f"{path} is a transformer block of another kind")
-    if getattr(block, "fuser", None) is not None:
-        raise Refusal(f"{path} has a GLIGEN layer")
+    if leaves.kind(block) != "BasicTransformerBlock" or block.attn2 is None:
+        raise leaves.unknown(block)
+    leaves.require(block, norm_type="layer_norm", pos_embed=None, only_cross_attention=False)
+    leaves.require(block.attn2, is_cross_attention=True)
     for attention in (block.attn1, block.attn2):
         check_attention(attention, leaves)
-    if not block.attn2.is_cross_attention:
-        raise Refusal(f"{path} has two self attentions")
     return leaves.transformer_block(block)
 
 
@@ -201,11 +188,11 @@ def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = Fals
         raise Refusal("fuse_qkv_projections() is on: OneDiff does that without a copy, after unfuse_qkv_projections()")
     for name in FUSED_LAYERS:
         leaves.leave(getattr(attention, name, None))
-    extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj")
+    leaves.require(attention, residual_connection=is_residual, rescale_output_factor=1, scale_qk=True)
+    extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", *([] if is_residual else ["group_norm"]))
     odd = [name for name in extras if getattr(attention, name, None) is not None]
-    has = attention.group_norm is not None, bool(attention.residual_connection)
-    if odd or has != (is_residual, is_residual) or attention.rescale_output_factor != 1 or not attention.scale_qk:
-        raise Refusal(f"{leaves.path(attention)} is an attention of another kind")
+    if odd:
+        raise leaves.unknown(attention, f"it has a {odd[0]}")
 
 
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {

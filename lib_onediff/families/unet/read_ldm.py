@@ -86,8 +86,8 @@ def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
         return read_residual_block(layer, leaves)
     if kind == "SpatialTransformer":
         return read_transformer(layer, leaves)
-    if kind in ("Downsample", "Upsample") and (not layer.use_conv or layer.dims != 2):
-        raise Refusal(f"{leaves.path(layer)} resamples without a 2D convolution")
+    if kind in ("Downsample", "Upsample"):
+        leaves.require(layer, use_conv=True, dims=2)
     if kind == "Downsample":
         return Downsample(leaves.convolution(layer.op))
     if kind == "Upsample":

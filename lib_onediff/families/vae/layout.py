@@ -79,8 +79,6 @@ class DecoderLayout:
         """Nothing needs to lie together: the few linear layers are a hundredth of the work."""
         return []
 
-    wider_fusions = fusions
-
     @cached_property
     def architecture(self) -> str:
         """A digest that two decoders share exactly when they are the same network up to their weights and names."""

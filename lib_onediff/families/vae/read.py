@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ...core.leaves import Convolution
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader
 from ..unet.layout import Downsample, Upsample
@@ -102,11 +101,11 @@ def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
     )
 
 
-def downsample(layer: Any, is_plain: bool, leaves: LeafReader) -> Downsample:
+def downsample(layer: Any, leaves: LeafReader) -> Downsample:
     """A layer that pads an image below and to the right by itself, before its convolution."""
-    convolution: Convolution | None = leaves.convolution(layer.conv) if is_plain else None
-    if convolution is None or (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
-        raise Refusal(f"{leaves.path(layer)} is a downsampling layer of another kind")
+    convolution = leaves.convolution(layer.conv)
+    if (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
+        raise leaves.unknown(layer, "its convolution is of another kind")
     return Downsample(convolution)
 
 
@@ -125,9 +124,13 @@ def ldm_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
     return PixelAttention(leaves.group_norm(attention.norm), projected, leaves.linear(attention.proj_out), heads=1)
 
 
+def ldm_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    leaves.require(layer, with_conv=True)
+    return downsample(layer, leaves)
+
+
 def ldm_upsample(layer: Any, leaves: LeafReader) -> Upsample:
-    if not layer.with_conv:
-        raise Refusal(f"{leaves.path(layer)} is an upsampling layer of another kind")
+    leaves.require(layer, with_conv=True)
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
@@ -135,12 +138,14 @@ def ldm_upsample(layer: Any, leaves: LeafReader) -> Upsample:
 
 
 def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
-    path = leaves.path(block)
-    odd = (block.upsample, block.downsample, block.time_emb_proj) != (None, None, None)
-    if odd or block.output_scale_factor != 1.0:
-        raise Refusal(f"{path} is a residual block of another kind")
-    require_silu(block.nonlinearity, f"the activation of {path}", leaves)
+    leaves.require(block, upsample=None, downsample=None, time_emb_proj=None, output_scale_factor=1.0)
+    require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
     return residual_block(block, block.conv_shortcut, leaves)
+
+
+def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    leaves.require(layer, use_conv=True, norm=None, padding=0)
+    return downsample(layer, leaves)
 
 
 def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
@@ -155,12 +160,9 @@ def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
 
 
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
-    "ResnetBlock": ldm_residual_block, "Upsample": ldm_upsample,
-    "Downsample": lambda layer, leaves: downsample(layer, layer.with_conv, leaves),
+    "ResnetBlock": ldm_residual_block, "Upsample": ldm_upsample, "Downsample": ldm_downsample,
     # The same, by torch's operators and by xformers'.
     "AttnBlock": ldm_attention, "MemoryEfficientAttnBlock": ldm_attention,
     "ResnetBlock2D": diffusers_residual_block, "Attention": diffusers_attention, "Upsample2D": read_upsample,
-    "Downsample2D": lambda layer, leaves: downsample(
-        layer, layer.use_conv and layer.norm is None and layer.padding == 0, leaves
-    ),
+    "Downsample2D": diffusers_downsample,
 }
