@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
-from computed import compute
 from tiny_weights import randomise
 from torch import Tensor, nn
 
@@ -20,6 +19,8 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.weights.bound import BoundUNet
 
+# The output of a call, by the family that has read its layout.
+compute = FAMILIES.output
 CONTEXT_WIDTH = 48
 POOLED_WIDTH = 40
 TIME_ID_WIDTH = 16

@@ -16,7 +16,7 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.runtime.runtime import runtime
 
-NATIVE, CUDAGRAPH, EAGER = "native", "cudagraph", "eager"
+NATIVE, CUDAGRAPH, EAGER, ONEFLOW = "native", "cudagraph", "eager", "oneflow"
 
 
 class Weather:

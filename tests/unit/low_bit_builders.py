@@ -10,8 +10,8 @@ from typing import Any
 import exact_operators
 import pytest
 import torch
-from backend_names import NATIVE
 from builders import SMALL_XL, a_call, diffusers_unet
+from ladder_builders import NATIVE
 from torch import Tensor, nn
 
 import lib_onediff

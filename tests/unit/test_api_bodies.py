@@ -86,19 +86,6 @@ def test_no_body_breaks_anything(api: Api) -> None:
     send()
 
 
-def test_sentences_name_the_place(api: Api) -> None:
-    ask = lambda path, body: refused(api, path, json.dumps(body).encode())  # noqa: E731
-    assert "100x100: the width must be a multiple of 8" in ask("prewarm", {"sizes": "100x100"})
-    assert "100x100: the width must be a multiple of 8" in ask("prewarm", {"sizes": [{"width": 100, "height": 100}]})
-    assert ask("prewarm", {"sizes": [{"width": 64, "height": 64}, {"width": 64, "height": "x"}]}).startswith(
-        "sizes.1.height: "
-    )
-    assert ask("prewarm", {"sizes": "64x64", "tokens": 100}) == "A prompt takes 77, 154 or 231 tokens, not 100."
-    assert ask("pin", {"resolution": "512x512"}).startswith("model: ")
-    assert ask("purge", {"everything": True}).startswith("everything: ")
-    assert ask("purge", {}).startswith("Say what to purge")
-
-
 def test_what_is_no_json_becomes_null() -> None:
     """Numbers that JSON lacks, and halves of surrogate pairs, in what the runtime itself says."""
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}

@@ -113,14 +113,6 @@ def test_a_compiler_and_headers(empty_path: Path, tmp_path: Path, monkeypatch: p
     assert why_no_compiler() is None, "Windows needs headers alone"
 
 
-@pytest.mark.parametrize(("version", "numbers"), [
-    ("3.3.1", (3, 3, 1)), ("2.7.1+cu128", (2, 7, 1)), ("3.2.0.post21", (3, 2, 0)), ("3.0.0a1", (3, 0, 0)), ("none", ()),
-    ("", ()),
-])
-def test_releases(version: str, numbers: tuple[int, ...]) -> None:
-    assert release(version) == numbers
-
-
 LINUX, WINDOWS = "/home/me/venv/bin/python", r"C:\My UI\venv\Scripts\python.exe"
 EMBEDDED = r"C:\forge\system\python\python.exe"
 UNTIL = "Until then PyTorch's own operators are used, in CUDA graphs."

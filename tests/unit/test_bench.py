@@ -19,7 +19,7 @@ from two_cpus import TwoCpus
 
 from lib_onediff.bench import __main__ as bench
 from lib_onediff.bench import images, models
-from lib_onediff.bench.__main__ import parse, size_of, table
+from lib_onediff.bench.__main__ import parse, size_of
 from lib_onediff.bench.steps import Row, exact_output, relative_error
 from lib_onediff.runtime.runtime import runtime
 
@@ -162,10 +162,3 @@ def test_a_webuis_step_is_told_where_it_is_clear(
     off, on = images.webui(parse(["webui", "http://here", "--steps", "20"]), CPU)
     assert on["options"] == "on" and on["served_by"] == "10 graph" and off["x_off"] == 1
     assert on["step_ms"] == (None if step_ms is None else pytest.approx(step_ms, abs=2))
-
-
-def test_a_table_has_a_column_for_all_that_any_row_has() -> None:
-    rows = [{"size": "64x64", "note": "CUDA graphs need an NVIDIA GPU"}, {"size": "64x64", "ms": 29.204, "all_ms": [1]}]
-    assert table(rows).splitlines()[1:] == [
-        "| --- | --- | --- |", "| 64x64 |  | CUDA graphs need an NVIDIA GPU |", "| 64x64 | 29.2 |  |"
-    ]

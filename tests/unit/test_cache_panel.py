@@ -16,8 +16,6 @@ import gradio
 from panel_builders import MEBIBYTE, ROW, SHAPE, Seen, changed, used
 from test_warmup import SmallWebUI
 
-from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm.presets import SizePreset
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache import panel as cache_panel
 from lib_onediff.ui.cache.panel import read_list
@@ -32,15 +30,6 @@ DECODE = changed(LARGE, model="VAE decoder", shapes=(changed(SHAPE, tokens=0),))
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
 
 
-def test_the_batch_size_is_for_sizes_that_say_none_also_of_a_preset(seen: Seen) -> None:
-    with seen.webui.lock:
-        seen.do(seen.panel.prewarm, "64x64, 72x64 x2", 3, "154")
-        seen.do(seen.panel.preset(SizePreset("Both", (Size(80, 64), Size(88, 64)))), 2, "77")
-        jobs = [(str(job.size), job.tokens) for job in seen.warmup.jobs()]
-        seen.do(seen.panel.cancel_all)
-    assert jobs == [("64x64 x3", 154), ("72x64 x2", 154), ("80x64 x2", 77), ("88x64 x2", 77)]
-
-
 @pytest.mark.parametrize("text, batch, tokens, part", [
     (None, 1, "77", "at least one size"), ("wide", 1, "77", "is not a size"),
     ("64x64", 0, "77", "batch size is from 1 to 64"), ("64x64", 1.5, "77", "whole number"),
@@ -50,24 +39,6 @@ def test_what_cannot_be_gets_a_sentence(seen: Seen, text: Any, batch: Any, token
     seen.do(seen.panel.prewarm, text, batch, tokens)
     assert part in seen.text("told") and "onediff-wrong" in seen.parts["told"]
     assert seen.warmup.jobs() == []
-
-
-def test_jobs_that_wait_are_in_the_table_and_can_be_cancelled(seen: Seen) -> None:
-    with seen.webui.lock:
-        seen.do(seen.panel.prewarm, "64x64, 72x64, 80x64", 1, "77")
-        first, second, _ = (job.id for job in seen.warmup.jobs())
-        while not any(job.state == "running" for job in seen.warmup.jobs()):
-            time.sleep(0.01)
-        seen.look()
-        assert "72x64 queued" in seen.text("table") and "64x64 warming 0 %" in seen.text("table")
-        assert "Queue 3 sizes" in seen.text("totals")
-        seen.look(second, first, 999)
-        assert "72x64 cancelled" in seen.text("jobs")
-        seen.do(seen.panel.cancel_all)
-        assert "1 size cancelled." in seen.text("told")
-    seen.look_until_idle()
-    seen.do(seen.panel.cancel_all)
-    assert "Nothing is being pre-warmed." in seen.text("told")
 
 
 def test_a_look_that_was_begun_before_a_click_does_not_undo_it(seen: Seen) -> None:
@@ -96,16 +67,6 @@ def test_no_request_waits_for_an_image(monkeypatch: Any) -> None:
         assert "Purging waits until no image is being made." in seen.text("below") and len(runtime.rows()) == 1
     seen.look_until_idle()
     assert "1 resolution purged" in seen.text("below") and runtime.rows() == []
-    seen.close()
-
-
-def test_what_fails_is_told_without_a_traceback(monkeypatch: Any) -> None:
-    logging.getLogger("onediff").propagate = False
-    monkeypatch.setattr(runtime, "release_memory", lambda: 1 // 0)
-    seen = Seen(SmallWebUI(builders.diffusers_unet()))
-    seen.do(seen.panel.release)
-    seen.look_until_idle()
-    assert "Releasing memory failed:" in seen.text("below") and "onediff-wrong" in seen.parts["below"]
     seen.close()
 
 

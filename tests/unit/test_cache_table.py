@@ -1,14 +1,12 @@
 """What the Cache page shows, as markup."""
 from __future__ import annotations
 
-import pytest
-from panel_builders import MEBIBYTE, ROW, SHAPE, TOTALS, changed, text_of
+from panel_builders import ROW, SHAPE, TOTALS, changed, text_of
 
 from lib_onediff.core.sizes import Size
 from lib_onediff.devices.cuda.low_bit.sensitivity import ClassError
 from lib_onediff.prewarm.job import Job
 from lib_onediff.runtime.rows import LowBitErrors
-from lib_onediff.ui import amounts
 from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.progress import jobs_html
 
@@ -35,15 +33,6 @@ def test_what_low_bit_does_to_a_checkpoint() -> None:
     assert "self-attention QKV fp8 0.0103 8 bits" in said and "feed-forward &lt;out&gt; – – 16 bits" in said
     exact = changed(measured, low_bit_errors=[LowBitErrors("SDXL", 0.0, None, classes)])
     assert "No layer is in 8 bits within 0." in text_of(cache_table.totals_html(exact, [], []))
-
-
-@pytest.mark.parametrize("vram, share", [(0, 0), (128, 25), (600, 100)])
-def test_the_budget_has_a_bar(vram: int, share: int) -> None:
-    held = changed(TOTALS, vram=vram * MEBIBYTE, budget=512 * MEBIBYTE)
-    assert f'role="meter" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{share}"' in (
-        cache_table.totals_html(held, [], [])
-    )
-    assert "onediff-bar" not in cache_table.totals_html(TOTALS, [], [])
 
 
 def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
@@ -79,24 +68,3 @@ def test_of_which_model_and_in_what_order() -> None:
         assert [row.resolution for row in cache_table.selected(rows, model)] == shown
 
 
-def test_jobs_show_their_progress_and_reasons_and_a_button_while_they_are_pending() -> None:
-    markup = jobs_html([
-        Job(1, Size(64, 64), "panel", "done", 6, 6, seconds=0.44),
-        Job(2, Size(72, 64, 2), "panel", "running", 3, 6, what="measuring"),
-        Job(3, Size(80, 64), "panel", "failed", 0, 6, "too large"),
-        Job(4, Size(88, 64), "panel", "queued", 0, 6, tokens=154),
-        Job(5, Size(96, 64), "panel", "queued", 0, 6),
-    ])
-    assert text_of(markup) == (
-        "64x64 done in 0.4 s 80x64 failed: too large 72x64 x2 50 %, measuring ✕ "
-        "88x64, 154 tokens queued ✕ 96x64 queued ✕"
-    )
-    assert 'aria-valuenow="50"' in markup and markup.count('role="progressbar"') == 3
-    assert 'data-onediff-job="4" aria-label="Cancel: 88x64, 154 tokens"' in markup and jobs_html([]) == ""
-
-
-@pytest.mark.parametrize("ratio, text", [
-    (1.62, "1.6x faster"), (0.5, "2.0x slower"), (1.04, "about as fast"), (None, "–"),
-])
-def test_times(ratio: float | None, text: str) -> None:
-    assert amounts.times(ratio) == text

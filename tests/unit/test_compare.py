@@ -136,15 +136,6 @@ def test_failure_is_a_sentence() -> None:
     assert (job.outcome, job.pairs) == ("Comparing failed: no memory.", [])
 
 
-def test_cancelled_comparison_stops_the_image_and_makes_no_more() -> None:
-    painter = Painter()
-    painter.may_go.clear()
-    job = Comparison(SIDES, FIRST, 2, painter, exclusively)
-    assert not job.over() and job.made == 0
-    job.cancel()
-    assert job.over(SECONDS) and job.outcome == "Stopped." and len(painter.made) <= 1
-
-
 # --- showing them -------------------------------------------------------------------------------------
 
 
@@ -174,19 +165,6 @@ def test_the_difference_shows_where() -> None:
 @pytest.fixture
 def panel() -> ComparePanel:
     return ComparePanel(Painter(), exclusively, Settings)
-
-
-@pytest.mark.parametrize("values, part", [
-    ((OFF, "", CURRENT, "warp 9", 2, fields()), "no option"),
-    ((OFF, "", "Gone", "", 2, fields()), "no settings called"),
-    ((OFF, "", CURRENT, "", 9, fields()), "number of images is from 1 to 8"), ((OFF, "", CURRENT, "", 1, ""), "read"),
-])
-def test_wrong_input_is_said_at_once(panel: ComparePanel, values: tuple[Any, ...], part: str) -> None:
-    shown = panel.begin(*values)
-    assert part in shown[0] and all(value == gradio.update() for value in shown[1:])
-    panel.standing = lambda: Settings(enabled=False)
-    assert "switched off in the settings. Switch it on" in panel.begin(*values)[0]
-    assert panel.maker.made == []
 
 
 def test_without_scikit_image_images_are_shown_and_a_sentence_says_why_not_the_numbers(

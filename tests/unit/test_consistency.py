@@ -58,14 +58,6 @@ def test_switches_and_variables_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts["Environment"]["NVIDIA_TF32_OVERRIDE"] == "0" and "hunter2" not in report(facts)
 
 
-def test_tuned_choices_have_a_digest() -> None:
-    def told(choices: dict) -> str:
-        return onediff_facts(Settings(), STATUS, choices)["OneDiff"]["Tuned choices"]
-
-    assert told({}) == "none" and told({"a": 1, "b": [2]}).startswith("2, ")
-    assert told({"a": 1, "b": [2]}) == told({"b": [2], "a": 1}) != told({"a": 1, "b": [3]})
-
-
 def test_differences_are_lines_for_people_and_those_that_change_images_come_first() -> None:
     mine = {
         "Machine": {"System": "Linux", "GPU": "A"}, "Model": {"Checkpoint": "a"},

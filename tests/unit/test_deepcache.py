@@ -6,49 +6,24 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as functional
-from builders import a_call, relative_error, shared_ldm_unet, shared_unet
+from builders import a_call, our_output, relative_error, shared_ldm_unet, shared_unet
+from deepcache_builders import Oracle
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call, Control
-from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import FAMILIES
-from lib_onediff.families.unet import cuts as deepcache
-from lib_onediff.families.unet import forward
-from lib_onediff.weights.bound import BoundUNet
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]
-
-
-class TwoPasses:
-    """A UNet and its forward, whole and cut."""
-
-    def __init__(self, unet: nn.Module) -> None:
-        self.bound = BoundUNet(unet, FAMILIES.read)
-
-    @torch.no_grad()
-    def _run(self, function: object, call: Call, *more: object) -> object:
-        self.bound.refresh(call)
-        return function(self.bound.layout, self.bound.binding.weights(), torch_ops, call, *more)
-
-    def forward(self, call: Call) -> Tensor:
-        return self._run(forward.forward, call)
-
-    def full(self, call: Call, depth: int) -> tuple[Tensor, Tensor]:
-        return self._run(deepcache.full_pass, call, depth)
-
-    def shallow(self, call: Call, depth: int, deep: Tensor) -> Tensor:
-        return self._run(deepcache.cached_pass, call, depth, deep)
 
 
 @SIZES
 @pytest.mark.parametrize(("name", "depth"), DEPTHS)
 def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tuple[int, int]) -> None:
     unet = shared_unet(name)
-    cut, call = TwoPasses(unet), a_call(unet, *size)
-    output, deep = cut.full(call, depth)
-    assert torch.equal(output, cut.forward(call))
-    assert torch.equal(cut.shallow(call, depth, deep), output)
+    cut, call = Oracle(unet, depth), a_call(unet, *size)
+    output, deep = cut.whole(call)
+    assert torch.equal(output, our_output(unet, call))
+    assert torch.equal(cut.shallow(call, deep), output)
 
 
 @torch.no_grad()
@@ -73,19 +48,19 @@ def outer_blocks_of_ldm(unet: nn.Module, call: Call, depth: int, deep: Tensor) -
 @pytest.mark.parametrize("depth", [1, 4, 11])
 def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
-    cut, call = TwoPasses(unet), a_call(unet, *size)
-    _, stale = cut.full(a_call(unet, *size, seed=1), depth)
-    output = cut.shallow(call, depth, stale)
+    cut, call = Oracle(unet, depth), a_call(unet, *size)
+    _, stale = cut.whole(a_call(unet, *size, seed=1))
+    output = cut.shallow(call, stale)
     assert relative_error(output, outer_blocks_of_ldm(unet, call, depth, stale)) < 1e-5
-    assert relative_error(output, cut.forward(call)) > 1e-2
+    assert relative_error(output, our_output(unet, call)) > 1e-2
 
 
 def test_shallow_steps_take_their_control_residuals_too() -> None:
     unet = shared_unet("SD1")
-    cut, call = TwoPasses(unet), a_call(unet)
+    cut, call = Oracle(unet, 3), a_call(unet)
     first, last = torch.randn(2, 16, 8, 8), torch.randn(2, 16, 8, 8)
     controlled = replace(call, control=Control(input=(first,), output=(None,) * 11 + (last,)))
-    output, deep = cut.full(controlled, 3)
-    assert torch.equal(output, cut.forward(controlled))
-    assert torch.equal(cut.shallow(controlled, 3, deep), output)
-    assert relative_error(cut.shallow(call, 3, deep), output) > 1e-3
+    output, deep = cut.whole(controlled)
+    assert torch.equal(output, our_output(unet, controlled))
+    assert torch.equal(cut.shallow(controlled, deep), output)
+    assert relative_error(cut.shallow(call, deep), output) > 1e-3

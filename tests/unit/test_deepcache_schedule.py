@@ -6,7 +6,6 @@ import math
 import pytest
 
 from lib_onediff.core.timeline import Step, timeline_of
-from lib_onediff.public import depth_of
 from lib_onediff.steps.schedule import early, is_whole, last_whole
 
 KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)
@@ -84,10 +83,3 @@ def test_the_last_step_is_never_missed_without_a_hosts_help(times: list[float]) 
     steps = steps_of(times)
     assert steps[-1].is_last
     assert sum(step.is_last for step in steps) <= 4
-
-
-@pytest.mark.parametrize(("layer", "block", "layers", "depth"), [
-    (0, 0, 2, 2), (0, 2, 2, 4), (1, 0, 2, 5), (2, 1, 2, 9), (0, 1, 1, 3), (1, 0, 1, 4),
-])
-def test_onediffs_layer_and_block_as_a_depth(layer: int, block: int, layers: int, depth: int) -> None:
-    assert depth_of(layer, block, layers) == depth

@@ -11,6 +11,7 @@ from builders import (
     SMALL,
     SMALL_XL,
     a_call,
+    compute,
     diffusers_arguments,
     diffusers_output,
     diffusers_unet,
@@ -18,7 +19,6 @@ from builders import (
     relative_error,
     served,
 )
-from computed import compute
 from torch import Tensor
 
 import lib_onediff

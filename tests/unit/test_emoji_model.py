@@ -15,7 +15,6 @@ from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
-MOST_BYTES, MOST_PARAMETERS = 20 << 20, 10_000_000
 HOW = {"steps": 7, "cfg_scale": 4.0}
 SQUARE = {"width": 256, "height": 256, **HOW}
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from backend_names import NATIVE
 from exact_operators import one_scale_of, relative_error
 from exact_operators import rounded_rows as exact_rows
+from ladder_builders import NATIVE
 from low_bit_builders import norm_scale, rounded_rows, use_low_bit
 
 from lib_onediff.core.affine import Affine

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from backend_names import CUDAGRAPH
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
+from ladder_builders import CUDAGRAPH
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from backend_names import ONEFLOW
 from builders import SMALL, a_call, diffusers_unet, served
+from ladder_builders import ONEFLOW
 from torch import Tensor
 
 import lib_onediff

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from backend_names import NATIVE
 from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
 from grid import WHOLE
+from ladder_builders import NATIVE
 from random_edits import EDITS, edited
 
 import lib_onediff

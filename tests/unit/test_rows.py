@@ -1,35 +1,32 @@
-"""The table as users see it."""
+"""The table as users see it, and how soon."""
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import fields
 from typing import Any
 
-import builders
 import torch
+from builders import a_call, served
+from torch import nn
 
-from lib_onediff.core.call import Call, Control
+from lib_onediff.core.call import Call
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry, State, Verdict
-from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
 
 
 def an_entry(
-    width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1",
-    own: tuple[float, ...] = (), host: tuple[float, ...] = (), control: Control | None = None, **others: Any,
+    width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1", **others: Any
 ) -> Entry:
     """others: of the entry, or of its verdict."""
     call = Call(
         latent=torch.empty(batch, 4, height // 8, width // 8), timestep=torch.empty(batch),
-        context=torch.empty(batch, tokens, 48), control=control,
+        context=torch.empty(batch, tokens, 48),
     )
     found = {name: others.pop(name) for name in set(others) & {part.name for part in fields(Verdict)}}
-    entry = Entry(ShapeKey.of(model, torch.float16, call), model=model, verdict=Verdict(**found), **others)
-    for stopwatch, times in ((entry.own, own), (entry.host, host)):
-        stopwatch._times.extend(times)
-    return entry
+    return Entry(ShapeKey.of(model, torch.float16, call), model=model, verdict=Verdict(**found), **others)
 
 
 def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
@@ -60,18 +57,26 @@ def test_state_is_the_best_and_the_reason_the_latest() -> None:
     assert row_of(ready, proved).reason == ""
 
 
-def test_rows_of_the_runtime() -> None:
-    unet = builders.shared_unet("small")
-    diffusers_host.attach(unet)
+def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
+    for _ in range(3):
+        served(unet, a_call(unet))
+    before = runtime.rows(), runtime.totals().vram
+    held, done = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with runtime.services.lock:
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    held.wait(30)
+    began = time.perf_counter()
     try:
-        began = time.time()
-        for call in (builders.a_call(unet), builders.a_call(unet, width=9), builders.a_call(unet, batch=1)):
-            builders.served(unet, call)
-            builders.served(unet, call)
+        assert ([row.bytes for row in runtime.rows()], runtime.totals().vram) == (
+            [row.bytes for row in before[0]], before[1]
+        )
+        assert time.perf_counter() - began < 1
     finally:
-        diffusers_host.detach(unet)
-    square, wide = runtime.rows()
-    assert (square.resolution, wide.resolution, square.uses, wide.uses) == ("64x64", "72x64", 4, 2)
-    assert [shape.batch for shape in square.shapes] == [1, 2]
-    assert square.last_used >= wide.last_used >= began
-    assert square.model and square.step_ms > 0 and square.host_ms > 0 and square.ratio is None
+        done.set()
+        thread.join()

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL, diffusers_output, diffusers_unet, our_output
+from builders import diffusers_unet
 from deepcache_builders import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import Tensor, nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
-from lib_onediff.core.call import Call, Control
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
@@ -37,37 +36,6 @@ def test_each_card_computes_its_rows_and_they_come_back_in_their_places(names: A
     assert image.second["calls"] == 3 and image.second["reason"] == ""
     assert SECOND in image.cards.launched and len(image.copies) == 1
     assert image.runtime.call_stats.total == 3 and image.runtime.guard.faults == []
-
-
-def control_of(unet: Any, call: Call, rows: int) -> Control:
-    shapes: list[torch.Size] = []
-    hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
-    for block in unet.down_blocks:
-        hooks.append(block.register_forward_hook(lambda module, args, out: shapes.extend(o.shape for o in out[1])))
-    hooks.append(unet.mid_block.register_forward_hook(lambda module, args, out: shapes.append(out.shape)))
-    with torch.no_grad():
-        diffusers_output(unet, call)
-    for hook in hooks:
-        hook.remove()
-    residuals = [torch.randn(rows, *shape[1:]) for shape in shapes]
-    return Control(middle=(residuals[-1],), output=tuple(reversed(residuals[:-1])))
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.usefixtures("unchecked")
-def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
-    one, two = Image.of(second_gpu="off"), Image.of()
-    call = two.call()
-    controlled = replace(call, control=control_of(two.unet, call, rows))
-    for image in (one, two):
-        image.begin()
-
-    def host() -> Tensor:
-        return our_output(diffusers_unet(**SMALL), controlled)
-
-    output = two.run(controlled, host)
-    assert two.second["split"] and near(output, one.run(controlled, host))
-    assert not near(output, exact(two, call))
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
-from computed import compute
+from builders import SMALL_XL, a_call, compute, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
 from graph_builders import PretendedGraphs
 from ladder_builders import NATIVE
 from torch import Tensor, nn

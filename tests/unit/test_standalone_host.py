@@ -1,11 +1,9 @@
 """The standalone host's parts, in this process."""
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -20,11 +18,10 @@ from tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo import __main__ as command_line
-from lib_onediff.demo import generation_tab, offline
+from lib_onediff.demo import generation_tab
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import (
     call_queue,
-    modules_importable,
     options,
     processing,
     sd_samplers,
@@ -32,7 +29,7 @@ from lib_onediff.demo.modules import (
 )
 from lib_onediff.demo.modules.scripts import ScriptRunner
 
-PAGE, ROOT = "frontend/index.html", Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +72,6 @@ def test_every_sampler_makes_a_repeatable_picture(model: LoadedModel, name: str)
     assert [image.tobytes() for image in first] == [image.tobytes() for image in again]
     assert first[0].tobytes() != first[1].tobytes()
     assert numpy.asarray(first[0]).std() > 10
-
-
-def test_interrupt_stops_after_the_step(model: LoadedModel) -> None:
-    class Runner(ScriptRunner):
-        def in_generation(self, hook: str, p: Any, *objects: Any) -> None:
-            if hook == "process_before_every_sampling":
-                shared.state.interrupt()
-
-    p = processing.StableDiffusionProcessingTxt2Img(prompt="a", seed=1, steps=50, width=64, height=64, n_iter=3)
-    p.sd_model, p.scripts = model, Runner()
-    shared.state.begin("test")
-    processed = processing.process_images(p)
-    shared.state.end()
-    assert len(processed.images) == 1 and "unfinished" in processed.comments
 
 
 def test_a_prompt_that_is_cut_is_said(model: LoadedModel) -> None:
@@ -136,40 +119,6 @@ def test_failures_are_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPa
 # --- the modules API -----------------------------------------------------------------------------------------------
 
 
-def test_modules_are_importable_only_inside() -> None:
-    with modules_importable():
-        import modules.shared
-        from modules import scripts
-
-        assert modules.shared is shared
-        assert scripts.Script is not None
-        with pytest.raises(RuntimeError), modules_importable():
-            pass
-    assert not [name for name in sys.modules if name.split(".")[0] == "modules"]
-
-
-def test_hooks_swallow_what_scripts_raise_and_get_their_arguments() -> None:
-    seen = []
-
-    class Broken:
-        filename, args_from, args_to = "broken.py", 1, 2
-
-        def process(self, p: Any, *args: Any) -> None:
-            raise ValueError("broken on purpose")
-
-    class Works(Broken):
-        args_from, args_to = 2, 4
-
-        def process(self, p: Any, *args: Any) -> None:
-            seen.append(args)
-
-    runner = ScriptRunner()
-    runner.alwayson_scripts = [Broken(), Works()]
-    runner.in_generation("process", SimpleNamespace(script_args=(0, "a", "b", "c")))
-    runner.in_generation("postprocess", SimpleNamespace(script_args=(0, "a", "b", "c")), "processed")
-    assert seen == [("b", "c")]
-
-
 def make_options(file: Path) -> options.Options:
     """With the values of a file, where it exists. As OneDiff does, kind takes back what it does not know."""
     opts = options.Options()
@@ -181,17 +130,6 @@ def make_options(file: Path) -> options.Options:
     for key, default in (("kind", "a"), ("on", True)):
         opts.add_option(key, options.OptionInfo(default, key.title(), None, {}, ("one", "One"), check))
     return opts
-
-
-def test_options_survive_a_restart_and_what_happens_to_them_is_told(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "config.json"
-    opts = make_options(file)
-    assert opts.set_and_save({"kind": "z", "on": False}, str(file)) == (["On"], ["Kind did not accept 'z'."])
-    again = make_options(file)
-    assert (again.kind, again.on) == ("a", False)
-    (tmp_path / "file").touch()
-    changed, problems = opts.set_and_save({"kind": "b"}, str(tmp_path / "file" / "config.json"))
-    assert changed == ["Kind"] and "could not be saved" in problems[0]
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "\xff\xfe"])
@@ -214,16 +152,6 @@ def test_first_free_port_is_taken() -> None:
         assert command_line.is_loopback(first)
         with pytest.raises(Refusal, match=str(ports[0])):
             command_line.listen("127.0.0.1", ports[0])
-
-
-def test_page_has_no_references_to_other_hosts() -> None:
-    import gradio.routes
-    from jinja2 import Environment
-
-    page, *_ = offline.OwnResourcesOnly(gradio.routes.STATIC_TEMPLATE_LIB).get_source(Environment(), PAGE)
-    own, *_ = Environment(loader=gradio.routes.templates.env.loader).loader.get_source(Environment(), PAGE)
-    assert "https://" in own and '<script type="module"' in page
-    assert not re.search(r"""<(link|script|meta)[^>]*https?://""", page)
 
 
 def test_pillow_reads_no_other_formats_for_anybody() -> None:

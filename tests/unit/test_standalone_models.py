@@ -45,11 +45,6 @@ def assert_refused(model: Path, *parts: str) -> None:
         assert part in sentence
 
 
-def test_the_shipped_model_is_the_default() -> None:
-    model = load_model(None)
-    assert model.name == "emoji-sd" and model.side == 256 and "emoji" in model.about and "--model" in model.about
-
-
 def test_a_models_name_is_one_line_that_no_console_obeys(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "a\x1b[31m\nb")
     assert load_model(str(folder)).name == "a?[31m?b"

@@ -1,23 +1,17 @@
-"""The status and the accordion, as they are put on a page: what they say, escaped, and of whose model."""
+"""The status, as it is put on a page: what it says, escaped, and of whose model."""
 from __future__ import annotations
-
-import html
-from typing import Any
 
 import pytest
 
 pytest.importorskip("gradio")
 pytest.importorskip("fastapi")
 
-import gradio
 
 from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.hosts.contract import WebUI
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui import accordion, run_settings, status
+from lib_onediff.ui import status
 
-# What the controls of the accordion show at first.
-SHOWN = ("auto", 1, 1, "off", 1.0)
 STATUS = {
     "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
     "reason": "a & b", "step_ms": 12.345, "host_ms": 24.69, "ratio": 2.0, "relative_error": None,
@@ -53,32 +47,9 @@ def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monk
     assert "its network is a Flux" in status.status_html(refused)
 
 
-def tell(*values: Any) -> str:
-    """What the accordion says of a run with these script arguments."""
-    with gradio.Blocks() as page:
-        accordion.build_accordion(
-            "img2img", lambda: ("title", "status"), lambda *given: run_settings.settings_of_run(given, Settings()),
-        )
-    handlers = [function.fn for function in page.fns.values() if function.fn and function.fn.__name__ == "tell"]
-    return handlers[0](*values, *SHOWN)[0]
-
-
-@pytest.mark.parametrize(("values", "said"), [
-    ((True, "As in the settings", ""), "This run: on."), ((False, "As in the settings", ""), "This run: off."),
-    ((True, "Balanced", "vae_precision fp16"),
-     "This run: on; deepcache_interval 3; deepcache_depth 3; vae_precision fp16."),
-    ((True, "Gone", ""), "no preset"), ((True, "Balanced", "speed 9"), "the image is made without OneDiff"),
-])
-def test_accordion_says_what_the_run_will_be(values: tuple[Any, ...], said: str) -> None:
-    told = tell(*values)
-    assert said in told
-    assert ("onediff-wrong" in told) == ("This run:" not in told)
-
-
-def test_the_accordion_says_where_onediff_is_switched_off() -> None:
+def test_it_says_where_onediff_is_switched_off() -> None:
     """Its checkbox is of the run, and stays as it was."""
     runtime.configure(Settings(enabled=False))
-    assert f"{html.escape(OFF_IN_SETTINGS)}." in tell(True, "As in the settings", "")
     told = status.current_status(WebUI("SomeUI 3", ""))
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())

@@ -23,15 +23,6 @@ FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiproc
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
 
 
-def test_what_was_recorded_is_there_after_a_restart(tmp_path: Path) -> None:
-    used = row(uses=20, step_ms=11.5, host_ms=23.0, relative_error=1e-3)
-    history = opened(tmp_path / "made" / "on the way")
-    assert history.trouble is None and history.rows() == []
-    history.record(used)
-    again = opened(history.folder)
-    assert history.rows() == again.rows() == [used] and again.rows()[0].ratio == 2.0 and again.trouble is None
-
-
 def test_uses_add_up_and_what_is_known_later_wins(tmp_path: Path) -> None:
     history = opened(tmp_path)
     history.record(row(last_used=10.0, step_ms=5.0, relative_error=1e-3))

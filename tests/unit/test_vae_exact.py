@@ -12,9 +12,7 @@ from torch import nn
 from vae_builders import LAYOUTS, LDM_LAYOUTS, SD, a_latent, diffusers_vae, host_picture, last, ldm_decoder, our_picture
 from vae_precision_builders import in_float32, overflowing
 
-from lib_onediff.core.leaves import Convolution
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import read_decoder
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import BoundDecoder
@@ -124,29 +122,6 @@ def test_weights_that_change_in_place_or_are_replaced_count_at_once(name: str) -
     decoder.conv_out = nn.Conv2d(decoder.conv_out.in_channels, 3, 3, padding=1)
     assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
     assert last() == ("ours", "")
-
-
-def test_parameters_are_never_touched() -> None:
-    decoder = half_of("SD", "decoder")
-    decoder.conv_in.to(memory_format=torch.channels_last)
-    state = lambda: [  # noqa: E731
-        (id(parameter), parameter.data_ptr(), parameter.stride(), parameter._version)
-        for parameter in decoder.parameters()
-    ]
-    before = state()
-    our_picture(decoder, a_latent(decoder))
-    assert last() == ("ours", "")
-    assert state() == before
-
-
-@pytest.mark.parametrize("name", ["SD", "ldm SD"])
-@pytest.mark.parametrize("part", PARTS)
-def test_every_layer_is_described(part: str, name: str) -> None:
-    module = half_of(name, part)
-    layout = read_decoder(module)
-    assert {leaf.path for leaf in layout.leaves()} == {name.rpartition(".")[0] for name, _ in module.named_parameters()}
-    strided = sum(isinstance(leaf, Convolution) and leaf.stride == 2 for leaf in layout.leaves())
-    assert (layout.encodes, strided) == (part == "encoder", 3 if part == "encoder" else 0)
 
 
 def test_an_encoder_that_overflows() -> None:

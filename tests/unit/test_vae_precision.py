@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vae_builders import SD, a_latent, decodes, diffusers_vae, last, ldm_decoder
+from vae_builders import LDM_LAYOUTS, a_latent, decodes, diffusers_vae, last, ldm_decoder
 from vae_precision_builders import (
     KNOWN,
     OVERFLOWED,
@@ -38,8 +38,7 @@ pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: diffusers_vae().decoder, lambda: diffusers_vae(**SD).decoder, ldm_decoder],
-    ids=["diffusers", "diffusers, SD", "ldm"],
+    "make", [lambda: diffusers_vae().decoder, lambda: ldm_decoder(**LDM_LAYOUTS["one layer"])], ids=["diffusers", "ldm"]
 )
 def test_a_vae_that_overflows_gives_the_float32_picture_and_a_message(
     make: Any, caplog: pytest.LogCaptureFixture
@@ -159,7 +158,7 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("choice", TYPES)
 def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = diffusers_vae(**SD).decoder.to(stored)
+    decoder = diffusers_vae().decoder.to(stored)
     latent = a_latent(decoder)
     runtime.configure(chosen(choice))
     before, types, host = parameters_of(decoder), count_decodes(monkeypatch), Host(decoder)

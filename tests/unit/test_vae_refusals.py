@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import name_of
 from torch import Tensor, nn
 from vae_builders import a_latent, diffusers_vae, last, ldm_decoder, ldm_module, our_picture
 
@@ -36,12 +37,6 @@ def dropout_at_work(decoder: Any) -> None:
     dropout.train()
 
 
-ANY_HOST: dict[str, tuple[Callable[[Any], None], str]] = {
-    "a hook": (hook, "conv_out has a forward hook"),
-    "another parameter": (extra_parameter, "1 parameters that we do not know, such as conv_out.adapter"),
-}
-
-
 def check_refused(decoder: Any, reason: str, **options: Any) -> None:
     latent = a_latent(decoder)
     torch.manual_seed(1)
@@ -52,15 +47,6 @@ def check_refused(decoder: Any, reason: str, **options: Any) -> None:
     route, given = last()
     assert route == "host" and re.search(reason, given), given
     assert "\n" not in given
-
-
-@pytest.mark.parametrize("host", ["ldm", "diffusers"])
-@pytest.mark.parametrize("name", ANY_HOST)
-def test_whatever_the_host(host: str, name: str) -> None:
-    change, reason = ANY_HOST[name]
-    decoder = ldm_decoder() if host == "ldm" else diffusers_vae().decoder
-    change(decoder)
-    check_refused(decoder, reason)
 
 
 def three_by_three(decoder: Any) -> None:
@@ -83,16 +69,25 @@ def processor(decoder: Any) -> None:
     decoder.mid_block.attentions[0].set_processor(LoudProcessor())
 
 
+def of_diffusers() -> Any:
+    return diffusers_vae().decoder
+
+
+HOOK, PARAMETER = "conv_out has a forward hook", "1 parameters that we do not know, such as conv_out.adapter"
+
+
 @pytest.mark.parametrize(("make", "change", "reason"), [
+    (ldm_decoder, hook, HOOK), (of_diffusers, hook, HOOK),
+    (ldm_decoder, extra_parameter, PARAMETER), (of_diffusers, extra_parameter, PARAMETER),
     (lambda: ldm_decoder(dropout=0.5), dropout_at_work, "drops values"),
     (lambda: ldm_decoder(resamp_with_conv=False), lambda decoder: None, "its with_conv is False"),
     (ldm_decoder, three_by_three, "3x3 convolution in its shortcut"),
     (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential, which we do not know"),
-    (lambda: diffusers_vae().decoder, processor, "the attention processor LoudProcessor is set"),
-    (lambda: diffusers_vae().decoder, mixed, "its parameters are mixed: torch.float32"),
-    (lambda: diffusers_vae().decoder, lambda decoder: decoder.double(), "float64"),
-], ids=["dropout", "no convolution", "shortcut", "attention", "processor", "mixed", "float64"])
-def test_of_one_host(make: Callable[[], Any], change: Callable[[Any], Any], reason: str) -> None:
+    (of_diffusers, processor, "the attention processor LoudProcessor is set"),
+    (of_diffusers, mixed, "its parameters are mixed: torch.float32"),
+    (of_diffusers, lambda decoder: decoder.double(), "float64"),
+], ids=name_of)
+def test_a_changed_decoder_is_the_hosts(make: Callable[[], Any], change: Callable[[Any], Any], reason: str) -> None:
     decoder = make()
     change(decoder)
     check_refused(decoder, reason)

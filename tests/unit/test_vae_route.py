@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from backend_names import NATIVE
 from builders import relative_error
-from ladder_builders import pretend_a_gpu
+from ladder_builders import NATIVE, pretend_a_gpu
 from torch import Tensor
 from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
 from vae_precision_builders import Host, decode

@@ -13,15 +13,10 @@ from typing import Any
 
 import builders
 import pytest
-import torch
 
-from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import Size
-from lib_onediff.core.table import State
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.prewarm import worker as warmup
 from lib_onediff.prewarm.worker import COMPILING, Job, WarmUp
 from lib_onediff.runtime.runtime import runtime
 
@@ -97,19 +92,6 @@ def test_a_size_is_made_ready_for_both_kinds_of_calls(webui: SmallWebUI, queue: 
     assert {(shape.batch, shape.tokens, shape.state) for shape in row.shapes} == {(4, 77, "proved"), (2, 77, "proved")}
 
 
-def test_the_first_picture_finds_its_size_ready(webui: SmallWebUI, queue: WarmUp) -> None:
-    queue.add([SMALL], "panel")
-    wait_until_idle(queue)
-    times = []
-    for _ in range(2):
-        for batch in (2, 1):
-            builders.served(webui.unet, builders.a_call(webui.unet, batch=batch, seed=5))
-            assert runtime.status()["route"] == "plain"
-        times.append({shape.batch: shape.host_ms for shape in runtime.rows()[0].shapes})
-    # Noise proves nothing of a prompt: its first call is checked, and no other.
-    assert times[0] == times[1] and None not in times[0].values(), "the host's own UNet ran again"
-
-
 def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue: WarmUp) -> None:
     failing, faulty, following = queue.add([Size(512, 512), Size(64, 64, 64), SMALL], "panel")
     failed = finished(queue, failing)
@@ -117,13 +99,6 @@ def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue:
     failed = finished(queue, faulty)
     assert (failed.state, failed.reason) == ("failed", "the tensors do not fit"), "a fault is one line"
     assert finished(queue, following).state == "done"
-
-
-def test_switched_off(queue: WarmUp) -> None:
-    runtime.configure(Settings(enabled=False))
-    with pytest.raises(ValueError, match="switched off in the settings .*, so nothing can be made ready"):
-        queue.add([SMALL], "panel")
-    assert queue.jobs() == []
 
 
 def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> None:
@@ -144,59 +119,11 @@ def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> No
 # --- what it tells ----------------------------------------------------------------------------------------------------
 
 
-class DecodingWebUI(SmallWebUI):
-    """decoded: what was asked for, and after how many UNet calls."""
-
-    def __init__(self, unet: Any) -> None:
-        super().__init__(unet)
-        self.decoded: list[tuple[tuple[int, int, int], int]] = []
-
-    def warm_decode(self, width: int, height: int, pictures: int) -> None:
-        assert not self.lock.acquire(blocking=False), "a picture could be made meanwhile"
-        self.decoded.append(((width, height, pictures), len(self.calls)))
-        key = ShapeKey.of_decode("vae", torch.zeros(pictures, 4, height // 8, width // 8), False)
-        runtime.table.entry(key, "VAE decoder").state = State.PROVED
-        raise RuntimeError("what goes wrong in a decode costs no job")
-
-
-def test_the_first_decode_is_checked_too(webui: SmallWebUI) -> None:
-    decoding = DecodingWebUI(webui.unet)
-    queue = WarmUp(decoding, runtime)
-    for _ in range(2):
-        queue.add([SMALL, Size(72, 64, 2)], "panel")
-        wait_until_idle(queue)
-    assert decoding.decoded == [((64, 64, 1), 6), ((72, 64, 2), 12)], "once for each size, when its UNet calls are made"
-    assert {job.state for job in queue.jobs()} == {"done"}
-
-
 def wait_until_told(queue: WarmUp, what: str) -> None:
     deadline = time.monotonic() + SECONDS
     while queue.jobs()[-1].what != what:
         assert time.monotonic() < deadline, queue.jobs()
         time.sleep(0.01)
-
-
-def test_it_tells_what_it_is_doing(webui: SmallWebUI, queue: WarmUp, tmp_path: Path) -> None:
-    """What was made ready counts as no use."""
-    runtime.history.open(tmp_path)
-    told: list[Job] = []
-    warm = webui.warm
-
-    def listen(*call: int) -> None:
-        told.append(queue.jobs()[-1])
-        warm(*call)
-
-    webui.warm = listen  # type: ignore[method-assign]
-    queue.add([SMALL], "panel", tokens=154)
-    wait_until_idle(queue)
-    assert [job.what for job in told] == [warmup.CHECKING, warmup.MEASURING, warmup.MEASURING] * 2
-    assert [job.share for job in told] == [number / 6 for number in range(6)]
-    rows = runtime.history.rows()
-    assert {(row.batch, row.tokens) for row in rows} == {(2, 154), (1, 154)} and {row.uses for row in rows} == {0}
-    with webui.lock:
-        (job,) = queue.add([Size(128, 64)], "panel", tokens=154)
-        wait_until_told(queue, warmup.WAITING)
-    assert finished(queue, job).what == ""
 
 
 @pytest.mark.parametrize(("route", "reason", "calls"), [

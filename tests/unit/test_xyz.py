@@ -110,17 +110,6 @@ def test_every_option_of_a_run_has_an_axis_and_its_choices_can_all_be_drawn() ->
             assert getattr(settings_with(**{option.name: word}), option.name) == meant
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), [
-    ("deepcache_interval", 3, "DeepCache interval: 3"),
-    ("guidance_end", 0.1 + 0.2, "Skip the negative prompt after: 0.3"),
-    ("vae_precision", "fp16", "VAE precision: fp16"), ("enabled", "off", "Use OneDiff: off"),
-    (xyz.PRESET, "Off", "Speed: Off"),
-])
-def test_legends(name: str, value: Any, expected: str) -> None:
-    axis = axis_of(name)
-    assert axis.format_value(Generation(), axis, value) == expected
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
