@@ -1,6 +1,6 @@
 /* The Cache page: asks the server for what is new while it can be seen, and keeps what the user has opened, selected and
-   focused when a part of it is drawn anew. The server's half is lib_onediff/ui/cache/panel.py. Comparing and pre-warming
-   from the accordion are looked at too, while they go on. */
+   focused when a part of it is drawn anew. The server's half is lib_onediff/ui/cache/panel.py. Comparing is looked at too,
+   while it goes on. */
 "use strict";
 
 window.onediff = (() => {
@@ -10,8 +10,7 @@ window.onediff = (() => {
     const isSeen = (element) => element !== null && element.offsetParent !== null;
 
     const selectedKeys = new Set(), openKeys = new Set();
-    const looked = {};
-    let focused = null, cancelled = [], asked = 0, wasSeen = false, server;
+    let focused = null, cancelled = [], asked = 0, looked = 0, wasSeen = false, server;
 
     // --- what is kept when a part is drawn anew ---
 
@@ -87,17 +86,16 @@ window.onediff = (() => {
         }
     }
 
-    // What goes on elsewhere while a bar can be seen: comparing, and pre-warming from the accordion.
-    async function lookWhileBusy(name) {
-        const place = document.getElementById(`onediff_${name}`), button = document.getElementById(`onediff_${name}_look`);
+    async function lookWhileComparing() {
+        const place = document.getElementById("onediff_compare"), button = document.getElementById("onediff_compare_look");
         const busy = isSeen(place) && !document.hidden && place.querySelector("[role=progressbar]");
-        if (!busy || performance.now() - (looked[name] || 0) < WHILE_BUSY) return;
-        looked[name] = performance.now();
+        if (!busy || performance.now() - looked < WHILE_BUSY) return;
+        looked = performance.now();
         if (await sameServer()) button.click();
     }
 
     setInterval(async () => {
-        for (const name of ["compare", "txt2img_prewarm_result", "img2img_prewarm_result"]) lookWhileBusy(name);
+        lookWhileComparing();
         const root = document.getElementById("onediff_cache");
         if (root && !root.dataset.onediffWatched) {
             root.dataset.onediffWatched = "true";

@@ -129,7 +129,7 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("connecting the accordion")
     def after_component(self, component: Any, **kwargs: Any) -> None:
-        accordion.connect(component, self.tab(), status_lines, warmup)
+        accordion.connect(component, self.tab(), status_lines)
 
     @guard.hook("the settings of this generation", in_generation=True)
     def process(self, p: Any, *arguments: Any) -> None:

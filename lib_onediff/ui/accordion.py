@@ -16,26 +16,17 @@ import gradio as gr
 
 from ..core.option import format_value, words_of
 from ..core.settings import OFF_IN_SETTINGS, Settings
-from ..core.sizes import Size
-from ..prewarm.job import DONE, FAILED, Job
-from ..prewarm.worker import WarmUp
 from ..runtime.runtime import runtime
-from .amounts import whole_number
 from .effects import described
-from .events import HIDDEN, QUIET, UNCHANGED, a_button, a_place, in_the_browser, kept_out_of_defaults
+from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults
 from .infotext import SWITCH, describe, options_of_a_run
-from .markup import bar_html, sentence
+from .markup import sentence
 from .presets import AS_IN_SETTINGS, PRESETS, preset_options
-from .progress import job_sentence
 from .run_settings import AS_AT_FIRST, EXAMPLE
 
-SOURCE = "accordion"
-PREWARM_THIS = "Pre-warm this size"
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
 # images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
-PARTS = ("prewarm", "prewarm_result_look", "prewarm_result", "summary", "status", "ask")
-SIZE_COMPONENTS = ("{tab}_width", "{tab}_height", "{tab}_batch_size")
 EXTRA_OPTIONS = "Extra options"
 # Rows of options that have a control; the last one is for experts.
 ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "guidance_end"))
@@ -75,10 +66,6 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
                 with gr.Row(elem_classes="onediff-run"):
                     controls += [a_control(tab, name) for name in ROWS[-1]]
                 changes = a_text_of_changes(tab, value=changes_at_first)
-            with gr.Row(elem_classes="onediff-controls"):
-                a_button(PREWARM_THIS, f"{tab}_prewarm", size="sm", min_width=190)
-                a_button("", f"{tab}_prewarm_result_look", elem_classes=HIDDEN)
-                a_place(f"{tab}_prewarm_result", "onediff-beside")
             # What changes by itself stands last, in a place of its own (style.css): no control moves away.
             with gr.Column(elem_classes="onediff-told"):
                 told = a_place(f"{tab}_told")
@@ -181,56 +168,19 @@ def for_the_browser(base: Settings) -> str:
     return f'<span hidden data-onediff-run="{html.escape(json.dumps(known))}"></span>'
 
 
-def connect(component: Any, tab: str, status_lines: StatusLines, warmup: WarmUp) -> None:
-    """Hear of every component that the host has just created, and connect the accordion with what it needs of them.
-
-    The last that matters is the one that tells of new images: every host creates it after a tab's settings.
-    """
+def connect(component: Any, tab: str, status_lines: StatusLines) -> None:
+    """Renew the status after each generation. component: any that the host has just created; the one that tells of new
+    images comes after a tab's settings, in every host."""
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
         return
-    parts = [found for part in PARTS if (found := find_component(f"onediff_{tab}_{part}")) is not None]
-    size = [found for elem_id in SIZE_COMPONENTS if (found := find_component(elem_id.format(tab=tab))) is not None]
-    if len(parts) < len(PARTS):
+    summary, status, ask = (find_component(f"onediff_{tab}_{part}") for part in ("summary", "status", "ask"))
+    if summary is None or status is None or ask is None:
         return
-    prewarm, look, result, summary, status, ask = parts
     for event in (ask.click, component.change):
         event(status_lines, inputs=[], outputs=[summary, status], queue=False, **QUIET)
     component.change(None, inputs=[], outputs=[], api_name=False, **in_the_browser(
         f"() => {{ onediffAccordion.ask({tab!r}); return []; }}"
     ))
-    if len(size) < len(SIZE_COMPONENTS):
-        return
-
-    def begin(width: Any, height: Any, batch: Any) -> tuple[str, str, int | None]:
-        """What the button says, what stands beside it, and the job."""
-        try:
-            numbers = {"The width": width, "The height": height, "The batch size": batch}
-            (asked,) = warmup.add([Size(*(whole_number(value, name) for name, value in numbers.items()))], SOURCE)
-        except ValueError as problem:
-            return PREWARM_THIS, sentence(str(problem), wrong=True), None
-        return *job_shown(asked), asked.id
-
-    def follow(asked: int | None) -> tuple[Any, ...]:
-        """What the button says, what stands beside it, and both statuses."""
-        job = next((job for job in warmup.jobs() if job.id == asked), None)
-        if job is None:
-            return PREWARM_THIS, "", UNCHANGED, UNCHANGED
-        return *job_shown(job), *((UNCHANGED, UNCHANGED) if job.pending else status_lines())
-
-    asked = gr.State(None)
-    prewarm.click(begin, inputs=size, outputs=[prewarm, result, asked], queue=False, **QUIET)
-    look.click(follow, inputs=[asked], outputs=[prewarm, result, summary, status], queue=False, **QUIET)
-    for slider in size:
-        slider.change(None, inputs=[], outputs=[prewarm, result], api_name=False, **in_the_browser(
-            f"() => [{PREWARM_THIS!r}, '']"
-        ))
-
-
-def job_shown(job: Job) -> tuple[str, str]:
-    """What the button says of the size that it has queued, and what stands beside it."""
-    text = f"✓ {job.size} is ready" if job.state == DONE else str(job.size) if job.pending else PREWARM_THIS
-    bar = bar_html(100 * job.share, f"Pre-warming {job.size}") if job.pending else ""
-    return text, bar + sentence(job_sentence(job), wrong=job.state == FAILED)
 
 
 def find_component(elem_id: str) -> Any | None:

@@ -8,7 +8,6 @@ from lib_onediff.devices.cuda.low_bit.sensitivity import ClassError
 from lib_onediff.prewarm.job import Job
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui.cache import table as cache_table
-from lib_onediff.ui.progress import jobs_html
 
 
 def test_totals() -> None:
@@ -48,7 +47,8 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
 def test_what_others_name_is_escaped() -> None:
     evil = "<script>alert('x')</script>\""
     row = changed(ROW, model=evil, reason=evil, resolution=evil, shapes=(changed(SHAPE, reason=evil, dtype=evil),))
-    markup = cache_table.resolutions_html([row]) + jobs_html([Job(1, Size(64, 64), "panel", "failed", 0, 6, evil)])
+    job = Job(1, Size(64, 64), "panel", "failed", 0, 6, evil)
+    markup = cache_table.resolutions_html([row]) + cache_table.jobs_html([job])
     assert "<script" not in markup and markup.count("&lt;script&gt;") > 5 and "alert('x')" not in markup
 
 
@@ -66,5 +66,3 @@ def test_of_which_model_and_in_what_order() -> None:
     assert cache_table.models_of([*rows, decode]) == ["All models", "SD1", "SDXL"]
     for model, shown in (("All models", ["72x64", "64x64", "512x768"]), ("SDXL", ["72x64"]), ("SD2", [])):
         assert [row.resolution for row in cache_table.selected(rows, model)] == shown
-
-

@@ -107,22 +107,6 @@ def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI)
     panel.page.wait(lambda: len(panel.rows()) == 3, "all rows of the only model", 20)
 
 
-def test_accordion_prewarms_the_current_size(panel: Panel, webui: WebUI) -> None:
-    page = panel.page
-    show_tab(page, "txt2img")
-    page.open_accordion("onediff_txt2img_accordion")
-    page.type("#txt2img_width input[type=number]", 80)
-    before, host_before = served(webui), webui.calls()["host"]
-    page.find("#onediff_txt2img_prewarm").click()
-    page.wait_for_text("onediff_txt2img_prewarm", "✓ 80x64 is ready", 240)
-    assert "done in" in page.text("onediff_txt2img_prewarm_result")
-    assert served(webui) > before and webui.calls()["host"] == host_before
-    page.type("#txt2img_width input[type=number]", 88)
-    page.wait_for_text("onediff_txt2img_prewarm", "Pre-warm this size", 10)
-    panel.show()
-    panel.wait_until_ready("80x64")
-
-
 def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     def pinned() -> set[str]:
         return {resolution for resolution, row in panel.rows().items() if "pinned" in row}

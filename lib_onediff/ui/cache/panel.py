@@ -36,8 +36,7 @@ from ..events import (
     nothing_seen,
 )
 from ..markup import sentence
-from ..progress import jobs_html
-from .table import ALL_MODELS, key_of, legend_html, models_of, resolutions_html, selected, totals_html
+from .table import ALL_MODELS, jobs_html, key_of, legend_html, models_of, resolutions_html, selected, totals_html
 
 SOURCE = "panel"
 # How long a request waits for what it has begun; the page hears later of what takes longer.

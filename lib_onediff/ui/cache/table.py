@@ -1,4 +1,4 @@
-"""What the Cache page shows, as markup: the totals on top of it, and the table of resolutions."""
+"""What the Cache page shows, as markup: the totals on top of it, the pre-warm queue, the table of resolutions."""
 from __future__ import annotations
 
 import html
@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ...core.sizes import TOKENS
 from ...core.table import ENOUGH
-from ...prewarm.job import Job
+from ...prewarm.job import CANCELLED, DONE, FAILED, QUEUED, Job
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
-from ..amounts import NOTHING, ago, counted, memory, milliseconds
+from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds
 from ..markup import bar_html, cells_html, fact_html, head_html, table_html
 from ..status import ROUTES
 
 MOST_ROWS = 200
+MOST_JOBS_SHOWN, MOST_FINISHED_SHOWN = 25, 8
 ALL_MODELS = "All models"
 COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Ratio", "Memory", "Uses", "Last used")
 SHAPE_COLUMNS = (
@@ -193,3 +195,42 @@ def errors_html(errors: LowBitErrors) -> str:
             "8 bits" if one.is_used else "16 bits",
         ) for one in errors.classes
     ), MEANINGS, f"{name}. {whole}")
+
+
+# --- the pre-warm queue -----------------------------------------------------------------------------------------------
+
+
+def jobs_html(jobs: list[Job]) -> str:
+    """One line per job with its progress and, while it is pending, a button to cancel it, for javascript/onediff.js."""
+    pending = [job for job in jobs if job.pending]
+    finished = [job for job in jobs if not job.pending][-MOST_FINISHED_SHOWN:]
+    shown = [*finished, *pending[:MOST_JOBS_SHOWN]]
+    more = len(pending) - MOST_JOBS_SHOWN
+    rest = f'<p class="onediff-reason">and {counted(more, "more job")}</p>' if more > 0 else ""
+    lines = "".join(map(job_html, shown))
+    return f'<div class="onediff-jobs" role="list" aria-label="Pre-warming">{lines}{rest}</div>' if shown else ""
+
+
+def job_html(job: Job) -> str:
+    """One job: its size, with what is not usual about it, how far it is, and what came of it."""
+    name = html.escape(str(job.size) if job.tokens == TOKENS else f"{job.size}, {job.tokens} tokens")
+    bar = bar_html(100 * job.share, f"Pre-warming {name}") if job.pending else ""
+    cancel = (
+        f'<button type="button" class="onediff-small" data-onediff-job="{job.id}" aria-label="Cancel: {name}" '
+        'title="Cancel">✕</button>' if job.pending else ""
+    )
+    return (
+        f'<div class="onediff-job onediff-job-{job.state}" role="listitem"><b>{name}</b>'
+        f"{bar}<span>{html.escape(job_sentence(job))}</span>{cancel}</div>"
+    )
+
+
+def job_sentence(job: Job) -> str:
+    """What there is to say of a job beside its size."""
+    if job.state == DONE:
+        return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
+    if job.state == FAILED:
+        return f"failed: {job.reason}"
+    if job.state in (QUEUED, CANCELLED):
+        return job.state
+    return ", ".join(filter(None, (f"{100 * job.share:.0f} %", job.what)))
