@@ -2,15 +2,14 @@
 users see why the same seed gives another image there.
 
     OneDiff consistency report, format 1
-    [Machine]
-    GPU: NVIDIA H200
+    [Model]
+    Checkpoint: emoji-sd
 
-The first line never changes its form; a section or a fact that a reader does not know is one like any other.
+A section or a fact that a reader does not know is one like any other.
 """
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from .amounts import counted
 from .events import QUIET, a_place, a_text
 from .facts import Facts
 from .markup import sentence
-from .presets import preset_options
 
 ELEM_ID = "onediff_facts_page"
 EXPLAINED = (
@@ -28,18 +26,6 @@ EXPLAINED = (
     "Copy it and paste it on the other machine, or the other way round."
 )
 TITLE = "OneDiff consistency report, format 1"
-TITLE_OF_ANY = re.compile(r"OneDiff consistency report, format [0-9]+")
-# What facts that differ do to an image. What is not known may change digits.
-IMAGES, DIGITS, NO_IMAGE = (
-    "These change images", "These change the last digits of an image", "These change no image by themselves",
-)
-# Another model, other options of the WebUI; and all options of presets, but for these.
-SECTIONS_OF_IMAGES = {"Model", "WebUI options"}
-OPTIONS_OF_DIGITS = {"vae_precision", "reduced_precision_reduction", "tf32", "attention_upcast"}
-# What says how much there is, or when it is made.
-NAMES_OF_NO_IMAGE = {
-    "System", "GPU memory", "Python", "verify", "memory_budget", "prewarm", "prewarm_most_used", "idle_prewarm",
-}
 
 
 def build_facts_page(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
@@ -71,11 +57,8 @@ def differences_html(text: str, mine: Facts) -> str:
         return sentence(str(problem), wrong=True)
     if not found:
         return sentence("Nothing differs: both machines should make the same image.")
-    told = sentence(f"{counted(sum(map(len, found.values())), 'fact differs', 'facts differ')}.")
-    for title, lines in found.items():
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        told += f'<h4 class="onediff-rank">{title}</h4><ul class="onediff-differing">{items}</ul>'
-    return told
+    told = sentence(f"{counted(len(found), 'fact differs', 'facts differ')}, the likeliest causes first.")
+    return f'{told}<ul class="onediff-differing">{"".join(f"<li>{html.escape(line)}</li>" for line in found)}</ul>'
 
 
 def report(facts: Facts) -> str:
@@ -89,14 +72,11 @@ def report(facts: Facts) -> str:
 def parse(text: str) -> Facts:
     """The facts in a report, which may stand in other text, indented or quoted with ">".
 
-    Raises ValueError with a sentence for a text that is none of ours, or of a later form.
+    Raises ValueError with a sentence for a text that is none.
     """
     lines = iter([line.strip().lstrip("> \t") for line in str(text).splitlines()])
-    title = next((line for line in lines if TITLE_OF_ANY.fullmatch(line)), None)
-    if title is None:
-        raise ValueError(f'This is no consistency report: it begins with "{TITLE}".')
-    if title != TITLE:
-        raise ValueError("This consistency report is of a newer OneDiff; update OneDiff here to compare with it.")
+    if TITLE not in lines:
+        raise ValueError(f'This is no consistency report of this version of OneDiff: it begins with "{TITLE}".')
     facts: Facts = {}
     values: dict[str, str] = {}
     for line in lines:
@@ -108,20 +88,13 @@ def parse(text: str) -> Facts:
     return facts
 
 
-def differences(mine: Facts, theirs: Facts) -> dict[str, list[str]]:
-    """A line for every fact that is not the same in both, in the order of mine, by what it does to an image."""
-    lines: dict[str, list[str]] = {IMAGES: [], DIGITS: [], NO_IMAGE: []}
+def differences(mine: Facts, theirs: Facts) -> list[str]:
+    """A line for every fact that is not the same in both, in the order of mine."""
+    lines = []
     for section in {**mine, **theirs}:
         here, there = mine.get(section, {}), theirs.get(section, {})
         for name in {**here, **there}:
             one, other = here.get(name, "not told"), there.get(name, "not told")
             if one != other:
-                lines[effect_of(section, name)].append(f"{section}, {name}: here {one}, there {other}")
-    return {effect: found for effect, found in lines.items() if found}
-
-
-def effect_of(section: str, name: str) -> str:
-    """What a fact does to an image where it differs."""
-    if section in SECTIONS_OF_IMAGES or (name in preset_options() and name not in OPTIONS_OF_DIGITS):
-        return IMAGES
-    return NO_IMAGE if name in NAMES_OF_NO_IMAGE else DIGITS
+                lines.append(f"{section}, {name}: here {one}, there {other}")
+    return lines

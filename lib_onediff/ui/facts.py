@@ -22,7 +22,7 @@ import torch
 from ..core.settings import Settings
 from ..runtime.machine import Fingerprint
 
-# Section to name to value, in the order in which they are shown.
+# Section to name to value, in the order in which they are shown: what changes an image the most comes first.
 Facts = dict[str, dict[str, str]]
 
 LONGEST_VALUE = 160
@@ -91,9 +91,6 @@ def machine_facts() -> Facts:
         }
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
-        "Machine": {
-            **gpu, "System": f"{platform.system()} {platform.machine()}", "CPU threads": str(torch.get_num_threads()),
-        },
         "Software": {
             "OneDiff": fingerprint.onediff, "torch": torch.__version__, "CUDA": as_fact(torch.version.cuda),
             "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Triton": as_fact(fingerprint.triton),
@@ -101,6 +98,9 @@ def machine_facts() -> Facts:
         },
         "PyTorch": {name: switch(path) for name, path in TORCH_SWITCHES.items()},
         "Environment": {name: as_fact(os.environ.get(name)) for name in VARIABLES},
+        "Machine": {
+            **gpu, "System": f"{platform.system()} {platform.machine()}", "CPU threads": str(torch.get_num_threads()),
+        },
     }
 
 
@@ -129,11 +129,11 @@ def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[
     choices, and a hash that is equal where all of them are."""
     digest = hashlib.sha256(json.dumps(dict(tuned), sort_keys=True, default=str).encode()).hexdigest()
     return {
+        "OneDiff settings": named(settings, (option.name for option in fields(Settings))),
         "OneDiff": {
             "Backend in use": as_fact(status.get("backend")), "Route of the last call": as_fact(status.get("route")),
             "Tuned choices": f"{len(tuned)}, {digest[:12]}" if tuned else NOTHING,
         },
-        "OneDiff settings": named(settings, (option.name for option in fields(Settings))),
     }
 
 
@@ -150,13 +150,13 @@ def host_facts(release: str) -> Facts:
     if hasattr(vae, "get_loaded_vae_name"):
         model.update({"VAE": as_fact(vae.get_loaded_vae_name()), "Hash of the VAE": as_fact(vae.get_loaded_vae_hash())})
     return {
+        "Model": model,
+        "WebUI options": named(shared.opts, OPTIONS),
         "WebUI": {"Release": release, "Attention": attention(), **{
             label: as_fact(str(getattr(devices, name)).removeprefix("torch."))
             for label, name in types.items() if hasattr(devices, name)
         }},
         "WebUI flags": named(shared.cmd_opts, ("precision", "use_cpu", *switches)),
-        "WebUI options": named(shared.opts, OPTIONS),
-        "Model": model,
     }
 
 

@@ -32,7 +32,7 @@ def build_onediff_tab(
 
     def facts() -> Facts:
         ours = onediff_facts(standing(), runtime.status(), runtime.history.tuned())
-        return {**machine_facts(), **host_facts(release), **ours}
+        return {**host_facts(release), **ours, **machine_facts()}
 
     maker = TextToImage(make_script, runtime.status)
     panel = ComparePanel(maker, exclusively, standing)

@@ -87,10 +87,10 @@ def test_consistency_report(compare: Compare) -> None:
     compare.show("Consistency")
     shown = "return document.querySelector('#onediff_facts textarea').value"
     report = compare.page.wait(lambda: compare.page.run(shown), "this machine's report", 20)
-    assert report.startswith("OneDiff consistency report, format 1\n[Machine]\n") and "TF32 in products: " in report
+    assert report.startswith("OneDiff consistency report, format 1\n[Model]\n") and "TF32 in products: " in report
     there = "#onediff_other_facts textarea"
     compare.page.type(there, report)
     compare.told("Nothing differs", "compare_differences")
     compare.page.type(there, report.replace("TF32 in products: off", "TF32 in products: <b>on</b>"))
-    told = compare.told("1 fact differs.", "compare_differences")
+    told = compare.told("1 fact differs,", "compare_differences")
     assert "PyTorch, TF32 in products: here off, there <b>on</b>" in told
