@@ -11,7 +11,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from typing import Any
 
 import gradio as gr
@@ -157,10 +157,12 @@ def stored_settings(opts: Any) -> Settings:
     everything = migrate_values({
         key.removeprefix(HOST_KEY_PREFIX): value for key, value in opts.data.items() if key.startswith(HOST_KEY_PREFIX)
     })
-    stored = {option.name: everything[option.name] for option in fields(Settings) if option.name in everything}
-    opts.data.update({host_key(name): value for name, value in stored.items()})
-    try:
-        return Settings.from_mapping(stored)
-    except ValueError as problem:
-        log.warning("%s The stored settings are not used.", problem)
-        return Settings()
+    settings = Settings()
+    for option in fields(Settings):
+        if option.name in everything:
+            try:
+                settings = replace(settings, **{option.name: everything[option.name]})
+            except ValueError as problem:
+                log.warning("%s Its default is used.", problem)
+            opts.data[host_key(option.name)] = getattr(settings, option.name)
+    return settings

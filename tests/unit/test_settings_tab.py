@@ -66,6 +66,8 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     ({"prewarm": "64x64", "prewarm_most_used": 3, "idle_prewarm": True},
      {"prewarm": "64x64, most used 3, while idle"}),
     ({"cache_folder": "/somewhere", "own_presets": "mine: tf32 on"}, {}),
+    # A wrong value, which somebody has written into the file, costs no other option.
+    ({"deepcache_interval": 99, "tf32": "perhaps", "vae_precision": "fp32"}, {"vae_precision": "fp32"}),
 ], ids=str)
 def test_what_an_earlier_version_has_stored_is_understood(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     opts = Options()

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.table import ENOUGH, median_of
-from ..amounts import counted, milliseconds, seconds
+from ...core.table import ENOUGH
+from ..amounts import milliseconds, seconds, times
 from ..infotext import describe
 from ..markup import table_html
 from ..status import ROUTES, reasons_of
@@ -31,7 +31,7 @@ def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
     rows = [(name, *(side[name] for side in facts)) for name in facts[0] if any(side[name] for side in facts)]
     columns = ("", f"Left: {sides[0].name}", f"Right: {sides[1].name}")
     return (
-        f'<p class="onediff-verdict">{html.escape(f"{verdict(pairs)} {speeds(pairs)}")}</p>'
+        f'<p class="onediff-verdict">{html.escape(verdict(pairs))}</p>'
         + table_html("The two sides", columns, rows, {})
         + table_html("How the images differ", COLUMNS, map(cells_of, pairs), MEANINGS)
     )
@@ -46,21 +46,14 @@ def verdict(pairs: Sequence[Pair]) -> str:
     return words if len(pairs) == 1 or worst.comparison.largest == 0 else f"Seed {worst.seed} differs most. {words}"
 
 
-def speeds(pairs: Sequence[Pair]) -> str:
-    """How the times compare, in ratios of the two images of a seed."""
-    ratios = sorted(left.seconds / max(right.seconds, 1e-9) for left, right in (pair.images for pair in pairs))
+def speed_of_right(pairs: Sequence[Pair]) -> str:
+    """How the right side's times compare with the left's, by the ratios of the two images of a seed; "" where they are
+    too few."""
+    ratios = [left.seconds / max(right.seconds, 1e-9) for left, right in (pair.images for pair in pairs)]
     if len(ratios) < ENOUGH:
-        return f"To compare times too, make {ENOUGH} images of each or more."
-    # One in eight at each end is a stray.
-    strays = len(ratios) // 8
-    middle, low, high = median_of(ratios), ratios[strays], ratios[-1 - strays]
-    if low <= 1 <= high:
-        return "Neither side is measurably faster."
-    faster, slower = ("right", "left") if middle > 1 else ("left", "right")
-    if middle < 1:
-        middle, low, high = 1 / middle, 1 / high, 1 / low
-    spread = f"{low:.2f} to {high:.2f}, {counted(len(pairs), 'image')} of each"
-    return f"The {faster} side is {middle:.2f} times as fast as the {slower} ({spread})."
+        return ""
+    # Where they do not agree on which is faster, neither is.
+    return times(1.0 if min(ratios) <= 1 <= max(ratios) else statistics.median(ratios))
 
 
 def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
@@ -69,6 +62,7 @@ def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
     mean = f"{seconds(statistics.fmean(pair.images[place].seconds for pair in pairs))} an image"
     return {
         "Settings": describe(side.settings), "Time": mean if len(pairs) == 1 else f"{mean}, mean of {len(pairs)}",
+        "Speed": speed_of_right(pairs) if place else "",
         "UNet step": milliseconds(status.get("step_ms")) if on else "",
         "Route": ROUTES.get(status.get("route", ""), ""), "Why": "; ".join(reasons_of(status)) if on else "",
     }
