@@ -33,18 +33,6 @@ def ours(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
     return output
 
 
-def test_sizes_in_turn_share_a_pool_without_harm(tiny: nn.Module) -> None:
-    sizes = [(128, 128), (72, 88), (256, 128), (240, 184)]
-    calls = [arguments(tiny, *size) for size in sizes]
-    expected = [host(tiny, given) for given in calls]
-    compile_unet(tiny)
-    for given in calls:
-        ours(tiny, given)
-    for _ in range(3):
-        for given, reference in zip(calls, expected, strict=True):
-            assert relative_error(ours(tiny, given, 1), reference) < 1e-2
-
-
 def test_everything_of_a_call_is_an_input_and_an_output_is_the_callers(tiny: nn.Module) -> None:
     """Also the residuals of a ControlNet."""
     given = arguments(tiny)

@@ -99,12 +99,6 @@ def test_disabled_in_the_settings(webui: WebUI, sd15: Models) -> None:
     assert_same(run_on(webui, {}), off)
 
 
-def test_cache_folder_cannot_be_set_over_the_api(webui: WebUI) -> None:
-    for name in ("onediff_cache_folder", "onediff_folder_in_use"):
-        webui.post("/sdapi/v1/options", {name: "/tmp/onediff-from-a-client"})
-        assert "/tmp/onediff-from-a-client" not in map(str, webui.get("/sdapi/v1/options").values())
-
-
 def test_status_and_infotext_describe_the_last_image(webui: WebUI, sd15: Models) -> None:
     made = run_on(webui, {"width": 128, "height": 64}).pictures
     status = webui.status()

@@ -68,9 +68,6 @@ class WebUI:
     def txt2img(self, **changes: Any) -> Pictures:
         return self.make({**PICTURE, **changes})
 
-    def img2img(self, image: Image.Image, **changes: Any) -> Pictures:
-        return self.make({**PICTURE, **start_from(image), **changes})
-
     # --- options --------------------------------------------------------------------------------------------------
 
     def set_options(self, **options: Any) -> None:
