@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .additions import FreeU, ImagePrompt
+from .additions import ImagePrompt
 from .patch_points import PatchPoints
 
 FULL, CACHED = "full", "cached"
@@ -98,7 +98,7 @@ class Call:
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
     cut: where the UNet is cut in two for this call, else None.
     patches: functions of other extensions that run within it, else None.
-    image_prompts, freeu: what is put on the UNet for this call and computed by our forward.
+    image_prompts: what is put on the UNet for this call and computed by our forward.
     """
 
     latent: Tensor
@@ -111,21 +111,18 @@ class Call:
     cut: Cut | None = None
     patches: PatchPoints | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()
-    freeu: FreeU | None = None
 
     @property
     def additions(self) -> tuple[str, ...]:
         """What our forward computes besides the UNet's own layers; equal for calls that compute the same way."""
-        present = (*self.image_prompts, self.freeu)
-        return tuple(addition.structure for addition in present if addition is not None)
+        return tuple(prompt.structure for prompt in self.image_prompts)
 
     @property
     def signature(self) -> Hashable:
         """What tells calls of one UNet apart by their inputs' shapes and types; microseconds."""
         latent, y, condition, cut = self.latent, self.y, self.timestep_condition, self.cut
-        added = bool(self.image_prompts) or self.freeu is not None
         return (
             latent.shape, latent.dtype, self.timestep.shape, self.context.shape, y is None or y.shape,
             condition is None or condition.shape, self.control.shapes if self.control else (),
-            self.upcast_attention, self.additions if added else (), cut and (cut.depth, cut.reads),
+            self.upcast_attention, self.additions, cut and (cut.depth, cut.reads),
         )

@@ -112,7 +112,7 @@ def test_freeu(config: dict[str, Any]) -> None:
     call = a_call(unet, 16, 16)
     output, expected = served(unet, call), diffusers_output(unet, call)
     assert relative_error(output, expected) < CLOSE and relative_error(output, plain) > 100 * CLOSE
-    assert added("FreeU")
+    assert within("FreeU")
     unet.disable_freeu()
     assert torch.equal(served(unet, a_call(unet, 16, 16)), plain)
 
@@ -144,8 +144,7 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", "plus")
     calls = []
-    for seed, factors in ((1, FREEU), (2, (0.5, 0.6, 1.2, 1.3))):
-        unet.enable_freeu(*factors)
+    for seed in (1, 2):
         given = diffusers_arguments(a_call(unet, seed=seed))
         given["added_cond_kwargs"] = {"image_embeds": images("plain", "plus", seed=seed)}
         with torch.no_grad():
@@ -153,7 +152,7 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
             unet(**given)
             calls.append((unet.forward._call(unet, **given), expected))
     (first, _), (second, expected) = calls
-    assert first.additions == second.additions and len(second.additions) == 3
+    assert first.additions == second.additions and len(second.additions) == 2
     binding = runtime.managed_unet(unet).bound.binding
     inputs = own_inputs(first)
     copy_inputs(second, inputs)

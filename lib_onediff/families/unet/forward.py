@@ -105,8 +105,6 @@ class Pass:
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
-            if self.call.freeu is not None:
-                hidden_states, skip = self.call.freeu.apply(index, hidden_states, skip)
             hidden_states, skip = self.patches.join(index, hidden_states, skip)
             joined = self._concatenated(index, hidden_states, skip)
             following = skips[-1] if skips else remaining

@@ -78,7 +78,7 @@ def has_ip_adapter(unet: Any) -> bool:
 
 def has_freeu(block: Any) -> bool:
     # Plain numbers that enable_freeu sets: asking a module for what it lacks takes microseconds.
-    return any(vars(block).get(name) is not None for name in FREEU_FACTORS)
+    return all(vars(block).get(name) for name in FREEU_FACTORS)
 
 
 def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What users put on a diffusers UNet: IP-Adapters and FreeU, which our forward computes itself, and other attention
+"""What users put on a diffusers UNet: IP-Adapters, which our forward computes itself, FreeU and other attention
 processors, which are points of our forward."""
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...core.additions import FreeU, ImagePrompt
+from ...core.additions import ImagePrompt
 from ...core.leaves import TransformerBlock
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...core.refusal import Refusal
@@ -27,7 +26,7 @@ OUT, QUERY = ".to_out.0", ".to_q"
 
 
 class UNetPatches(PatchPoints):
-    """The processors of a UNet, as they are at one call.
+    """The processors and the FreeU of a UNet, as they are at one call.
 
     image_tokens: what the projection of its IP-Adapters makes of the image embeddings, (batch, images, tokens, width)
     for each; None without one. arguments: the pipeline's cross_attention_kwargs. known: the classes of processors that
@@ -43,11 +42,17 @@ class UNetPatches(PatchPoints):
         self._attentions: dict[str, Any] = {}
         kinds = Counter(map(type, processors))
         self._functions = [one for one in processors if not self._is_ours(type(one))]
-        self.places = tuple(map(self._is_ours, map(type, processors)))
+        # By output stage: FreeU's arguments there. It is for the two lowest resolutions.
+        blocks = enumerate(block for block in unet.up_blocks for _ in block.resnets)
+        self._freeu = {
+            stage: {name: getattr(block, name) for name in ("resolution_idx", *FREEU_FACTORS)}
+            for stage, block in blocks if has_freeu(block) and block.resolution_idx <= 1
+        }
+        self.places = tuple(map(self._is_ours, map(type, processors))), tuple(self._freeu)
         self.structure = tuple(sorted(
             f"{kind.__module__}.{kind.__name__} in {count} attentions"
             for kind, count in kinds.items() if not self._is_ours(kind)
-        ))
+        )) + (("FreeU",) if self._freeu else ())
 
     def _is_ours(self, kind: type) -> bool:
         return kind in self._known or is_plain(kind)
@@ -56,7 +61,21 @@ class UNetPatches(PatchPoints):
         return self._functions
 
     def stands(self, point: str, *arguments: Any) -> bool:
+        if point == "join":
+            return arguments[0] in self._freeu
         return point == "whole_attention" and not self._is_ours(type(self._attentions[arguments[0]].processor))
+
+    def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        if index not in self._freeu:
+            return hidden_states, skip
+        from diffusers.utils.torch_utils import apply_freeu
+
+        # It writes to the hidden states.
+        given = hidden_states.clone(memory_format=torch.contiguous_format), skip.contiguous()
+        joined: tuple[Tensor, Tensor] = apply_freeu(
+            hidden_states=given[0], res_hidden_states=given[1], **self._freeu[index]
+        )
+        return joined
 
     def begin_block(self, place: Block, block: TransformerBlock) -> bool:
         unet: Any = self._unet()
@@ -83,7 +102,6 @@ class Within(NamedTuple):
 
     patches: UNetPatches | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()
-    freeu: FreeU | None = None
 
 
 def within(
@@ -108,10 +126,8 @@ def within(
             prompts = image_prompts(adapters, latent, tokens)
     except Refusal as reason:
         log.debug("diffusers' IP-Adapter processors run as they are: %s", reason)
-    factors = tuple(freeu_factors(index, block) for index, block in enumerate(unet.up_blocks) for _ in block.resnets)
-    freeu = freeu_of(factors, latent.device) if any(factors) else None
     patches = UNetPatches(unet, processors.values(), tokens, arguments, kinds if prompts else ())
-    return Within(patches if patches.structure else None, prompts, freeu)
+    return Within(patches if patches.structure else None, prompts)
 
 
 def image_prompts(
@@ -146,19 +162,3 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
             parts[path + QUERY] = width, keys.out_features + values.out_features
             width += keys.out_features + values.out_features
     return ImagePrompt(torch.cat(projected, dim=-1), parts)
-
-
-@lru_cache(maxsize=8)
-def freeu_of(factors: tuple[tuple[float, float] | None, ...], device: torch.device) -> FreeU:
-    """FreeU with these factors of the backbone and of the skip at each output stage: the same tensor for every call."""
-    with torch.inference_mode(False):
-        values = torch.tensor([pair or (1.0, 1.0) for pair in factors], dtype=torch.float32, device=device)
-    return FreeU(values, frozenset(index for index, pair in enumerate(factors) if pair is not None))
-
-
-def freeu_factors(index: int, block: Any) -> tuple[float, float] | None:
-    """What FreeU does in the up block of this index: the factors of the backbone and of the skip."""
-    if index > 1 or not has_freeu(block):
-        return None
-    s1, s2, b1, b2 = (float(getattr(block, name)) for name in FREEU_FACTORS)
-    return (b2, s2) if index else (b1, s1)

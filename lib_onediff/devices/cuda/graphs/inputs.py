@@ -28,10 +28,9 @@ def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
     control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
     prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
-    freeu = None if call.freeu is None else replace(call.freeu, factors=of(call.freeu.factors))
     return replace(
         call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
-        context=of(call.context), y=change(call.y), image_prompts=prompts, freeu=freeu,
+        context=of(call.context), y=change(call.y), image_prompts=prompts,
     )
 
 
@@ -42,7 +41,7 @@ def tensors_of(call: Call) -> list[Tensor | None]:
         for part in fields(Control):
             tensors += getattr(call.control, part.name)
     tensors += [prompt.key_values for prompt in call.image_prompts]
-    return tensors if call.freeu is None else [*tensors, call.freeu.factors]
+    return tensors
 
 
 def bytes_of(inputs: Call) -> int:
