@@ -3,16 +3,14 @@ from the graph's own inputs, and takes memory as its pixels do; the gaps that an
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from builders import compute
+from tape import TapeRecording
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
@@ -27,50 +25,6 @@ MEBIBYTE = 2**20
 PAGE = 2 * MEBIBYTE
 # As if the tiny networks of the tests were large ones: 64 MiB for two latents of 8x8.
 BYTES_OF_A_PIXEL = MEBIBYTE // 2
-
-
-class Tape(TorchDispatchMode):
-    """What is launched is taken down, and launched again into the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        self.launches.append((function, args, kwargs or {}, output))
-        return output
-
-    def replay(self) -> None:
-        for function, args, kwargs, output in self.launches:
-            again = function(*args, **kwargs)
-            for before, now in zip(tree_flatten(output)[0], tree_flatten(again)[0], strict=True):
-                if isinstance(before, Tensor) and before.data_ptr() != now.data_ptr():
-                    before.copy_(now)
-
-
-class TapeRecording:
-    """As recording.GraphRecording. parts: how many were recorded."""
-
-    def __init__(self) -> None:
-        self.parts = 0
-        self._tape: Tape | None = None
-
-    def begin(self, given: Iterable[Tensor] = ()) -> list[Tensor]:
-        inside = [one.clone() for one in given]
-        self._tape = Tape()
-        self._tape.__enter__()
-        return inside
-
-    def end(self) -> Callable[[], None]:
-        tape, self._tape = self._tape, None
-        assert tape is not None
-        tape.__exit__(None, None, None)
-        self.parts += 1
-        return tape.replay
-
-    def view(self, tensor: Tensor) -> Any:
-        return SimpleNamespace(tensor=tensor.detach())
 
 
 class PretendedPool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, compute, our_output, relative_error, shared_ldm_unet
-from graph_builders import TapeRecording
 from ladder_builders import entry_of, now, reason
+from tape import TapeRecording
 from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
 from torch import Tensor, nn
 

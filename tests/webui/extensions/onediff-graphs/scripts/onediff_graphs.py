@@ -40,8 +40,6 @@ def replaying_graphs() -> Any:
     compute = FAMILIES.output
 
     class Replayed:
-        seconds = 0.0
-
         def __init__(self, binding: Any, ops: Any, inputs: Any, memory: SharedMemory) -> None:
             self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
             self._layout, self._ops = binding.layout, ops
@@ -52,9 +50,7 @@ def replaying_graphs() -> Any:
             return compute(self._layout, self._weights, self._ops, self.inputs)
 
     class Graphs(CudaGraphs):
-        def prepare(
-            self, architecture: str, binding: Any, ops: Any, inputs: Any, needs: int = 0
-        ) -> Any:
+        def prepare(self, architecture: str, binding: Any, ops: Any, inputs: Any, needs: int = 0) -> Any:
             place = (inputs.latent.device, architecture)
             memory = self._pools.get(place)
             if memory is None:
