@@ -49,18 +49,6 @@ def test_a_wrong_size_is_refused_with_a_sentence(wrong: str) -> None:
         size_of(wrong)
 
 
-@pytest.mark.parametrize(("words", "sentence"), [
-    ("deepcache_intervall=3", "Did you mean 'deepcache_interval'"),
-    ("vae_precision=fp8", "is one of auto, fp16, bf16, fp32"),
-])
-def test_a_wrong_option_is_refused_with_a_sentence(
-    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(["image", "--set", words])
-    assert sentence in capsys.readouterr().err
-
-
 def run(words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[Row]]:
     """The exit status of a command, and its rows."""
     target = folder / "bench.json"

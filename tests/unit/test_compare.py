@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -57,23 +56,15 @@ class Painter:
     def __init__(self, kept: float = 1.0) -> None:
         self.kept = kept
         self.made: list[tuple[Request, Settings]] = []
-        self.may_go, self.interrupted = threading.Event(), threading.Event()
-        self.may_go.set()
 
-    def make(self, request: Request, settings: Settings) -> GeneratedImage | None:
+    def make(self, request: Request, settings: Settings) -> GeneratedImage:
         self.made.append((request, settings))
-        while not self.may_go.wait(0.02):
-            if self.interrupted.is_set():
-                return None
         if request["prompt"] == "fail":
             raise RuntimeError("no memory\nfor this")
         painting = desaturated(painted(request["seed"]), self.kept if settings.enabled else 1.0)
         values = (painting.clamp(0, 1) * 255).round()
         status = {"route": "plain" if settings.enabled else "host", "step_ms": 12.3, "reason": "no <graph> here"}
         return GeneratedImage(Image.fromarray(values.to(torch.uint8).numpy()), 2.0 - settings.enabled, status)
-
-    def interrupt(self) -> None:
-        self.interrupted.set()
 
 
 def exclusively(work: Callable[[], Any]) -> Any:

@@ -112,13 +112,3 @@ def test_pasting_something_else_leaves_the_accordion_alone(parameters: dict[str,
 ])
 def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
     assert infotext.read_changes(text) == expected
-
-
-@pytest.mark.parametrize("text, part", [
-    ("speed 9", "no option 'speed' for a run. Choose from enabled, "),
-    ("deepcache_intervall 3", "Did you mean 'deepcache_interval'"), ("low_bit", "low_bit needs a value: off, "),
-    ("backend warp", "backend does not take 'warp'; it takes auto, native"),
-])
-def test_wrong_changes_get_a_sentence(text: str, part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        infotext.read_changes(text)

@@ -10,6 +10,7 @@ import pytest
 from lib_onediff.core.option import allowed_values, format_value
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.version import __version__
+from lib_onediff.ui.presets import PRESETS, WEBUI_SECONDS
 
 ROOT = Path(__file__).parents[2]
 README, MAP = ROOT / "README.md", ROOT / "lib_onediff" / "README.md"
@@ -88,3 +89,11 @@ def test_the_python_in_it_compiles() -> None:
         assert blocks or page != README
         for block in blocks:
             compile(block, page.name, "exec")
+
+
+def test_the_presets_are_documented_with_what_was_measured() -> None:
+    page = text_of(ROOT / ".readme" / "presets.md")
+    assert f"the WebUI's own takes {WEBUI_SECONDS} s" in page.replace("\n", " ")
+    for preset in PRESETS.values():
+        assert re.search(rf"^\| {preset.name} \|.*\| {preset.seconds:.2f} s", page, re.M)
+        assert all(f"`{name} {value}`" in page for name, value in preset.values.items())

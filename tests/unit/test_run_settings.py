@@ -9,7 +9,7 @@ import pytest
 from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import run_settings
-from lib_onediff.ui.presets import AS_IN_SETTINGS, BALANCED, with_preset
+from lib_onediff.ui.presets import AS_IN_SETTINGS, BALANCED, FORMER_NAMES, PRESETS, preset_of, with_preset
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
 
@@ -83,6 +83,20 @@ def test_off_at_one_place_is_off(arguments: list[Any], standing: bool) -> None:
 def test_what_a_run_asks_for_while_onediff_is_off_in_the_settings(arguments: Any, told: bool) -> None:
     expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else ""
     assert refusal_while_off(arguments) == expected
+
+
+# --- presets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_it_names_and_resets_the_rest(name: str) -> None:
+    before = Settings(backend="eager", memory_budget=7, guidance_end=0.5, deepcache_interval=9, vae_precision="bf16")
+    assert with_preset(before, name) == Settings(backend="eager", memory_budget=7, **PRESETS[name].values)
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
+def test_former_names_are_understood(former: str, name: str) -> None:
+    assert preset_of(former) is PRESETS[name]
 
 
 # --- in force while a host samples ------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ pytest.importorskip("gradio")
 
 import gradio
 
-from lib_onediff.core.option import check_value
 from lib_onediff.core.settings import Settings, host_key
 from lib_onediff.demo.modules.options import OptionInfo, Options
 from lib_onediff.runtime.runtime import runtime
@@ -25,16 +24,6 @@ def the_options() -> tuple[Options, list[Settings]]:
     opts, told = Options(), []
     settings_tab.add_options(opts, OptionInfo, lambda: told.append(runtime.settings))
     return opts, told
-
-
-def test_a_row_depends_on_values_that_the_other_option_takes() -> None:
-    known = Settings.__dataclass_fields__
-    dependent = {name: option for name, option in known.items() if option.metadata["no_effect_when"]}
-    assert {"low_bit", "convolution_accumulation"} <= set(dependent)
-    for option in dependent.values():
-        for other, values in option.metadata["no_effect_when"].items():
-            for value in values:
-                check_value(known[other], value)
 
 
 def for_the_browser() -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""What the check of a first use lets through, and that it leaves the host its random numbers."""
+"""What the check of a first use lets through, and that it leaves the host its random numbers and what functions of
+extensions keep between calls."""
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -17,6 +20,7 @@ from lib_onediff.devices.oneflow.route import OneFlow
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
 from lib_onediff.store.history import History
+from lib_onediff.weights.function_state import FunctionState
 
 
 def an_entry(dtype: torch.dtype = torch.float32, **more: object) -> Entry:
@@ -83,3 +87,30 @@ def test_what_is_computed_twice_or_compared_in_vain_leaves_the_host_its_random_n
     with pytest.raises(Refusal, match="it differs from the model's own forward"):
         prove(an_entry(**PATCHED), torch.zeros(8), History(), host, None, False, (host,))
     assert next_numbers() == expected
+
+
+def counting(counter: Any) -> Callable[[], int]:
+    """As Regional Prompter's forwards: a closure over the object that counts."""
+
+    def forward() -> int:
+        counter.count += 1
+        return counter.count
+
+    return forward
+
+
+@pytest.mark.parametrize(("module", "is_set_back"), [
+    # Its own, one of its package's, and a script, which a WebUI names by its file.
+    (__name__, True), (f"{__name__}.more", True), ("rp.py", True),
+    ("somebody_else", False),
+])
+def test_numbers_of_the_extensions_own_objects_are_set_back(module: str, is_set_back: bool) -> None:
+    counter = type("Counter", (), {"__module__": module})()
+    counter.count, counter.name = 0, "kept"
+    forward = counting(counter)
+    forward()
+    rewind = FunctionState([forward]).save()
+    assert forward() == 2
+    counter.name = "changed"
+    rewind()
+    assert forward() == (2 if is_set_back else 3) and counter.name == "changed"
