@@ -38,18 +38,11 @@ def check(webui: WebUI, request: dict[str, Any], plain: Run, least_calls: int | 
     assert_different(plain, on, "the ControlNet")
 
 
-def test_t2i_adapter(webui: WebUI, sd15: Models) -> None:
+@pytest.mark.parametrize(("role", "checkpoint"), [("t2i-adapter", "sd15"), ("controlnet-sdxl", "sdxl")])
+def test_other_kinds(webui: WebUI, sd15: Models, role: str, checkpoint: str) -> None:
     need(webui, "ControlNet")
-    request = controlled(webui, sd15.need("t2i-adapter"))
-    plain = run_on(webui, {})
-    check(webui, request, plain)
-    assert_same(run_on(webui, {}), plain)
-
-
-def test_sdxl(webui: WebUI, sd15: Models) -> None:
-    need(webui, "ControlNet")
-    request = controlled(webui, sd15.need("controlnet-sdxl"))
-    sd15.use("sdxl")
+    request = controlled(webui, sd15.need(role))
+    sd15.use(checkpoint)
     plain = run_on(webui, {})
     check(webui, request, plain)
     assert_same(run_on(webui, {}), plain)

@@ -98,11 +98,7 @@ WITHIN = [
         **LARGER, **script("SelfAttentionGuidance Integrated", True, 0.5, 2.0),
     }, doubles_calls=True),
     Foreign("FreeU", "forge", r"patches\[output_block_patch\]", {**FREEU, **LARGER}),
-    Foreign("FreeU in half of the steps", "forge", r"patches\[output_block_patch\]", {
-        **LARGER, **script("FreeU Integrated (SD 1.x, SD 2.x, SDXL)", True, 1.3, 1.4, 0.9, 0.2, 0.0, 0.5),
-    }),
     Foreign("perturbed attention", "forge", r"patches_replace\[attn1\]", PERTURBED_ATTENTION, doubles_calls=True),
-    Foreign("Kohya HRFix", "forge", "input_block_patch", KOHYA_HRFIX),
     Foreign("FreeU and Kohya HRFix", "forge", "input_block_patch", {
         **LARGEST, "alwayson_scripts": {**FREEU["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }),
@@ -115,14 +111,12 @@ WITHIN = [
     Foreign("SAG and Kohya HRFix", "forge", "input_block_patch", {
         **LARGER, "alwayson_scripts": {**SAG["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }, doubles_calls=True),
-    Foreign("forge-couple", "forge", r"patches\[attn2_patch\] by lib_couple", COUPLE),
     Foreign("forge-couple on reForge", "ldm_patched", r"patches\[attn2_patch\] by lib_couple", COUPLE),
     Foreign("forge-couple beside token merging", "forge", "lib_couple", COUPLE, {"token_merging_ratio": 0.5}),
     Foreign("forge-couple, batch of 2, three lines and a background", "forge", "lib_couple", {
         **LARGER, **script("Forge Couple", True, True, "Basic", "", "Vertical", "First Line", 0.5), "batch_size": 2,
         "prompt": "the sea\na red fox in the snow\na castle at night", "negative_prompt": "rain",
     }),
-    Foreign("FreeU of A1111", "a1111", "skips by sd-webui-freeu", {**LARGER, **FREEU_OF_A1111}),
     Foreign("FreeU of A1111 in half of the steps, an odd size, two images", "a1111", "skips by sd-webui-freeu", {
         **HALF_OF_FREEU, "width": 136, "height": 88, "batch_size": 2, "steps": 4,
     }),
@@ -139,7 +133,6 @@ WITHIN = [
 # Of sd-webui-controlnet, which calls the UNet twice a step: once to record, once to make the image.
 REFERENCES = [
     Foreign("reference_only", "a1111", "controlnet runs.*block by .*controlnet", reference("reference_only")),
-    Foreign("reference_adain", "a1111", "controlnet runs.*block by .*controlnet", reference("reference_adain")),
     Foreign("reference_adain+attn, two images, a long prompt", "a1111", "controlnet runs.*block by .*controlnet", {
         **reference("reference_adain+attn"), **LARGER, "batch_size": 2, "prompt": "a " * 110,
     }),
