@@ -39,7 +39,6 @@ class LoopPass:
     """One walk through the stages, from the first input block to the last output block."""
 
     entry: Entry
-    settings: Settings
     layers: Layers
     stages: tuple[Stage, ...]
     embedding: weakref.ref[Tensor]
@@ -159,7 +158,7 @@ class BlockRoute:
             loop.stop = seen.host.start(device)
             raise Refusal(slower)
         entry, why_not_faster = self._entry(managed, settings, call, found)
-        call_stats.entry, call_stats.model, call_stats.backend = entry, entry.model, entry.key.backend
+        call_stats.notice(entry)
         ops = self._runtime.devices.operators(entry.key.backend, managed.has_wide_norms)
         with our_modes(hidden_states.device, entry.key.precision):
             layers = self._layers(managed, ops, call, embedding, entry.key.precision)
@@ -178,7 +177,7 @@ class BlockRoute:
         made = weakref.ref(embedding, loop.note_gone)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         stop = stopwatch.start(device)
-        loop.running = LoopPass(entry, settings, layers, stages, made, weakref.ref(context), stop)
+        loop.running = LoopPass(entry, layers, stages, made, weakref.ref(context), stop)
         return loop.running
 
     def _entry(

@@ -42,8 +42,6 @@ class CallStats:
         self._stands_for: tuple[Stopwatch | None, str] | None = None
         self.route: str | None = None
         self.reason = "no image has been made yet"
-        self.model: str | None = None
-        self.backend: str | None = None
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
         self._told: dict[tuple[str, str], float] = {}
@@ -55,7 +53,7 @@ class CallStats:
 
     def begin(self) -> None:
         """A call begins, of which nothing is known yet."""
-        self.entry = self.model = None
+        self.entry = None
 
     # --- the image ------------------------------------------------------------------------------------------------
 
@@ -148,7 +146,7 @@ class CallStats:
 
     def notice(self, entry: Entry) -> None:
         """The call is tried at this entry."""
-        self.entry, self.model, self.backend = entry, entry.model, entry.key.backend
+        self.entry = entry
 
     def note_skipped(self, kind: str, own: Stopwatch, host: Stopwatch | None) -> None:
         """See steps.policy.StepTimes."""
@@ -157,11 +155,11 @@ class CallStats:
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """What is noted inside is a part of a call that is noted as a whole."""
-        before = self.model, self.backend, self.entry
+        before = self.entry
         try:
             yield
         finally:
-            self.model, self.backend, self.entry = before
+            self.entry = before
 
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are means over all steps of the last image, of the median of each kind
@@ -170,8 +168,8 @@ class CallStats:
         entry, image = self.entry, self.image
         times = image.times()
         return {
-            "model": self.model,
-            "backend": self.backend,
+            "model": entry.model if entry else None,
+            "backend": entry.key.backend if entry else None,
             "lossy": str(entry.key.lossy) if entry else "",
             "resolution": entry.key.resolution if entry else None,
             "route": self.route,

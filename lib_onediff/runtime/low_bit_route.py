@@ -41,7 +41,7 @@ class LowBitRoute:
 
     def tune(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> bool:
         """Measure which products in eight bits pay, where that is not known; whether it was so."""
-        time_ms = partial(self._graphs.time_ms, call.latent.device, call.latent.dtype)
+        time_ms = partial(self._services.holdings.made.time_ms, call.latent.device, call.latent.dtype)
         return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, time_ms)
 
     def fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float) -> None:

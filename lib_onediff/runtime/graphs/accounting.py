@@ -149,42 +149,39 @@ class Holdings:
         return [group for group in keys.values() if not group & pinned]
 
 
+class HeldGraph(NamedTuple):
+    """Of a graph, what it takes: needs of the memory that it shares, own_bytes for itself alone."""
+
+    key: ShapeKey
+    needs: int
+    own_bytes: int
+
+
 class MemorySnapshot:
-    """What all graphs hold at one moment, quick to ask; it keeps none alive. vram: bytes that they hold together."""
+    """What all graphs hold at one moment; it keeps none alive. vram: bytes that they hold together."""
 
     def __init__(self, held: Iterable[GraphRecord] = (), vram: int = 0) -> None:
         self.vram = vram
-        self._own: dict[ShapeKey, int] = {}
-        # By an identity for each memory.
-        self._sizes: dict[int, int] = {}
-        # By memory, the largest first.
-        self._graphs: dict[int, list[tuple[int, ShapeKey]]] = {}
-        self._where: dict[ShapeKey, set[int]] = {}
+        # By an identity for each memory: its size, and what lies in it.
+        self._memories: dict[int, tuple[int, list[HeldGraph]]] = {}
         for graph in held:
-            memory, key = graph.kept.runner.memory, graph.key
-            self._sizes[id(memory)] = memory.bytes
-            self._graphs.setdefault(id(memory), []).append((graph.entry.needs, key))
-            self._where.setdefault(key, set()).add(id(memory))
-            self._own[key] = self._own.get(key, 0) + graph.kept.runner.own_bytes
-        for graphs in self._graphs.values():
-            graphs.sort(key=lambda graph: -graph[0])
+            runner = graph.kept.runner
+            _, here = self._memories.setdefault(id(runner.memory), (runner.memory.bytes, []))
+            here.append(HeldGraph(graph.key, graph.entry.needs, runner.own_bytes))
 
     def gives_back(self, keys: Collection[ShapeKey]) -> int:
         """Bytes of GPU memory that come back without the graphs of these shapes."""
-        own = sum(self._own.get(key, 0) for key in keys)
-        places = set().union(*(self._where.get(key, ()) for key in keys))
-        return own + sum(
-            gives_back(self._sizes[place], self._largest_without(place, keys)) for place in places
-        )
+        own = sum(graph.own_bytes for _, graphs in self._memories.values() for graph in graphs if graph.key in keys)
+        return own + sum(shrinks(size, graphs, keys) for size, graphs in self._memories.values())
 
     def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
         """The graphs that have to go too so that the memory of these shapes comes back, where that is worth it."""
-        found: set[ShapeKey] = set()
-        for place, graphs in self._graphs.items():
-            here = {key for _, key in graphs}
-            if not here.isdisjoint(keys) and gives_back(self._sizes[place], self._largest_without(place, keys)):
-                found |= here
-        return found
+        return {
+            graph.key for size, graphs in self._memories.values() if shrinks(size, graphs, keys) for graph in graphs
+        }
 
-    def _largest_without(self, place: int, keys: Collection[ShapeKey]) -> list[int]:
-        return next(([needs] for needs, key in self._graphs[place] if key not in keys), [])
+
+def shrinks(size: int, graphs: Collection[HeldGraph], keys: Collection[ShapeKey]) -> int:
+    """By how much a memory of this size shrinks without those of its graphs that have these keys."""
+    rest = [graph.needs for graph in graphs if graph.key not in keys]
+    return gives_back(size, rest) if len(rest) < len(graphs) else 0

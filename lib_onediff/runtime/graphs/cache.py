@@ -50,10 +50,6 @@ class GraphCache:
         entry.needs = needs_of(peak, self._now.made.in_one_piece(entry.key.device))
         return result
 
-    def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
-        """See CudaGraphs.time_ms."""
-        return self._now.made.time_ms(device, dtype, work)
-
     def capture(
         self, managed: ManagedUNet, entry: Entry, budget: int, call: Call
     ) -> None:
