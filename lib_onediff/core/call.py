@@ -1,13 +1,14 @@
 """What one call of a UNet is, whichever host makes it."""
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .additions import ImagePrompt
 from .patch_points import PatchPoints
 
 FULL, CACHED = "full", "cached"
@@ -86,6 +87,38 @@ class Control:
 
 
 @dataclass(frozen=True)
+class ImagePrompt:
+    """What an IP-Adapter (Ye et al. 2023, arXiv 2308.06721) adds to cross attentions: a second attention, from the same
+    queries to the tokens of an image.
+
+    key_values: (batch, tokens, sum of the widths of all parts); of each part keys, then values. The adapter's scale is
+    a factor of the values.
+    parts: first column and width of each cross attention's part, by the path of its query.
+    """
+
+    key_values: Tensor
+    parts: Mapping[str, tuple[int, int]]
+
+    def key_value(self, query_path: str) -> tuple[Tensor, Tensor] | None:
+        """Keys and values for a cross attention, (batch, tokens, width) each; None where the adapter leaves it
+        alone."""
+        part = self.parts.get(query_path)
+        if part is None:
+            return None
+        key, value = self.key_values.narrow(-1, *part).chunk(2, dim=-1)
+        return key, value
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> ImagePrompt:
+        """The same with change(key_values)."""
+        return replace(self, key_values=change(self.key_values))
+
+    @cached_property
+    def structure(self) -> str:
+        which = hashlib.sha256("\n".join(sorted(self.parts)).encode()).hexdigest()[:8]
+        return f"an image prompt of {self.key_values.shape[1]} tokens in {len(self.parts)} attentions ({which})"
+
+
+@dataclass(frozen=True)
 class Call:
     """The inputs of one denoising call.
 
@@ -98,7 +131,7 @@ class Call:
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
     cut: where the UNet is cut in two for this call, else None.
     patches: functions of other extensions that run within it, else None.
-    image_prompts: what is put on the UNet for this call and computed by our forward.
+    image_prompts: what IP-Adapters add.
     """
 
     latent: Tensor

@@ -58,8 +58,6 @@ class ManagedUNet:
         self.no_room_for_low_bit = False
         self.why_not_offloaded = ""
         self.runners: dict[ShapeKey, CachedRunner] = {}
-        # Beside the graphs that are torch's: OneFlow's memory is no part of any budget.
-        self.oneflow: dict[ShapeKey, CachedRunner] = {}
         # The graphs come and go with the weights; their memory stays for the next ones.
         self._memory: Memory | None = None
 
@@ -200,7 +198,6 @@ class ManagedUNet:
             key: kept for key, kept in self.runners.items() if key not in keys
         }
         if keys is None:
-            self.oneflow = {}
             self.step_memories.clear()
             self.low_bit = None
             self.bound.drop_applied()

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -94,6 +95,8 @@ class OneFlow(Device):
         # By shape and addresses of weights. None: OneFlow failed.
         self._graphs: dict[Hashable, Future[Any | None]] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
+        # By the runtime's object for a UNet and by shape. OneFlow's memory is no part of any budget.
+        self._runners: weakref.WeakKeyDictionary[Any, dict[ShapeKey, CachedRunner]] = weakref.WeakKeyDictionary()
         # OneFlow ends the process where one thread runs a graph while another compiles one.
         self._running = threading.Lock()
 
@@ -125,7 +128,8 @@ class OneFlow(Device):
     ) -> OneFlowRunner:
         """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
         thread, seconds where the shape or the address of a weight is new. waits: wait for it."""
-        kept, runner = managed.oneflow.get(key), None
+        runners = self._runners.setdefault(managed, {})
+        kept = runners.get(key)
         if kept is not None and managed.serves(kept, call.cut):
             if not waits and not all(graph.done() for graph in self._graphs.values()):
                 raise Refusal(COMPILING_ANOTHER)
@@ -147,7 +151,7 @@ class OneFlow(Device):
             raise Refusal(FAILED.format(self.failure))
         runner = OneFlowRunner(graph, inputs, given, self._variables, self._running)
         kept_as: Any = runner
-        managed.oneflow[key] = CachedRunner(managed.bound.generation, kept_as)
+        runners[key] = CachedRunner(managed.bound.generation, kept_as)
         return runner
 
     def _refuse_another(self, weights: Weights) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...core.additions import ImagePrompt
 from ...core.affine import Affine, Weights
+from ...core.call import ImagePrompt
 from ...core.leaves import Convolution, CrossAttention, GroupNorm, ResidualBlock, SelfAttention, TransformerBlock
 from ...core.operators import Image, Operators, Stream
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, PatchPoints

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.additions import ImagePrompt
+from ...core.call import ImagePrompt
 from ...core.leaves import TransformerBlock
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...core.refusal import Refusal

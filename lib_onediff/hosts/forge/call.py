@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...core.additions import ImagePrompt
-from ...core.call import Call, Control
+from ...core.call import Call, Control, ImagePrompt
 from ...core.origins import origin
 from ...core.refusal import Refusal
 from ...core.rows import APART, OTHER_ROWS, half_of, rows_within

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.additions import ImagePrompt
+from ...core.call import ImagePrompt
 from ...core.patch_points import CROSS_ATTENTION
 from ...core.refusal import Refusal
 from .patches import REPLACED
