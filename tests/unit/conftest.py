@@ -12,7 +12,6 @@ from ladder_builders import Weather, attached, pretend_a_gpu
 from quick_interpreter import remember_what_the_interpreter_looks_up
 from runtime_fixtures import fresh_runtime, host_timed_often, no_machine_is_too_slow  # noqa: F401
 from vae_builders import fresh_route  # noqa: F401
-from vae_precision_builders import nothing_known  # noqa: F401
 
 from lib_onediff.core.table import State
 from lib_onediff.runtime import card_route

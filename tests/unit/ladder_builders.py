@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from builders import SMALL_XL, diffusers_output, diffusers_unet, relative_error, served
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor, nn
 
 import lib_onediff
@@ -85,3 +85,15 @@ def reason() -> str:
 
 def error(unet: nn.Module, call: Call) -> float:
     return relative_error(served(unet, call), diffusers_output(unet, call))
+
+
+def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
+    """Have native's graphs at these sizes, in latent pixels."""
+    for height, width in sizes:
+        for route in ("plain", "plain", "graph"):
+            assert error(unet, a_call(unet, height, width)) < 1e-5
+            assert now() == (NATIVE, route), reason()
+
+
+def states() -> dict[str, str]:
+    return {row.resolution: row.state for row in runtime.rows()}

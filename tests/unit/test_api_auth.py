@@ -1,7 +1,6 @@
 """Who may use the REST API: passwords, gradio's own logins, and pages of other sites."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,30 +67,15 @@ def test_a_host_whose_own_check_is_not_found_lets_nobody_in() -> None:
 # --- --gradio-auth ----------------------------------------------------------------------------------------------------
 
 
-def gradio_page(accounts: list[tuple[str, str]] | None) -> Any:
-    import gradio
-
+def page_of_a_host(accounts: list[tuple[str, str]]) -> Any:
+    """gradio's own app, which A1111 and Forge hand to scripts."""
+    gradio = pytest.importorskip("gradio")
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML("page")
     page.auth, page.auth_message = accounts, None
-    return page
-
-
-def as_the_hosts(accounts: list[tuple[str, str]] | None) -> tuple[Any, Callable[[], Any]]:
-    """gradio's own app, which A1111 and Forge hand to scripts."""
-    gradio = pytest.importorskip("gradio")
-    page = gradio_page(accounts)
     page.config, page.root_path, page.favicon_path = page.get_config_file(), "", None
     page.delete_cache = getattr(page, "delete_cache", None)
-    app = gradio.routes.App.create_app(page, app_kwargs={"docs_url": "/docs"})
-    return app, lambda: app
-
-
-def as_standalone(accounts: list[tuple[str, str]] | None) -> tuple[Any, Callable[[], Any]]:
-    """An app in which gradio's is mounted after the scripts have added their routes."""
-    gradio = pytest.importorskip("gradio", minversion="4")
-    app = FastAPI()
-    return app, lambda: gradio.mount_gradio_app(app, gradio_page(accounts), path="/", auth=accounts)
+    return gradio.routes.App.create_app(page, app_kwargs={"docs_url": "/docs"})
 
 
 def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
@@ -100,12 +84,10 @@ def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
     return client
 
 
-@pytest.mark.parametrize(("page", "flag"), [(as_the_hosts, "gradio_auth"), (as_standalone, "gradio_auth_path")])
-def test_a_page_with_logins_lets_in_who_has_logged_in(page: Any, flag: str) -> None:
-    app, finished = page([("ann", "one"), ("bob", "two:parts")])
+@pytest.mark.parametrize("flag", ["gradio_auth", "gradio_auth_path"])
+def test_a_page_with_logins_lets_in_who_has_logged_in(flag: str) -> None:
     api = Api()
-    api.add_to(app, command_line(**{flag: "given"}))
-    app = finished()
+    app = api.add_to(page_of_a_host([("ann", "one"), ("bob", "two:parts")]), command_line(**{flag: "given"}))
     stranger, mistaken = TestClient(app), logged_in_client(app, {"username": "ann", "password": "two"})
     forger = TestClient(app, cookies={"access-token": "x", "access-token-unsecure": "x"})
     for client in (stranger, mistaken, forger):

@@ -8,7 +8,7 @@ import random
 from builders import SMALL_XL, a_call
 from graph_builders import MEBIBYTE, PretendedGraphs
 from grid import WHOLE
-from ladder_builders import attached, error, now, reason
+from ladder_builders import attached, error, make_ready, now, reason, states
 from torch import nn
 
 from lib_onediff.core.settings import Settings
@@ -25,13 +25,6 @@ CLOSE = 1e-5
 SMALL, MIDDLE, LARGE = (8, 8), (12, 12), (16, 16)
 
 
-def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
-    for height, width in sizes:
-        for route in ("plain", "plain", "graph"):
-            assert error(unet, a_call(unet, height, width)) < CLOSE
-            assert now() == ("native", route), reason()
-
-
 def allow(mebibytes: int) -> None:
     runtime.configure(Settings(memory_budget=mebibytes))
 
@@ -43,10 +36,6 @@ def held() -> int:
 def row(resolution: str) -> ResolutionRow:
     [found] = [row for row in runtime.rows() if row.resolution == resolution]
     return found
-
-
-def states() -> dict[str, str]:
-    return {row.resolution: row.state for row in runtime.rows()}
 
 
 def entry(resolution: str) -> Entry:

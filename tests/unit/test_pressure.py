@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, served
 from graph_builders import PretendedCard, PretendedGraphs
-from ladder_builders import Weather, attached, error, now, reason
+from ladder_builders import Weather, attached, error, make_ready, now, reason, states
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
@@ -28,17 +28,6 @@ GIBIBYTE = 2**30
 def card(pretended: PretendedGraphs) -> PretendedCard:
     pretended.card.size = 24 * GIBIBYTE
     return pretended.card
-
-
-def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
-    for height, width in sizes:
-        for route in ("plain", "plain", "graph"):
-            assert error(unet, a_call(unet, height, width)) < CLOSE
-            assert now() == ("native", route), reason()
-
-
-def states() -> dict[str, str]:
-    return {row.resolution: row.state for row in runtime.rows()}
 
 
 def leave(card: PretendedCard, left: int) -> None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from builders import relative_error
 from torch import Tensor
-from vae_builders import LDM_LAYOUTS, a_latent, decodes, diffusers_vae, last, ldm_decoder
-from vae_precision_builders import (
-    KNOWN,
-    OVERFLOWED,
-    STEP,
+from vae_builders import (
+    LDM_LAYOUTS,
     Host,
-    chosen,
-    count_decodes,
+    a_latent,
     decode,
+    decodes,
+    diffusers_vae,
     in_float32,
+    last,
+    ldm_decoder,
     overflowing,
-    parameters_of,
-    relative_error,
-    shown,
-    untouched,
 )
 
+from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
@@ -34,7 +32,46 @@ from lib_onediff.runtime.vae import precision
 from lib_onediff.runtime.vae.precision import NOT_FINITE, KnownVae
 from lib_onediff.store.history import History
 
-pytestmark = pytest.mark.usefixtures("fresh_route", "nothing_known")
+pytestmark = pytest.mark.usefixtures("fresh_route")
+STEP = 1 / 255
+OVERFLOWED = "decoded again in float32, because this VAE overflows in float16"
+KNOWN = "decoded in float32, because this VAE overflows in float16"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No verdict on any VAE; and float16 where it is asked for, as on a GPU."""
+    monkeypatch.setattr(precision, "SLOW_ON_CPU", ())
+    runtime.tuning_cache.clear()
+    yield
+    runtime.tuning_cache.clear()
+
+
+def shown(picture: Tensor) -> Tensor:
+    """As a host turns it into a picture: 0 to 1."""
+    return (picture.float() / 2 + 0.5).clamp(0, 1)
+
+
+def parameters_of(decoder: Any) -> list[Any]:
+    return [(p.data_ptr(), p.dtype, p.stride(), p._version, p.detach().clone()) for p in decoder.parameters()]
+
+
+def untouched(decoder: Any, before: list[Any]) -> bool:
+    after = parameters_of(decoder)
+    return all(a[:4] == b[:4] and torch.equal(a[4], b[4]) for a, b in zip(after, before, strict=True))
+
+
+def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The type of every decode of ours."""
+    types: list[torch.dtype] = []
+    run = Decoding.run
+
+    def counted(self: Decoding, layout: Any, latent: Tensor) -> Tensor:
+        types.append(latent.dtype)
+        return run(self, layout, latent)
+
+    monkeypatch.setattr(Decoding, "run", counted)
+    return types
 
 
 @pytest.mark.parametrize(
@@ -102,7 +139,7 @@ def test_a_healthy_vae_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         picture = decode(host, latent)
     assert types == [torch.float16] * 3 and last() == ("ours", "")
     assert host.calls == 1, "the check of its first use at this size"
-    assert relative_error(picture, in_float32(host.decoder, latent)) < 1e-2
+    assert relative_error(picture.float(), in_float32(host.decoder, latent)) < 1e-2
     assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
 
 
@@ -121,7 +158,7 @@ def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     picture = decode(Host(decoder), latent)
     assert types == [torch.float16, torch.float32, torch.bfloat16]
     assert last() == ("ours", OVERFLOWED.replace("float32", "bfloat16") + ", and there is no memory for float32")
-    assert relative_error(picture, in_float32(decoder, latent)) < 6e-2
+    assert relative_error(picture.float(), in_float32(decoder, latent)) < 6e-2
 
 
 def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +197,14 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = diffusers_vae().decoder.to(stored)
     latent = a_latent(decoder)
-    runtime.configure(chosen(choice))
+    runtime.configure(Settings(vae_precision=choice))
     before, types, host = parameters_of(decoder), count_decodes(monkeypatch), Host(decoder)
     for _ in range(2):
         picture = decode(host, latent)
     assert types == [TYPES[choice]] * 2 and last() == ("ours", "") and host.calls == 1
     assert picture.dtype == stored
     worst = max(CLOSE[choice], 6e-2 if stored == torch.bfloat16 else 0)
-    assert relative_error(picture, in_float32(decoder, latent)) < worst
+    assert relative_error(picture.float(), in_float32(decoder, latent)) < worst
     assert untouched(decoder, before)
     (entry,) = runtime.table.entries()
     assert (entry.key.dtype, entry.key.latent_dtype, entry.state) == (TYPES[choice], stored, State.PROVED)
@@ -177,7 +214,7 @@ def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> N
     """It takes a CPU many times as long."""
     monkeypatch.setattr(precision, "SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
-    runtime.configure(chosen("fp16"))
+    runtime.configure(Settings(vae_precision="fp16"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         host = Host(diffusers_vae().decoder.to(dtype))
         decode(host, a_latent(host.decoder))
@@ -187,7 +224,7 @@ def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> N
 def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     in_half, latent = overflowing()
     decoder, types = copy.deepcopy(in_half).float(), count_decodes(monkeypatch)
-    runtime.configure(chosen("fp16"))
+    runtime.configure(Settings(vae_precision="fp16"))
     host = Host(decoder)
     for _ in range(2):
         picture = decode(host, latent.float())

@@ -13,8 +13,7 @@ import torch
 from builders import relative_error
 from ladder_builders import NATIVE, pretend_a_gpu
 from torch import Tensor
-from vae_builders import a_latent, decodes, diffusers_vae, host_picture, last, our_picture
-from vae_precision_builders import Host, decode
+from vae_builders import Host, a_latent, decode, decodes, diffusers_vae, host_picture, last, our_picture
 
 from lib_onediff.core.device import NotYet
 from lib_onediff.core.settings import Settings

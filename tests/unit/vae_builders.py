@@ -5,7 +5,7 @@ import contextlib
 import copy
 import importlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -118,3 +118,41 @@ def decodes() -> dict[str, int]:
 
 def ldm_module() -> Any:
     return importlib.import_module("ldm.modules.diffusionmodules.model")
+
+
+LIMIT = torch.finfo(torch.float16).max
+
+
+class Host:
+    """A host's VAE, whose own decodes are counted; change: what becomes of them."""
+
+    def __init__(self, decoder: Any, change: Callable[[Tensor], Tensor] = lambda picture: picture) -> None:
+        self.decoder, self.change, self.calls = decoder, change, 0
+
+    def __call__(self, latent: Tensor) -> Tensor:
+        self.calls += 1
+        return self.change(host_picture(self.decoder, latent))
+
+
+@torch.no_grad()
+def decode(host: Host, latent: Tensor) -> Tensor:
+    runtime.vae.adopt(host.decoder)
+    return runtime.vae.decode(host.decoder, latent, lambda: host(latent))
+
+
+def overflowing(make: Callable[[], Any] = lambda: diffusers_vae().decoder) -> tuple[Any, Tensor]:
+    """A decoder (or an encoder) in float16 whose activations are twice float16's limit, and a latent of its own.
+
+    Norms make its picture what it was: only what lies between them is large.
+    """
+    decoder = make().half()
+    latent = a_latent(decoder, 16, 16)
+    with torch.no_grad():
+        decoder.conv_in.bias.zero_()
+        decoder.conv_in.weight *= 2 * LIMIT / float(copy.deepcopy(decoder.conv_in).float()(latent.float()).abs().max())
+    assert torch.isfinite(decoder.conv_in.weight).all() and not host_picture(decoder, latent).isfinite().all()
+    return decoder, latent
+
+
+def in_float32(decoder: Any, latent: Tensor) -> Tensor:
+    return host_picture(copy.deepcopy(decoder).float(), latent.float())
