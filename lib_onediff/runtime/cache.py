@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..store import triton_cache
 from ..store.history import chosen_folder
 from .call_stats import GRAPH, CallStats
 from .graphs.accounting import MemorySnapshot
@@ -94,7 +93,6 @@ class Cache:
             return
         machine = Fingerprint.of()
         self._services.history.open(folder, machine.gpu, machine.digest)
-        triton_cache.keep_in(folder)
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:

@@ -1,5 +1,4 @@
 """What outlives the process.
 
-store: rows in one SQLite file of the cache folder. history: what was used, checked, measured and pinned. triton_cache:
-where Triton keeps what it compiles.
+store: rows in one SQLite file of the cache folder. history: what was used, checked, measured and pinned.
 """

@@ -22,7 +22,6 @@ from ..core.image_times import Times
 from ..core.refusal import NotKept
 from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, WantedSize, parse_size
 from ..core.table import Entry
-from . import triton_cache
 from .store import Store
 
 # The one thing that says where the cache folder is.
@@ -236,7 +235,7 @@ class History:
         every machine. Raises NotKept.
 
         architectures: whose verdicts are the model's, besides those that the history names. Without a choice, what was
-        tuned goes as well, and what was compiled; what users chose stays.
+        tuned goes as well; what users chose stays.
         """
         everything = resolutions is None and model is None
         names = {model, *architectures, *(row.architecture for row in self.used() if model and row.model == model)}
@@ -264,11 +263,10 @@ class History:
             self._store.commit(purge)
             if everything:
                 self._store.delete_others()
-                triton_cache.purge(self._store.folder)
 
     def size_bytes(self) -> int:
-        """What lies on the disk, Triton's files included where they are kept in our folder."""
-        return 0 if self._store is None else self._store.size_bytes() + triton_cache.size_bytes(self._store.folder)
+        """What lies on the disk."""
+        return 0 if self._store is None else self._store.size_bytes()
 
     def _write_soon(self, statement: str, *values: Any) -> None:
         if self._store is None:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry
 from lib_onediff.runtime.machine import Fingerprint, source_digest
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.store import triton_cache
 from lib_onediff.store.history import History
 
 KEY = ShapeKey(
@@ -183,48 +181,3 @@ def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known
     assert second["route"] == "plain" and len(asked) == times_asked
     assert second["relative_error"] == first["relative_error"]
     assert second["host_ms"] == pytest.approx(first["host_ms"])
-
-
-
-# --- what Triton compiles ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def triton_variable(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
-    return "TRITON_CACHE_DIR"
-
-
-def test_triton_keeps_its_files_in_the_cache_folder(tmp_path: Path, triton_variable: str) -> None:
-    folder = tmp_path / "cache"
-    history = opened(folder)
-    triton_cache.keep_in(history.folder)
-    assert os.environ[triton_variable] == str(folder / "compiled" / "triton")
-    before = history.size_bytes()
-    for name, age in (("OLD", 1000), ("BEING-WRITTEN", 0)):
-        kernel = folder / "compiled" / "triton" / name / "kernel.cubin"
-        kernel.parent.mkdir(parents=True)
-        kernel.write_bytes(bytes(1000))
-        os.utime(kernel.parent, (kernel.stat().st_mtime - age,) * 2)
-    assert history.size_bytes() >= before + 2000
-    history.forget(["512x512"])
-    assert len(list(folder.rglob("kernel.cubin"))) == 2, "a resolution's purge compiles nothing anew"
-    history.forget()
-    assert [kernel.parent.name for kernel in folder.rglob("kernel.cubin")] == ["BEING-WRITTEN"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="to make a link takes rights on Windows")
-@pytest.mark.parametrize("which", ["compiled", "compiled/triton", "compiled/triton/KEY"])
-def test_what_a_link_leads_to_is_not_purged(tmp_path: Path, which: str, triton_variable: str) -> None:
-    kernel = tmp_path / "theirs" / "triton" / "KEY" / "kernel"
-    kernel.parent.mkdir(parents=True)
-    kernel.touch()
-    os.utime(kernel.parent, (1, 1))
-    link = tmp_path / "cache" / which
-    link.parent.mkdir(parents=True)
-    link.symlink_to(tmp_path / "theirs" / which.removeprefix("compiled").strip("/"), target_is_directory=True)
-    history = opened(tmp_path / "cache")
-    triton_cache.keep_in(history.folder)
-    assert which != "compiled" or os.environ[triton_variable] == "/elsewhere"
-    history.forget()
-    assert kernel.exists()

@@ -17,7 +17,6 @@ from store_builders import FILE, opened, row
 import lib_onediff
 from lib_onediff.core.refusal import NotKept
 from lib_onediff.store import store as store_module
-from lib_onediff.store import triton_cache
 
 REPOSITORY = Path(lib_onediff.__file__).parents[1]
 SCRIPT = """
@@ -117,7 +116,6 @@ def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
     history = opened(folder)
     assert history.trouble is not None and str(folder) in history.trouble
     assert history.trouble.endswith(".") and "\n" not in history.trouble
-    triton_cache.keep_in(folder)
     for number in range(10_000):
         history.record(row(f"{number}x8"))
     for promise in (history.commit, history.forget, lambda: history.pin("SD1", "8x8", True)):
