@@ -1,46 +1,26 @@
-"""Which sizes users of a model ask for, by one click."""
+"""Which sizes users of a model ask for, each by one click."""
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.sizes import Size
-
-
-@dataclass(frozen=True)
-class SizePreset:
-    """One click. label: for people; sizes: in the order in which they are made ready."""
-
-    label: str
-    sizes: tuple[Size, ...]
-
 
 @dataclass(frozen=True)
 class Family:
-    """The presets of one kind of model. model: the first word of what UNetLayout.model_name calls it."""
+    """One kind of model. model: the first word of what UNetLayout.model_name calls it. sizes: what it was trained at,
+    then what hires fix makes of that."""
 
     name: str
     model: str
-    presets: tuple[SizePreset, ...]
-
-
-def family(name: str, model: str, sides: tuple[tuple[int, int], ...], hires: tuple[tuple[int, int], ...],
-           factor: float) -> Family:
-    """A family of single sizes, all of them together, and pairs with what hires fix makes of some by this factor."""
-    sizes = tuple(Size(width, height) for width, height in sides)
-    single = tuple(SizePreset(size.resolution, (size,)) for size in sizes)
-    pairs = ((Size(*pair), Size(*(int(side * factor) for side in pair))) for pair in hires)
-    upscaled = tuple(SizePreset(f"{one.resolution} → {other.resolution}", (one, other)) for one, other in pairs)
-    together = (SizePreset(f"All {len(sizes)}", sizes),) if len(sizes) > 1 else ()
-    return Family(name, model, (*single, *together, *upscaled))
+    sizes: tuple[str, ...]
 
 
 FAMILIES = (
-    family("SD 1.5", "SD1", ((512, 512), (512, 768), (768, 512), (768, 768)),
-           ((512, 512), (512, 768), (768, 512)), 2),
-    family("SD 2", "SD2", ((768, 768),), ((768, 768),), 2),
-    # What SDXL was trained at, around a million pixels.
-    family("SDXL", "SDXL", ((1024, 1024), (1152, 896), (896, 1152), (1216, 832), (832, 1216), (1344, 768), (768, 1344),
-                            (1536, 640), (640, 1536)), ((1024, 1024), (832, 1216), (1216, 832)), 1.5),
+    Family("SD 1.5", "SD1", ("512x512", "512x768", "768x512", "768x768", "1024x1024", "1024x1536", "1536x1024")),
+    Family("SD 2", "SD2", ("768x768", "1536x1536")),
+    Family("SDXL", "SDXL", (
+        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x640", "640x1536",
+        "1536x1536", "1248x1824", "1824x1248",
+    )),
 )
 
 

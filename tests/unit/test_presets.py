@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
-from lib_onediff.prewarm.presets import families_for
+from lib_onediff.prewarm.presets import FAMILIES, families_for
 from lib_onediff.store.history import HistoryRow, most_used
 
 
@@ -18,6 +18,7 @@ from lib_onediff.store.history import HistoryRow, most_used
 ])
 def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
     assert [family.name for family in families_for(model)] == names
+    assert all(parse_sizes(size) for family in FAMILIES for size in family.sizes)
 
 
 def row(resolution: str, uses: int, batch: int = 2, tokens: int = 77, model: str = "SD1") -> HistoryRow:

@@ -39,9 +39,6 @@ class Panel:
         self.page.wait(lambda: not self.jobs("queued") and not self.jobs("running"), "the end of the queue", 60)
         self.select()
         self.page.run(f"for (const at of document.querySelectorAll('{TABLE} details[open]')) at.open = false")
-        if "77" not in self.page.run("return document.querySelector('#onediff_tokens input').value"):
-            self.choose("tokens", "77")
-        self.page.type("#onediff_prewarm_batch input", 1)
         tidy()
         self.prewarm("")
         self.told("Type at least one size", "cache_result")

@@ -12,12 +12,12 @@ from typing import Any
 import gradio as gr
 
 from ...core.refusal import NotKept
-from ...core.sizes import LARGEST_BATCH, TOKEN_CHOICES, TOKENS, Size, parse_sizes
+from ...core.sizes import parse_sizes
 from ...prewarm.job import rows_with_jobs
-from ...prewarm.presets import FAMILIES, SizePreset, families_for
+from ...prewarm.presets import FAMILIES, families_for
 from ...prewarm.worker import WarmUp
 from ...runtime.runtime import Runtime
-from ..amounts import counted, memory, whole_number
+from ..amounts import counted, memory
 from ..chore import Chore, Exclusively
 from ..events import (
     ACTIONS,
@@ -32,7 +32,6 @@ from ..events import (
     a_text,
     forget_when_changed,
     in_the_browser,
-    kept_out_of_defaults,
     nothing_seen,
 )
 from ..markup import sentence
@@ -63,22 +62,20 @@ class Panel:
 
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
-    def prewarm(self, text: str, batch: Any, tokens: Any, waiting: Chore | None) -> Answer:
-        """Queue the sizes that were typed; batch is for those without a number of images of their own."""
+    def prewarm(self, text: str, waiting: Chore | None) -> Answer:
+        """Queue the sizes that were typed."""
         try:
             sizes = parse_sizes(text or "")
             if not sizes:
                 raise ValueError("Type at least one size, for example 512x512.")
-            images = whole_number(1 if batch is None else batch, "The batch size", 1, LARGEST_BATCH)
-            wanted = [Size(size.width, size.height, images) if size.batch == 1 else size for size in sizes]
-            self.warmup.add(wanted, SOURCE, tokens=whole_number(tokens or TOKENS, "The number of tokens"))
+            self.warmup.add(sizes, SOURCE)
         except ValueError as problem:
             return sentence(str(problem), wrong=True), "", waiting
         return "", "", waiting
 
-    def preset(self, preset: SizePreset) -> Callable[..., Answer]:
-        """A handler that queues the sizes of a preset."""
-        return lambda batch, tokens, waiting: self.prewarm(", ".join(map(str, preset.sizes)), batch, tokens, waiting)
+    def preset(self, size: str) -> Callable[..., Answer]:
+        """A handler that queues a size."""
+        return lambda waiting: self.prewarm(size, waiting)
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
         sizes = self.warmup.stop()
@@ -195,11 +192,8 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         gr.HTML("<h3>Pre-warm sizes</h3>")
         rows, presets = build_presets()
         with gr.Row(elem_classes=CONTROLS):
-            sizes = a_text("Sizes", "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
-            batch = kept_out_of_defaults(gr.Number(
-                1, label="Batch size", precision=0, elem_id="onediff_prewarm_batch", scale=1, min_width=100,
-            ))
-            tokens = a_list("Prompt tokens", [*map(str, TOKEN_CHOICES)], str(TOKEN_CHOICES[0]), "tokens")
+            label = "Sizes; x2: two images at once"
+            sizes = a_text(label, "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
             cancel = a_button("Cancel all", "prewarm_cancel")
@@ -236,9 +230,9 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         done.then(panel.view, **shown)
 
     for asked in (prewarm.click, sizes.submit):
-        on(asked, panel.prewarm, sizes, batch, tokens)
-    for button, preset in presets:
-        on(button.click, panel.preset(preset), batch, tokens)
+        on(asked, panel.prewarm, sizes)
+    for button, size in presets:
+        on(button.click, panel.preset(size))
     on(cancel.click, panel.cancel_all)
     on(pin.click, panel.pin(True), keys, first=SELECTED)
     on(unpin.click, panel.pin(False), keys, first=SELECTED)
@@ -246,17 +240,17 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
     on(purge.click, panel.purge_selected, keys, first=if_confirmed(PURGE_SELECTED, SELECTED))
     on(purge_all.click, panel.purge_all, keys, first=if_confirmed(PURGE_ALL))
     on(purge_disk.click, panel.purge_disk, keys, first=if_confirmed(PURGE_DISK))
-    forget_when_changed([sizes, batch], told)
+    forget_when_changed([sizes], told)
 
 
-def build_presets() -> tuple[list[Any], list[tuple[Any, SizePreset]]]:
-    """A row of buttons for each kind of model; the rows, and each button with its sizes."""
+def build_presets() -> tuple[list[Any], list[tuple[Any, str]]]:
+    """A row of buttons for each kind of model; the rows, and each button with its size."""
     rows, buttons = [], []
     for family in FAMILIES:
         with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{family.model}") as row:
             gr.HTML(f"<b>{family.name}</b>")
-            for number, preset in enumerate(family.presets):
-                button = a_button(preset.label, f"preset_{family.model}_{number}", size="sm", min_width=20)
-                buttons.append((button, preset))
+            for size in family.sizes:
+                button = a_button(size, f"preset_{family.model}_{size}", size="sm", min_width=20)
+                buttons.append((button, size))
         rows.append(row)
     return rows, buttons
