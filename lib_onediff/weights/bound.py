@@ -16,7 +16,7 @@ from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values, few_rows
 from .offload import OffloadedWeights
-from .on_the_fly import News, OnTheFly
+from .on_the_fly import OnTheFly
 from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
 from .watch import Parameters, Tree, during
 
@@ -236,11 +236,9 @@ class BoundUNet:
             self._look_for_edits()
         else:
             self._bind(channels_last)
-        news = self.on_the_fly.refresh(binding, self.edition == self._refreshed, room, self.reader)
-        if news is News.MOVED:
-            self._note_moved()
-        elif news is News.CHANGED:
-            self.edition += 1
+        moved = self.on_the_fly.refresh(binding, self.edition == self._refreshed, room, self.reader)
+        if moved is not None:
+            self.generation, self.edition = self.generation + moved, self.edition + 1
         self._refreshed = self.edition
         if self.on_the_fly.copies:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)

@@ -5,7 +5,6 @@ is. AppliedWeights are the weights as the host computes with them.
 """
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,13 +23,6 @@ MEBIBYTE = 2**20
 NOTHING = WeightFunctions()
 
 
-class News(enum.Enum):
-    """What has become of the weights that a host computes with, since they were looked at last. MOVED: they lie
-    elsewhere, or are others."""
-
-    NONE, CHANGED, MOVED = range(3)
-
-
 class OnTheFly:
     """reader, casts: see HostTraits.functions and HostTraits.casts.
 
@@ -47,7 +39,6 @@ class OnTheFly:
         self._mark: list[object] = []
         self._facts: list[object] = []
         self._references: list[Callable[[], Any]] = []
-        self._places: list[Place] = []
         self._contents: Contents | None = None
         self.changes = 0
 
@@ -64,24 +55,25 @@ class OnTheFly:
 
     def refresh(
         self, binding: Binding, stand: bool, room: Callable[[], int] | None, contents_reader: Reader | None
-    ) -> News:
+    ) -> bool | None:
         """Apply what the host would apply now. stand: whether the parameters are known to be what they were at the last
         refresh. room: how many bytes copies of weights may take; None: any number.
 
-        Raises Refusal if they do not fit.
+        Returns whether the weights that the host computes with lie elsewhere than at the last refresh, or are others;
+        None where nothing has become of them. Raises Refusal if the copies do not fit.
         """
         reader = self._reader
         if reader is None and self._casts is None:
-            return News.NONE
+            return None
         self.begin_contents()()
         layers = binding.called_layers()
         parts = Parts() if reader is None else reader.parts(layers)
         self._is_needed = bool(parts.places) or binding.cast_to is not None
         self.is_asked = self._is_needed or (reader is not None and reader.could_apply(layers))
         if not self._is_needed:
-            return News.MOVED if self.drop() else News.NONE
+            return self.drop() or None
         if stand and self._was_made_of(parts, binding):
-            return News.NONE
+            return None
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in parts.places}
         casts_norms = self._casts is None or self._casts.norms
@@ -90,10 +82,10 @@ class OnTheFly:
         moved = applied.fit(functions, binding.weights(), binding.fusions, room)
         self.applied = applied
         self._mark, self._facts = parts.mark(), parts.facts
-        self._references, self._places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
-        self._contents = Contents(self._places, reader=contents_reader) if self._places else None
+        self._references, places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
+        self._contents = Contents(places, reader=contents_reader) if places else None
         self.changes += 1
-        return News.MOVED if moved else News.CHANGED
+        return moved
 
     def stands(self, binding: Binding) -> bool:
         """Whether the host applies what it did at the last refresh, in a sampling that goes on."""
@@ -108,10 +100,8 @@ class OnTheFly:
     def _was_made_of(self, parts: Parts, binding: Binding) -> bool:
         if self.applied is None or not self.applied.lasting or self.applied.dtype != binding.dtype:
             return False
-        are_alive = all(reference() is not None for reference in self._references) and all(
-            place.is_alive for place in self._places
-        )
-        return are_alive and parts.mark() == self._mark
+        # Whether the tensors are alive, begin_contents has told.
+        return all(reference() is not None for reference in self._references) and parts.mark() == self._mark
 
     def begin_contents(self) -> Callable[[], bool]:
         """Whether what is in the tensors that the host's functions hold is what it was: read now, told later."""

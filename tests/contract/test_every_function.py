@@ -35,8 +35,7 @@ OUTERMOST = {
     # contract_hosts decorates within a generation; the script does once, when it is loaded.
     "Guard.hook", "Guard.hook.<locals>.decorate",
     "ClassPatch.__init__.<locals>.patched", "InstanceForward.__call__", "InstanceForward._guarded",
-    "LoopAnnouncer.__call__", "AnnouncedLoop.__enter__", "AnnouncedLoop.__exit__", "AnnouncedLoop.__iter__",
-    "AnnouncedLoop.__getattr__",
+    "LoopAnnouncer.__call__", "LoopAnnouncer._follow.<locals>.close",
     "StepWithSettings.__call__", "listen.<locals>.listening", "status", "Cache.status", "Services.settings_shown",
     "Routes.status", "Runtime.settings",
     "SentenceRoute.get_route_handler.<locals>.handle_with_sentences",

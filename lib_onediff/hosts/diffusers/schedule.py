@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,21 @@ class LoopAnnouncer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipe = self._pipe()
         bar = type(pipe).progress_bar(pipe, *args, **kwargs)
-        announced = partial(AnnouncedLoop, bar, self._begin, self._end)
-        return runtime.guard.attempt("following a pipeline's steps", announced, bar)
+        runtime.guard.attempt("following a pipeline's steps", partial(self._follow, bar))
+        return bar
+
+    def _follow(self, bar: Any) -> None:
+        """A loop begins. It ends when its bar, a tqdm, is closed: by the loop itself, or where nobody holds the bar."""
+        self._begin()
+        known = weakref.ref(bar)
+
+        def close() -> None:
+            runtime.guard.attempt("noting that a sampling ends", self._end)
+            if (bar := known()) is not None:
+                vars(bar).pop("close", None)
+                bar.close()
+
+        vars(bar)["close"] = close
 
     def _begin(self) -> None:
         pipe, unet = self._pipe(), self._unet()
@@ -47,33 +60,6 @@ class LoopAnnouncer:
         # A copied pipeline gets its class's own: the copy's UNet is not in our care.
         pipe = self._pipe()
         return types.MethodType, (type(pipe).progress_bar, pipe)
-
-
-class AnnouncedLoop:
-    """A progress bar, as the context of a loop or as what it iterates over."""
-
-    def __init__(self, bar: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._bar = bar
-        self._begin = partial(runtime.guard.attempt, "noting that a sampling begins", begin)
-        self._end = partial(runtime.guard.attempt, "noting that a sampling ends", end)
-
-    def __enter__(self) -> Any:
-        self._begin()
-        return self._bar.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        self._end()
-        return self._bar.__exit__(*error)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._begin()
-        try:
-            yield from self._bar
-        finally:
-            self._end()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bar, name)
 
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
