@@ -28,6 +28,8 @@ class Cache:
     ) -> None:
         self._services, self._stepping, self._vae, self._two_gpus = services, stepping, vae, two_gpus
         self._seen = MemorySnapshot()
+        # In place of CallStats.status where that fails: who reads it finds every key.
+        self._unknown = CallStats().status()
 
     # --- to see ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class Cache:
         settings = self._services.settings_shown
         # What fails says so among the faults, and costs no other part.
         part: Any = partial(self._services.guard.attempt, "the status")
-        status = part(self._services.call_stats.status, CallStats().status())
+        status = part(self._services.call_stats.status, self._unknown)
         return {
             "enabled": settings.enabled, **status,
             **{policy.name: policy.status.copy() for policy in self._stepping.policies},
