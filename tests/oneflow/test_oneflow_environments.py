@@ -20,7 +20,7 @@ def test_a_torch_that_shares_no_memory(tmp_path: Path) -> None:
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import torch\n\ndel torch.to_dlpack\n")
     reason = verdict_with(tmp_path).reason
-    assert reason.startswith(f"OneFlow failed when it was handed torch's tensors, beside torch {torch.__version__}: ")
+    assert reason.startswith(f"OneFlow failed beside torch {torch.__version__} ") and "to_dlpack" in reason
 
 
 def test_a_graph_that_computes_something_else(tmp_path: Path) -> None:
@@ -28,4 +28,4 @@ def test_a_graph_that_computes_something_else(tmp_path: Path) -> None:
         "import torch\n\nplain = torch.nn.functional.silu\ntorch.nn.functional.silu = lambda x: plain(x) * 1.01\n"
     )
     reason = verdict_with(tmp_path).reason
-    assert reason.startswith("OneFlow failed when it computed") and "something else" in reason
+    assert reason.startswith("OneFlow failed ") and "something else" in reason

@@ -13,10 +13,6 @@ import torch
 
 from lib_onediff.devices.oneflow import gate as oneflow_gate
 from lib_onediff.devices.oneflow.gate import (
-    COMPUTING,
-    DONE,
-    IMPORTING,
-    SHARING,
     TRYING,
     OneFlowGate,
     Verdict,
@@ -53,11 +49,6 @@ def install(folder: Path, version: str = "0.9.0", source: str = "raise SystemExi
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: oneflow\nVersion: {version}\n")
 
 
-def said(**words: object) -> str:
-    """As the other process says it."""
-    return json.dumps(words)
-
-
 def tried(folder: Path, seconds: float = 120.0) -> str | None:
     """What a gate says, whose other process finds this folder's packages first."""
     gate = OneFlowGate(seconds, {**os.environ, "PYTHONPATH": str(folder)})
@@ -65,7 +56,7 @@ def tried(folder: Path, seconds: float = 120.0) -> str | None:
 
 
 @pytest.mark.parametrize(("python", "system", "processor", "said"), [
-    ((3, 13), "linux", "x86_64", ["needs Python 3.10", "3.13"]), (None, "win32", "AMD64", ["Linux", "AMD64"]),
+    ((3, 13), "linux", "x86_64", ["Python 3.10", "3.13"]), (None, "win32", "AMD64", ["Linux", "AMD64"]),
     (None, "linux", "aarch64", ["Linux", "aarch64"]), (None, "linux", "x86_64", ["not installed", "README"]),
 ])
 def test_where_it_is_not(
@@ -116,7 +107,7 @@ def test_devices_and_types_that_it_does_not_compute(device: torch.device, dtype:
 def test_one_that_ends_its_process_and_one_that_never_ends(machine: Path) -> None:
     install(machine, source="import os; os.abort()")
     why = tried(machine)
-    assert a_sentence(why) and "ended its process when it was imported" in why and "oneflow" not in sys.modules
+    assert a_sentence(why) and "ended its process" in why and "oneflow" not in sys.modules
     (machine / "oneflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     began = time.monotonic()
     why = tried(machine, seconds=1)
@@ -129,18 +120,16 @@ def test_it_is_tried_once_and_not_waited_for(machine: Path) -> None:
     gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(machine)})
     assert gate.verdict(CPU, torch.float32, waits=False) == Verdict(TRYING)
     found = gate.verdict(CPU, torch.float32)
-    assert a_sentence(found.reason) and "was imported" in found.reason and "ImportError: bad weather" in found.reason
+    assert a_sentence(found.reason) and "ImportError: bad weather" in found.reason
     assert gate.verdict(CPU, torch.float32, waits=False) == found
     assert (machine / "oneflow" / "__init__.py.tried").read_text() == "x"
 
 
 def test_what_the_other_process_says() -> None:
-    noise = ["W2026 cuda", said(at=SHARING), "[1, 2]", said(at=DONE, fused_attention=True), "{not there}"]
-    assert verdict_of("\n".join(noise), 0) == Verdict(None, True)
-    # What it says last counts, and not how it ends: OneFlow may fall over when it is put away.
-    assert verdict_of(said(at=DONE), -6) == Verdict(None)
-    for stage in (IMPORTING, SHARING, COMPUTING):
-        assert a_sentence(verdict_of(said(at=stage), -6).reason)
-        assert a_sentence(verdict_of(said(at=stage, error="RuntimeError: it is too hot."), 0).reason)
-    assert a_sentence(verdict_of("", 1).reason)
+    said = json.dumps({"fused_attention": True})
+    # What it says counts, and not how it ends: OneFlow may fall over when it is put away.
+    assert verdict_of("\n".join(["W2026 cuda", "[1, 2]", said, "{not there}"]), -6) == Verdict(None, True)
+    failed = verdict_of(json.dumps({"error": "RuntimeError: it is too hot."}), 0)
+    for verdict, part in ((failed, "it is too hot"), (verdict_of("", 1), "code 1")):
+        assert a_sentence(verdict.reason) and part in verdict.reason
     assert brief("\x1b[1m\n\n first: \n second") == "first"

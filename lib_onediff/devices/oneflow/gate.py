@@ -1,7 +1,7 @@
 """Why OneFlow cannot be used here, in a sentence that says what to do.
 
 OneFlow is tried by this file as a program of its own, because where it does not work, it may end its process. Given a
-device and a dtype such as cuda:0 float16, that writes a line of JSON when it begins something, and one at the end.
+device and a dtype such as cuda:0 float16, that writes a line of JSON at its end.
 """
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
 TRYING = "OneFlow is being tried, in the background"
 SECONDS = 120.0
 REPOSITORY = Path(__file__).parents[3]
-# What the other process does, as a sentence goes on.
-IMPORTING, SHARING, COMPUTING, DONE = "was imported", "was handed torch's tensors", "computed", "done"
 # Of the largest value: ten times what rounding explains.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2}
 
@@ -102,10 +100,9 @@ def why_not_for(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def why_no_package() -> str | None:
     """Why this Python has no OneFlow that can be tried."""
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        return f"OneFlow exists for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
-    if sys.version_info[:2] != PYTHON:
-        return f"OneFlow needs Python {written(PYTHON)}, and the WebUI runs on {written(sys.version_info[:2])}"
+    if (sys.platform, platform.machine(), sys.version_info[:2]) != ("linux", "x86_64", PYTHON):
+        here = f"{written(sys.version_info[:2])} for {platform.system()} on {platform.machine()}"
+        return f"OneFlow exists for Python {written(PYTHON)} for Linux on x86-64, and this is {here}"
     if find_spec("oneflow") is None:
         return "OneFlow is not installed, and never is by itself: OneDiff's README says how"
     version = metadata.version("oneflow")
@@ -116,17 +113,16 @@ def why_no_package() -> str | None:
 
 def verdict_of(output: str, code: int) -> Verdict:
     """What the other process has found, by what it has said and how it ended. OneFlow may have written in between."""
-    words: dict[str, Any] = {"at": IMPORTING}
+    words: dict[str, Any] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):
             words |= json.loads(line)
-    stage, error = words["at"], words.get("error")
-    if error is not None:
-        hint = f"{brief(error)}: .readme/oneflow.md says what it needs" if stage == IMPORTING else brief(error)
-        return Verdict(f"OneFlow failed when it {stage}, beside torch {torch.__version__}: {hint}")
-    if stage == DONE:
-        return Verdict(None, bool(words.get("fused_attention")))
-    return Verdict(f"OneFlow ended its process when it {stage} (code {code})")
+    needs = f"beside torch {torch.__version__} (.readme/oneflow.md says what it needs)"
+    if "error" in words:
+        return Verdict(f"OneFlow failed {needs}: {brief(words['error'])}")
+    if "fused_attention" in words:
+        return Verdict(None, bool(words["fused_attention"]))
+    return Verdict(f"OneFlow ended its process {needs}, with code {code}")
 
 
 def brief(message: str) -> str:
@@ -135,8 +131,9 @@ def brief(message: str) -> str:
     return lines[0][:160].rstrip(".: ") if lines else "no reason given"
 
 
-def main(device: str, dtype: torch.dtype) -> None:
-    """Try OneFlow in this process."""
+def main(device: str, dtype: torch.dtype) -> bool:
+    """Try OneFlow in this process; whether its own attention works here. Raises what OneFlow raises, and RuntimeError
+    where it computes something else than torch."""
     import resource
 
     # What ends by itself shall leave no memory image behind.
@@ -149,11 +146,8 @@ def main(device: str, dtype: torch.dtype) -> None:
     from ...core.affine import Affine
     from .operators import graph_of, run_graph, unowned
 
-    say(at=SHARING)
     if to_torch(from_torch(unowned(weight))).data_ptr() != weight.data_ptr():
         raise RuntimeError("a tensor was copied on its way to OneFlow and back")
-
-    say(at=COMPUTING)
 
     def build(weights: Any, tokens: Any, image: Any) -> Any:
         convolved = flow.nn.functional.conv2d(image, weights["kernel"].weight, None, 1, 1)
@@ -165,7 +159,7 @@ def main(device: str, dtype: torch.dtype) -> None:
         tokens, image = kernel.new_empty(2, 64).normal_(), kernel.new_empty(2, 4, 8, 8).normal_()
         convolved = torch.nn.functional.conv2d(image, kernel, padding=1)
         refuse_difference(run_graph(graph, [tokens, image]), tokens @ weight, torch.nn.functional.silu(convolved))
-    say(at=DONE, fused_attention=kernel.is_cuda and dtype == torch.float16 and has_fused_attention(kernel))
+    return kernel.is_cuda and dtype == torch.float16 and has_fused_attention(kernel)
 
 
 def has_fused_attention(like: Tensor) -> bool:
@@ -194,13 +188,10 @@ def refuse_difference(results: list[Tensor], *exact: Tensor) -> None:
             raise RuntimeError(f"it computes something else than torch (relative error {error:.0e})")
 
 
-def say(**words: Any) -> None:
-    print(json.dumps(words), flush=True)
-
-
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], getattr(torch, sys.argv[2]))
+        found: dict[str, Any] = {"fused_attention": main(sys.argv[1], getattr(torch, sys.argv[2]))}
     except Exception as error:
         traceback.print_exc()
-        say(error=f"{type(error).__name__}: {error}")
+        found = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(found), flush=True)

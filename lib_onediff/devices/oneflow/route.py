@@ -1,8 +1,8 @@
 """How calls come to OneFlow: one lazy graph (nn.Graph) a shape, over the host's own weights.
 
-OneFlow compiles for seconds, and a process that has compiled does not get that memory back, so a graph outlives
-prompts: what depends on the prompt is among its inputs. Like a CUDA graph it holds addresses of weights, not tensors,
-and serves as long as they lie where they lay. OneFlow itself is imported by the first graph, not by this module.
+OneFlow compiles for seconds, and a process that has compiled does not get that memory back. Like a CUDA graph it holds
+addresses of weights, not tensors, and serves as long as they lie where they lay. OneFlow itself is imported by the
+first graph, not by this module.
 """
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ...core.affine import Affine, Weights
-from ...core.call import Call
-from ...core.device import CachedRunner, Device, Traits
+from ...core.call import Call, CutMemory
+from ...core.device import Device, Traits
 from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ..cuda.graphs.capture import Output
-from ..cuda.graphs.inputs import copy_inputs, mapped, own_inputs
+from ..cuda.graphs.inputs import mapped, own_inputs
 from ..torch import operators as torch_ops
 from .gate import OneFlowGate, brief
 
@@ -51,24 +50,20 @@ ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
 
 @dataclass
 class OneFlowRunner:
-    """A graph for the calls of one shape, with its own inputs. given: what the graph takes, see tensors_of. variables:
-    the environment that OneFlow is to see, see oneflow_variables. running: held while OneFlow runs."""
+    """A graph for the calls of one shape. variables: the environment that OneFlow is to see, see oneflow_variables.
+    running: held while OneFlow runs."""
 
     graph: Any
-    inputs: Call
-    given: list[Tensor]
     variables: Mapping[str, str]
     running: threading.Lock
 
     def run(self, call: Call) -> Tensor:
         from .operators import run_graph
 
-        copy_inputs(call, self.inputs)
         with self.running, environment(self.variables):
-            output, *deep = run_graph(self.graph, self.given)
-        cut = self.inputs.cut
-        if cut is not None and deep:
-            cut.memory.write(deep[0])
+            output, *deep = run_graph(self.graph, tensors_of(call))
+        if call.cut is not None and deep:
+            call.cut.memory.write(deep[0])
         return output
 
 
@@ -95,8 +90,6 @@ class OneFlow(Device):
         # By shape and addresses of weights. None: OneFlow failed.
         self._graphs: dict[Hashable, Future[Any | None]] = {}
         self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
-        # By the runtime's object for a UNet and by shape. OneFlow's memory is no part of any budget.
-        self._runners: weakref.WeakKeyDictionary[Any, dict[ShapeKey, CachedRunner]] = weakref.WeakKeyDictionary()
         # OneFlow ends the process where one thread runs a graph while another compiles one.
         self._running = threading.Lock()
 
@@ -123,36 +116,26 @@ class OneFlow(Device):
         """A graph has its own; what is launched beside it is PyTorch's."""
         return torch_ops
 
-    def runner(
-        self, managed: Any, key: ShapeKey, call: Call, waits: bool
-    ) -> OneFlowRunner:
+    def runner(self, managed: Any, key: ShapeKey, call: Call, waits: bool) -> OneFlowRunner:
         """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
         thread, seconds where the shape or the address of a weight is new. waits: wait for it."""
-        runners = self._runners.setdefault(managed, {})
-        kept = runners.get(key)
-        if kept is not None and managed.serves(kept, call.cut):
-            if not waits and not all(graph.done() for graph in self._graphs.values()):
-                raise Refusal(COMPILING_ANOTHER)
-            # Settings change, and graphs do not know them.
-            known: Any = kept.runner
-            return replace(known, variables=self._variables)
-        binding, inputs = managed.bound.binding, own_inputs(call, torch.contiguous_format)
-        weights, given = present(binding.weights()), tensors_of(inputs)
+        binding = managed.bound.binding
+        weights = binding.weights()
+        # Graphs do not know what is summed in half precision.
         identity = replace(key, precision=()), addresses(weights)
         if identity not in self._graphs:
             self._refuse_another(weights)
-            build = forward_of(self._output, binding.layout, inputs, self._fused_attention)
-            self._graphs[identity] = self._worker.submit(self._compile, build, weights, given)
+            build = forward_of(self._output, binding.layout, call, self._fused_attention)
+            self._graphs[identity] = self._worker.submit(self._compile, build, present(weights), tensors_of(call))
         making = self._graphs[identity]
         if not (waits or making.done()):
             raise Refusal(COMPILING)
+        if not (waits or all(graph.done() for graph in self._graphs.values())):
+            raise Refusal(COMPILING_ANOTHER)
         graph = making.result()
         if graph is None:
             raise Refusal(FAILED.format(self.failure))
-        runner = OneFlowRunner(graph, inputs, given, self._variables, self._running)
-        kept_as: Any = runner
-        runners[key] = CachedRunner(managed.bound.generation, kept_as)
-        return runner
+        return OneFlowRunner(graph, self._variables, self._running)
 
     def _refuse_another(self, weights: Weights) -> None:
         """Raise Refusal where no further graph is compiled."""
@@ -220,30 +203,34 @@ class Crossing:
         self.deep = deep
 
 
-def forward_of(output: Output, layout: Any, inputs: Call, fused_attention: bool) -> Callable[..., Any]:
-    """The forward for inputs like these, as a function of OneFlow's tensors: the weights, then what tensors_of names.
+def forward_of(output: Output, layout: Any, call: Call, fused_attention: bool) -> Callable[..., Any]:
+    """The forward for calls like this one, as a function of OneFlow's tensors: the weights, then what tensors_of names.
     fused_attention: see operators.OneFlowOperators."""
+    # The graph stays, and none of this call's tensors with it.
+    nothing: Any = torch.empty(0)
+    like = replace(mapped(call, lambda tensor: nothing), cut=None)
+    cut = None if call.cut is None else replace(call.cut, memory=CutMemory())
 
     def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
         from .operators import OneFlowOperators
 
-        ops, rest, cut = OneFlowOperators(fused_attention), iter(given), inputs.cut
-        call = mapped(inputs, lambda _: next(rest))
+        ops, rest = OneFlowOperators(fused_attention), iter(given)
+        now = mapped(like, lambda _: next(rest))
         if cut is None:
-            return (output(layout, weights, ops, call),)
+            return (output(layout, weights, ops, now),)
         memory: Any = Crossing(next(rest) if cut.reads else None)
-        computed = output(layout, weights, ops, replace(call, cut=replace(cut, memory=memory)))
+        computed = output(layout, weights, ops, replace(now, cut=replace(cut, memory=memory)))
         return (computed,) if cut.reads else (computed, memory.deep)
 
     return build
 
 
-def tensors_of(inputs: Call) -> list[Tensor]:
-    """What a graph takes: the inputs, and the deep feature where it is read."""
+def tensors_of(call: Call) -> list[Tensor]:
+    """What a graph takes, contiguous: the inputs, and the deep feature where it is read."""
     tensors: list[Tensor] = []
-    mapped(inputs, tensors.append)
-    if inputs.cut is not None and inputs.cut.reads:
-        tensors.append(inputs.cut.memory.read())
+    mapped(own_inputs(call, torch.contiguous_format), tensors.append)
+    if call.cut is not None and call.cut.reads:
+        tensors.append(call.cut.memory.read())
     return tensors
 
 
