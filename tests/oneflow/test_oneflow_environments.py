@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
-from lib_onediff.devices.oneflow.gate import OneFlowGate, Verdict
+from lib_onediff.devices.oneflow.gate import OneFlowGate
 
 CPU = torch.device("cpu")
 
 
-def verdict_with(folder: Path) -> Verdict:
+def reason_with(folder: Path) -> str | None:
     """With this folder's packages before all others."""
-    return OneFlowGate(environment={**os.environ, "PYTHONPATH": str(folder)}).verdict(CPU, torch.float32)
+    return OneFlowGate(environment={**os.environ, "PYTHONPATH": str(folder)}).why_not(CPU, torch.float32)
 
 
 def test_a_torch_that_shares_no_memory(tmp_path: Path) -> None:
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import torch\n\ndel torch.to_dlpack\n")
-    reason = verdict_with(tmp_path).reason
+    reason = reason_with(tmp_path)
     assert reason.startswith(f"OneFlow failed beside torch {torch.__version__} ") and "to_dlpack" in reason
 
 
@@ -27,5 +27,5 @@ def test_a_graph_that_computes_something_else(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\n\nplain = torch.nn.functional.silu\ntorch.nn.functional.silu = lambda x: plain(x) * 1.01\n"
     )
-    reason = verdict_with(tmp_path).reason
+    reason = reason_with(tmp_path)
     assert reason.startswith("OneFlow failed ") and "something else" in reason

@@ -14,7 +14,7 @@ from deepcache_builders import STEPS, Rig, call_of, equal_distances, few_steps_s
 from oneflow_builders import agree
 
 from lib_onediff import compile_unet, status, uncompile_unet
-from lib_onediff.devices.oneflow.gate import OneFlowGate, Verdict
+from lib_onediff.devices.oneflow.gate import OneFlowGate
 from lib_onediff.runtime.runtime import runtime
 
 
@@ -54,7 +54,7 @@ def test_patience_edits_and_exchanges() -> None:
 
 
 def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneFlowGate, "verdict", lambda *given: Verdict("OneFlow has no luck today"))
+    monkeypatch.setattr(OneFlowGate, "why_not", lambda *given: "OneFlow has no luck today")
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
     call = a_call(unet)
     assert agree(served(unet, call), diffusers_output(unet, call))

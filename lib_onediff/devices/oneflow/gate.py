@@ -12,12 +12,11 @@ import re
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,37 +35,31 @@ REPOSITORY = Path(__file__).parents[3]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2}
 
 
-class Verdict(NamedTuple):
-    """reason: why OneFlow cannot be used, or None. fused_attention: whether its own attention works here."""
-
-    reason: str | None
-    fused_attention: bool = False
-
-
 class OneFlowGate:
     """Knows of every device and dtype whether OneFlow can be used, once it has been tried in another process."""
 
     def __init__(self, seconds: float = SECONDS, environment: Mapping[str, str] | None = None) -> None:
         """seconds: how long the other process may take. environment: its own; None: ours."""
         self._seconds, self._environment = seconds, environment
-        self._verdicts: dict[tuple[torch.device, torch.dtype], Verdict] = {}
+        self._verdicts: dict[tuple[torch.device, torch.dtype], str | None] = {}
         self._trials: dict[tuple[torch.device, torch.dtype], threading.Thread] = {}
 
-    def verdict(self, device: torch.device, dtype: torch.dtype, waits: bool = True) -> Verdict:
-        """waits: for the seconds that the first trial takes; otherwise that is the reason meanwhile."""
+    def why_not(self, device: torch.device, dtype: torch.dtype, waits: bool = True) -> str | None:
+        """Why OneFlow cannot be used, in one sentence; None if it can. waits: for the seconds that the first trial
+        takes; otherwise that is the reason meanwhile."""
         pair = device, dtype
         if pair not in self._trials:
             self._trials[pair] = threading.Thread(target=self._try, args=pair, name="onediff-oneflow", daemon=True)
             self._trials[pair].start()
         if waits:
             self._trials[pair].join()
-        return self._verdicts.get(pair, Verdict(TRYING))
+        return self._verdicts.get(pair, TRYING)
 
     def _try(self, device: torch.device, dtype: torch.dtype) -> None:
         lack = why_not_for(device, dtype) or why_no_package()
-        self._verdicts[device, dtype] = Verdict(lack) if lack else self._in_a_process(device, dtype)
+        self._verdicts[device, dtype] = lack or self._in_a_process(device, dtype)
 
-    def _in_a_process(self, device: torch.device, dtype: torch.dtype) -> Verdict:
+    def _in_a_process(self, device: torch.device, dtype: torch.dtype) -> str | None:
         where = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
         command = [sys.executable, "-m", f"{__package__}.gate", where, str(dtype).removeprefix("torch.")]
         try:
@@ -75,9 +68,9 @@ class OneFlowGate:
                 stdin=subprocess.DEVNULL, cwd=REPOSITORY, env=self._environment,
             )
         except subprocess.TimeoutExpired:
-            return Verdict(f"OneFlow was tried in a process of its own, which did not end within {self._seconds:.0f} s")
+            return f"OneFlow was tried in a process of its own, which did not end within {self._seconds:.0f} s"
         except OSError as error:
-            return Verdict(f"OneFlow could not be tried, because no other Python can be started ({error})")
+            return f"OneFlow could not be tried, because no other Python can be started ({error})"
         return verdict_of(ended.stdout, ended.returncode)
 
 
@@ -111,18 +104,16 @@ def why_no_package() -> str | None:
     return None
 
 
-def verdict_of(output: str, code: int) -> Verdict:
+def verdict_of(output: str, code: int) -> str | None:
     """What the other process has found, by what it has said and how it ended. OneFlow may have written in between."""
     words: dict[str, Any] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):
             words |= json.loads(line)
     needs = f"beside torch {torch.__version__} (.readme/oneflow.md says what it needs)"
-    if "error" in words:
-        return Verdict(f"OneFlow failed {needs}: {brief(words['error'])}")
-    if "fused_attention" in words:
-        return Verdict(None, bool(words["fused_attention"]))
-    return Verdict(f"OneFlow ended its process {needs}, with code {code}")
+    if "error" not in words:
+        return f"OneFlow ended its process {needs}, with code {code}"
+    return f"OneFlow failed {needs}: {brief(words['error'])}" if words["error"] else None
 
 
 def brief(message: str) -> str:
@@ -131,9 +122,9 @@ def brief(message: str) -> str:
     return lines[0][:160].rstrip(".: ") if lines else "no reason given"
 
 
-def main(device: str, dtype: torch.dtype) -> bool:
-    """Try OneFlow in this process; whether its own attention works here. Raises what OneFlow raises, and RuntimeError
-    where it computes something else than torch."""
+def main(device: str, dtype: torch.dtype) -> None:
+    """Try OneFlow in this process. Raises what OneFlow raises, and RuntimeError where it computes something else than
+    torch."""
     import resource
 
     # What ends by itself shall leave no memory image behind.
@@ -159,26 +150,6 @@ def main(device: str, dtype: torch.dtype) -> bool:
         tokens, image = kernel.new_empty(2, 64).normal_(), kernel.new_empty(2, 4, 8, 8).normal_()
         convolved = torch.nn.functional.conv2d(image, kernel, padding=1)
         refuse_difference(run_graph(graph, [tokens, image]), tokens @ weight, torch.nn.functional.silu(convolved))
-    return kernel.is_cuda and dtype == torch.float16 and has_fused_attention(kernel)
-
-
-def has_fused_attention(like: Tensor) -> bool:
-    """Whether OneFlow's own attention, which it has for some GPUs alone, computes what torch's does."""
-    import oneflow as flow
-
-    from .operators import run_graph
-
-    heads = list(like.new_empty(3, 2, 4, 77, 64).normal_())
-    expected = torch.nn.functional.scaled_dot_product_attention(*heads)
-    rows = [part.transpose(1, 2).flatten(2) for part in heads]
-    attention = flow._C.fused_multi_head_attention_inference
-    try:
-        mixed = run_graph(lambda *given: [attention(*given, num_heads=4)], rows)
-        refuse_difference(mixed, expected.transpose(1, 2).flatten(2))
-    except Exception:
-        traceback.print_exc()
-        return False
-    return True
 
 
 def refuse_difference(results: list[Tensor], *exact: Tensor) -> None:
@@ -189,9 +160,9 @@ def refuse_difference(results: list[Tensor], *exact: Tensor) -> None:
 
 
 if __name__ == "__main__":
+    failure = ""
     try:
-        found: dict[str, Any] = {"fused_attention": main(sys.argv[1], getattr(torch, sys.argv[2]))}
+        main(sys.argv[1], getattr(torch, sys.argv[2]))
     except Exception as error:
-        traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found), flush=True)
+        failure = f"{type(error).__name__}: {error}"
+    print(json.dumps({"error": failure}), flush=True)

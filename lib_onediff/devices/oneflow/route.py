@@ -85,7 +85,6 @@ class OneFlow(Device):
         self.most, self.failure = most, ""
         self._output = output
         self._gate = OneFlowGate()
-        self._fused_attention = False
         self._variables: Mapping[str, str] = {}
         # By shape and addresses of weights. None: OneFlow failed.
         self._graphs: dict[Hashable, Future[Any | None]] = {}
@@ -101,10 +100,10 @@ class OneFlow(Device):
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
         """Calls by these settings follow."""
-        verdict = self._gate.verdict(device, dtype, waits)
-        if verdict.reason is not None:
-            raise Refusal(verdict.reason)
-        self._variables, self._fused_attention = oneflow_variables(settings), verdict.fused_attention
+        lack = self._gate.why_not(device, dtype, waits)
+        if lack is not None:
+            raise Refusal(lack)
+        self._variables = oneflow_variables(settings)
 
     def refuse_call(self, call: Call) -> None:
         if call.patches is not None:
@@ -125,7 +124,7 @@ class OneFlow(Device):
         identity = replace(key, precision=()), addresses(weights)
         if identity not in self._graphs:
             self._refuse_another(weights)
-            build = forward_of(self._output, binding.layout, call, self._fused_attention)
+            build = forward_of(self._output, binding.layout, call)
             self._graphs[identity] = self._worker.submit(self._compile, build, present(weights), tensors_of(call))
         making = self._graphs[identity]
         if not (waits or making.done()):
@@ -203,9 +202,9 @@ class Crossing:
         self.deep = deep
 
 
-def forward_of(output: Output, layout: Any, call: Call, fused_attention: bool) -> Callable[..., Any]:
+def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
     """The forward for calls like this one, as a function of OneFlow's tensors: the weights, then what tensors_of names.
-    fused_attention: see operators.OneFlowOperators."""
+    """
     # The graph stays, and none of this call's tensors with it.
     nothing: Any = torch.empty(0)
     like = replace(mapped(call, lambda tensor: nothing), cut=None)
@@ -214,7 +213,7 @@ def forward_of(output: Output, layout: Any, call: Call, fused_attention: bool) -
     def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
         from .operators import OneFlowOperators
 
-        ops, rest = OneFlowOperators(fused_attention), iter(given)
+        ops, rest = OneFlowOperators(), iter(given)
         now = mapped(like, lambda _: next(rest))
         if cut is None:
             return (output(layout, weights, ops, now),)
