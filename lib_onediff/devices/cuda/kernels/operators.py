@@ -3,7 +3,7 @@ twice."""
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -91,9 +91,8 @@ class TritonOperators:
         return output
 
     def group_norm(
-        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: Affine | None = None,
-    ) -> Any:
+        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+    ) -> Tensor:
         first, second = halves(image)
         return triton_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
