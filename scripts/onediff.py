@@ -15,7 +15,6 @@ from lib_onediff.hosts import this_webui
 from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
-from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import chosen_folder
 from lib_onediff.ui import accordion, infotext, onediff_tab, run_settings, settings_tab, status, xyz
@@ -66,7 +65,6 @@ def model_loaded(sd_model: Any) -> None:
 def prepare(sd_model: Any) -> None:
     """Serve a checkpoint, and queue what it wants ready."""
     webui.model_loaded(sd_model)
-    give_back_freed_memory()
     idle.disturb()
     wanted = parse_prewarm(runtime.settings.prewarm)
     warmup.add(wanted.sizes, "settings")

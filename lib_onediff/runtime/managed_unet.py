@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.affine import Source
 from ..core.call import Call, Cut, CutMemory
-from ..core.device import CachedRunner, Memory, Runner
+from ..core.device import CachedRunner, Runner
 from ..core.key import Lossy, ShapeKey
 from ..core.policy import StepMemory
 from ..core.precision import autocast_dtype
@@ -58,8 +58,6 @@ class ManagedUNet:
         self.no_room_for_low_bit = False
         self.why_not_offloaded = ""
         self.runners: dict[ShapeKey, CachedRunner] = {}
-        # The graphs come and go with the weights; their memory stays for the next ones.
-        self._memory: Memory | None = None
 
     @property
     def architecture(self) -> str | None:
@@ -178,7 +176,6 @@ class ManagedUNet:
             other: kept for other, kept in self.runners.items() if kept.generation == self.bound.generation
         }
         self.runners[key] = CachedRunner(self.bound.generation, runner)
-        self._memory = runner.memory
 
     def cut_memory(self, shape: Hashable) -> CutMemory:
         """The memory of a cut at a shape, the same as long as a graph or anybody else holds it."""
@@ -201,14 +198,12 @@ class ManagedUNet:
             self.step_memories.clear()
             self.low_bit = None
             self.bound.drop_applied()
-        if not self.runners:
-            self._memory = None
 
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
         holds = (
-            self._memory is not None or self.low_bit is not None
+            self.runners or self.low_bit is not None
             or any(memory.bytes() for memory in self.step_memories.values())
             or self.bound.on_the_fly.bytes
         )

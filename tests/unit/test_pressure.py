@@ -1,8 +1,6 @@
 """Room on the GPU before a sampling and around a capture, and the most memory that a capture has in use at a time."""
 from __future__ import annotations
 
-import os
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.allocations import PIECE, most_in_use
-from lib_onediff.runtime.freed_memory import give_back_freed_memory
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.runtime import runtime
 
@@ -136,20 +133,3 @@ def test_the_most_that_is_in_use_at_a_time() -> None:
     in_turn = events((7, 0), (1, 4 * PIECE), (2, PIECE), (1, 0), (1, 3 * PIECE), (2, 0), (1, 0))
     assert most_in_use([*in_turn, {"action": "segment_alloc", "addr": 1, "size": 10 * PIECE}]) == 5 * PIECE
     assert most_in_use(events((1, 1), (2, PIECE + 1))) == 3 * PIECE, "in the pieces that torch hands out"
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as numbers:
-        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc_trim")
-def test_freed_blocks_between_others_go_back() -> None:
-    blocks = [torch.ones(16 * 1024) for _ in range(4096)]  # 64 KiB each: below what glibc maps one by one
-    kept = blocks[::16]
-    del blocks
-    before = resident_bytes()
-    if not give_back_freed_memory():
-        pytest.skip("this C library gives nothing back")
-    assert before - resident_bytes() > 50 * 2**20
-    assert all(float(block[0]) == 1.0 for block in kept)
