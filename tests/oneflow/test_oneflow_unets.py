@@ -16,7 +16,7 @@ from oneflow_builders import Ours, agree, count
 from lib_onediff.core.call import Control
 from lib_onediff.core.leaves import TimeEmbedding
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.unet import cuts as deepcache
+from lib_onediff.families.unet import forward as deepcache
 
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])

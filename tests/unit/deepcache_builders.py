@@ -16,7 +16,7 @@ from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
-from lib_onediff.families.unet import cuts as deepcache
+from lib_onediff.families.unet import forward as deepcache
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.steps import schedule
 from lib_onediff.weights.bound import BoundUNet

@@ -14,7 +14,7 @@ from deepcache_builders import (  # noqa: F401
 from graph_builders import PretendedGraphs
 
 from lib_onediff.core.table import Entry, State
-from lib_onediff.families.unet import cuts as compute
+from lib_onediff.families.unet import forward as compute
 from lib_onediff.runtime.runtime import runtime
 
 FULL, CACHED = "full", "cached"

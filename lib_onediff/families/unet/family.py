@@ -7,8 +7,7 @@ from ...core.affine import Weights
 from ...core.call import Call
 from ...core.family import AttentionShapes
 from ...core.operators import Operators
-from . import cuts
-from .forward import forward, transformer_blocks
+from . import forward
 from .layout import UNetLayout, refuse_call
 from .read_diffusers import is_diffusers_unet, read_diffusers
 from .read_ldm import is_ldm_unet, read_ldm
@@ -32,11 +31,11 @@ class UNets:
         """A call with patches is computed whole."""
         cut = call.cut
         if cut is None or call.patches is not None:
-            return forward(layout, weights, ops, call)
+            return forward.forward(layout, weights, ops, call)
         depth = min(cut.depth, self.deepest(layout))
         if cut.reads:
-            return cuts.cached_pass(layout, weights, ops, call, depth, cut.memory.read())
-        output, deep = cuts.full_pass(layout, weights, ops, call, depth)
+            return forward.cached_pass(layout, weights, ops, call, depth, cut.memory.read())
+        output, deep = forward.full_pass(layout, weights, ops, call, depth)
         cut.memory.write(deep)
         return output
 
@@ -47,7 +46,7 @@ class UNets:
         """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""
         (batch, _, height, width), tokens = call.latent.shape, call.context.shape[1]
         found: dict[AttentionShapes, None] = {}
-        for block, pixels in transformer_blocks(layout, height, width):
+        for block, pixels in forward.transformer_blocks(layout, height, width):
             heads = block.self_attention.heads
             own = (batch, heads, pixels, block.self_attention.query_key_value.out_features // 3 // heads)
             found[own, own] = None

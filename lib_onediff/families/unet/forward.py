@@ -135,6 +135,27 @@ def forward(layout: UNetLayout, weights: Weights, ops: Operators, call: Call) ->
     return Pass(layout, weights, ops, call).whole()
 
 
+def full_pass(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int
+) -> tuple[Tensor, Tensor]:
+    """As forward, and the deep feature (DeepCache, Ma et al. 2023): the image that enters the last output stages, all
+    that the stages below have to say. depth: how many output stages, and as many input stages, run at every step."""
+    running, stages = Pass(layout, weights, ops, call), len(layout.output_stages)
+    image, skips = running.encode(stages)
+    shallow_skips, deep_skips = skips[:depth], skips[depth:]
+    deep = running.decode(running.middle(image), deep_skips, range(stages - depth), shallow_skips[-1])
+    return running.finish(running.decode(deep, shallow_skips, range(stages - depth, stages), None)), deep
+
+
+def cached_pass(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int, deep: Tensor
+) -> Tensor:
+    """The outer stages alone, around a deep feature from an earlier step."""
+    running, stages = Pass(layout, weights, ops, call), len(layout.output_stages)
+    _, skips = running.encode(depth)
+    return running.finish(running.decode(deep, skips, range(stages - depth, stages), None))
+
+
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
     residual = residuals[index] if index < len(residuals) else None
     return image if residual is None else image + residual.to(image.dtype)

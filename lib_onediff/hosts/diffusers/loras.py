@@ -78,8 +78,9 @@ class LoraReader:
     def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
         """Have all LoRAs of the UNet computed times the scale of this call. Raises Refusal where the host has to.
         whole: whether no attention is computed by the host's modules, which do not know the scale."""
-        if not isinstance(scale, Real) or not math.isfinite(scale):
-            raise Refusal("the pipeline's LoRA scale is no number")
+        if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
+            # diffusers forgets the weights of adapters after a scale of 0.
+            raise Refusal("the pipeline's LoRA scale is 0, or no number")
         if scale != 1:
             # Some releases of diffusers begin to scale after these.
             early = [unet.conv_in, *unet.time_embedding.children()]
@@ -87,12 +88,6 @@ class LoraReader:
                 early += unet.add_embedding.children()
             if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
                 raise Refusal("the pipeline scales LoRAs, of which some are computed by diffusers")
-        if scale == 0:
-            from diffusers.utils import USE_PEFT_BACKEND, unscale_lora_layers
-
-            # As diffusers' own forward leaves its layers behind.
-            if USE_PEFT_BACKEND:
-                unscale_lora_layers(unet, 0.0)
         self.scale = float(scale)
 
 
