@@ -10,8 +10,8 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
-from deepcache_builders import STEPS, Rig, call_of, equal_distances, few_steps_suffice, passes  # noqa: F401
 from oneflow_builders import agree
+from samplings import STEPS, Rig, call_of, equal_distances, few_steps_suffice, passes  # noqa: F401
 
 from lib_onediff import compile_unet, status, uncompile_unet
 from lib_onediff.devices.oneflow.gate import OneFlowGate
@@ -62,7 +62,7 @@ def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deepcache_has_a_graph_for_each_half() -> None:
-    rig, times, until = Rig.of(SMALL, backend="oneflow"), STEPS[:7], time.monotonic() + 240
+    rig, times, until = Rig(SMALL, backend="oneflow"), STEPS[:7], time.monotonic() + 240
     wanted, served_by = passes([0, 3, 6], 7), []
     while (rig.log, set(served_by)) != (wanted, {("oneflow", "graph")}) and time.monotonic() < until:
         rig.log.clear()

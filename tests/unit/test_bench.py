@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from deepcache_builders import few_steps_suffice  # noqa: F401
+from samplings import few_steps_suffice  # noqa: F401
 from two_cpus import TwoCpus
 
 from lib_onediff.bench import __main__ as bench

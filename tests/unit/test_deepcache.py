@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from builders import a_call, our_output, relative_error, shared_ldm_unet, shared_unet
-from deepcache_builders import Oracle
+from samplings import Oracle
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call, Control

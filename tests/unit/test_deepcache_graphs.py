@@ -4,14 +4,14 @@ from __future__ import annotations
 import pytest
 import torch
 from builders import SMALL_XL
-from deepcache_builders import (  # noqa: F401
+from graph_builders import PretendedGraphs
+from samplings import (  # noqa: F401
     STEPS,
     Rig,
     call_of,
     equal_distances,
     few_steps_suffice,
 )
-from graph_builders import PretendedGraphs
 
 from lib_onediff.core.table import Entry, State
 from lib_onediff.families.unet import forward as compute
@@ -21,7 +21,7 @@ FULL, CACHED = "full", "cached"
 
 
 def rig_of(**options: object) -> Rig:
-    return Rig.of(SMALL_XL, runtime=runtime, **options)
+    return Rig(SMALL_XL, runtime=runtime, **options)
 
 
 def entry(part: str, backend: str = "native", batch: int = 2) -> Entry:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from builders import ONE_LAYER_A_BLOCK, SD1, SDXL, SMALL, a_call, diffusers_unet, relative_error, served
-from deepcache_builders import equal_distances, few_steps_suffice
 from grid import grid
+from samplings import equal_distances, few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff

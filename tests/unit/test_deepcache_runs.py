@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from builders import SD1, SDXL, SMALL, SMALL_XL, relative_error
-from deepcache_builders import (  # noqa: F401
+from grid import grid
+from samplings import (  # noqa: F401
     STEPS,
     Rig,
     call_of,
@@ -18,7 +19,6 @@ from deepcache_builders import (  # noqa: F401
     few_steps_suffice,
     passes,
 )
-from grid import grid
 from torch import Tensor
 
 from lib_onediff.core.call import Control
@@ -30,7 +30,7 @@ BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")
 
 @grid(config=[SD1, SDXL], depth=[1, 3, 11])
 def test_a_sampling_at_every_depth(config: dict, depth: int) -> None:
-    rig = Rig.of(config, deepcache_depth=depth)
+    rig = Rig(config, deepcache_depth=depth)
     rig.oracle.depth = min(depth, 11 if config is SD1 else 8)
     rig.begin(STEPS[:7])
     for time, half in zip(STEPS, passes([0, 3, 6], 7), strict=False):
@@ -39,7 +39,7 @@ def test_a_sampling_at_every_depth(config: dict, depth: int) -> None:
 
 @grid(interval=[2, 3, 20], total=[20, 7, 1, 2])
 def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: int) -> None:
-    rig = Rig.of(deepcache_interval=interval)
+    rig = Rig(deepcache_interval=interval)
     for _ in range(2):
         rig.begin(STEPS[:total])
         found = rig.sample(STEPS[:total])
@@ -96,7 +96,7 @@ HALVES = {
 
 @pytest.mark.parametrize("calls", HALVES.values(), ids=HALVES)
 def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: list[One]) -> None:
-    rig = Rig.of(SMALL_XL)
+    rig = Rig(SMALL_XL)
     rig.begin(STEPS[:8])
     for number, (time, half, names, size, tokens) in enumerate(calls):
         call = call_of(rig.unet, time, names, size, tokens, seed=number)
@@ -106,7 +106,7 @@ def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: 
 
 @pytest.mark.usefixtures("unchecked")
 def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None:
-    rig = Rig.of()
+    rig = Rig()
     rig.begin(STEPS[:6])
     for index, half in enumerate(["full", "cached", "full", "full", "cached", "full"]):
         call = call_of(rig.unet, STEPS[index])
@@ -121,7 +121,7 @@ def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None
     ({}, {"timestep": torch.tensor([951.0, 901.0])}, "different steps"),
 ])
 def test_where_a_step_is_not_known_it_is_whole(known: dict[str, Any], change: dict[str, Any], why: str) -> None:
-    rig = Rig.of()
+    rig = Rig()
     rig.begin(**known)
     for time in STEPS[:4]:
         rig.run(replace(call_of(rig.unet, time), **change))
@@ -129,7 +129,7 @@ def test_where_a_step_is_not_known_it_is_whole(known: dict[str, Any], change: di
 
 
 def test_tiles_are_noticed_and_every_step_is_whole() -> None:
-    rig = Rig.of()
+    rig = Rig()
     rig.begin()
     for time in STEPS:
         for tile in range(3):
@@ -142,7 +142,7 @@ def test_tiles_are_noticed_and_every_step_is_whole() -> None:
 
 def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -> None:
     """Interrupted; then img2img, whose timesteps go on where the others stopped; then one that nobody announces."""
-    rig = Rig.of()
+    rig = Rig()
     rig.begin(STEPS)
     assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
     rig.begin(STEPS)
@@ -153,8 +153,8 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
 
 
 def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> None:
-    base = Rig.of(SMALL_XL)
-    refiner = Rig.of(SMALL, seed=1, runtime=base.runtime)
+    base = Rig(SMALL_XL)
+    refiner = Rig(SMALL, seed=1, runtime=base.runtime)
     for _ in range(2):
         base.begin(STEPS)
         assert base.sample(STEPS[:8]) == passes([0, 3, 6], 8)
@@ -167,7 +167,7 @@ def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> No
 @pytest.mark.parametrize("path", ["down_blocks.0.resnets.0.conv1", "mid_block.resnets.0.conv1"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_weights_that_change_inside_a_sampling_make_the_next_step_whole(path: str, in_place: bool) -> None:
-    rig = Rig.of()
+    rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
     for unet in (rig.unet, rig.oracle.unet):
@@ -181,7 +181,7 @@ def test_weights_that_change_inside_a_sampling_make_the_next_step_whole(path: st
 
 
 def test_a_release_gives_the_features_back() -> None:
-    rig = Rig.of()
+    rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
     rig.runtime.release_memory()
@@ -202,7 +202,7 @@ def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> None:
-    rig = Rig.of(config)
+    rig = Rig(config)
     rig.begin(STEPS[:11], why_no_forecast=lambda: "")
     computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}
     for step, half in enumerate(passes([0, 3, 6, 9, 10], 11)):

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL, SMALL_XL
-from deepcache_builders import STEPS
-from samplings import FORECAST, WHOLE, Samplings
+from samplings import FORECAST, STEPS, WHOLE, Samplings
 from torch import Tensor
 
 from lib_onediff.core.call import Call
@@ -26,7 +25,7 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, Any]) -> None:
-    ours, plain = Samplings.of("forecast", config), Samplings.of("forecast", config, deepcache_interval=1)
+    ours, plain = Samplings("forecast", config), Samplings("forecast", config, deepcache_interval=1)
     ours.begin()
     plain.begin()
     computed: list[tuple[float, Tensor]] = []
@@ -49,7 +48,7 @@ def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, 
 
 
 def test_prompts_and_sizes_that_take_turns_are_told_apart() -> None:
-    ours, alone = Samplings.of("forecast"), Samplings.of("forecast")
+    ours, alone = Samplings("forecast"), Samplings("forecast")
     ours.begin()
     alone.begin()
     found = []
@@ -65,7 +64,7 @@ def test_prompts_and_sizes_that_take_turns_are_told_apart() -> None:
 
 
 def test_weights_that_change_begin_a_history() -> None:
-    ours = Samplings.of("forecast")
+    ours = Samplings("forecast")
     ours.begin()
     found = ours.sample(STEPS[:10])
     with torch.no_grad():
@@ -74,7 +73,7 @@ def test_weights_that_change_begin_a_history() -> None:
 
 
 def test_img2img_and_a_second_sampling_begin_anew() -> None:
-    ours = Samplings.of("forecast")
+    ours = Samplings("forecast")
     ours.begin()
     ours.sample(STEPS[:15])
     ours.begin()
@@ -91,7 +90,7 @@ SAMPLINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("more", "why"), SAMPLINGS, ids=[why for _, why in SAMPLINGS])
 def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
-    ours = Samplings.of("forecast")
+    ours = Samplings("forecast")
     ours.begin(**more)
     assert ours.sample(more.get("times", STEPS)) == [WHOLE] * len(more.get("times", STEPS))
     assert ours.reason == f"Output forecast rests: {why}"
@@ -102,14 +101,14 @@ def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
     (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
 ])
 def test_calls_without_forecasts(change: Callable[[Call], Call], why: str) -> None:
-    ours = Samplings.of("forecast")
+    ours = Samplings("forecast")
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]
     assert found == [WHOLE] * 20 and why in ours.reason
 
 
 def test_after_the_end_of_guidance_the_prompt_has_a_history_of_its_own() -> None:
-    ours = Samplings.of("forecast", guidance_end=0.5)
+    ours = Samplings("forecast", guidance_end=0.5)
     ours.begin()
     found = []
     for time in STEPS:

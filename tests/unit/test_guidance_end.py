@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from builders import LAYOUTS, diffusers_output, relative_error
-from deepcache_builders import STEPS, WEBUI, Rig, call_of, equal_distances  # noqa: F401
 from grid import grid
-from samplings import ALONE, WHOLE, Samplings
+from samplings import ALONE, STEPS, WEBUI, WHOLE, Rig, Samplings, call_of, equal_distances  # noqa: F401
 from torch import Tensor
 
 from lib_onediff.core.call import Call, Control
@@ -31,7 +30,7 @@ def test_half_of_the_steps_are_the_hosts_own_unet_on_the_prompts_rows(
     layout: str, kind: str, images: int
 ) -> None:
     config, prompt_first = LAYOUTS[layout], KINDS[kind]
-    ours, plain = Samplings.of("guidance", config, prompt_first), Samplings.of("guidance", config, guidance_end=1.0)
+    ours, plain = Samplings("guidance", config, prompt_first), Samplings("guidance", config, guidance_end=1.0)
     ours.begin()
     plain.begin()
     found = []
@@ -73,7 +72,7 @@ def refused(ours: Samplings, change: Callable[[Call], Call] = lambda call: call,
 def test_calls_and_samplings_that_are_computed_whole(
     change: Callable[[Call], Call], known: dict[str, Any], why: str
 ) -> None:
-    ours = Samplings.of("guidance")
+    ours = Samplings("guidance")
     ours.begin(**known)
     assert why in refused(ours, change)
 
@@ -88,7 +87,7 @@ def refusing(reason: str) -> Callable[[], PromptRows]:
 
 
 def test_a_host_that_cannot_tell_the_rows() -> None:
-    ours = Samplings.of("guidance")
+    ours = Samplings("guidance")
     ours.begin()
     assert refused(ours, guidance=refusing("the host's reason")) == "the host's reason"
     with torch.no_grad():
@@ -99,7 +98,7 @@ def test_a_host_that_cannot_tell_the_rows() -> None:
 
 def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     """Several prompts that do not fit into one call: the first step shows it."""
-    ours = Samplings.of("guidance", guidance_end=0.0)
+    ours = Samplings("guidance", guidance_end=0.0)
     ours.begin()
     for time in STEPS:
         call = ours.call(time)
@@ -111,12 +110,12 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_residuals_are_cut_with_the_rows() -> None:
-    ours = Samplings.of("guidance")
+    ours = Samplings("guidance")
     residual = torch.cat([torch.zeros(1, 16, 8, 8), torch.ones(1, 16, 8, 8)])
     control = Control(input=(residual,), output=(None, None, None, residual))
     ours.begin()
     *_, (kind, output) = [ours.run(replace(ours.call(time), control=control)) for time in STEPS]
-    plain = Samplings.of("guidance", guidance_end=1.0)
+    plain = Samplings("guidance", guidance_end=1.0)
     plain.begin()
     whole = plain.run(replace(plain.call(STEPS[-1]), control=control))[1]
     assert kind == ALONE and relative_error(output[1:], whole[1:]) < 1e-5 and torch.equal(output[0], output[1])
@@ -124,13 +123,13 @@ def test_residuals_are_cut_with_the_rows() -> None:
 
 def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("onediff"), "propagate", True)
-    ours = Samplings.of("guidance")
+    ours = Samplings("guidance")
     ours.begin()
 
     def broken() -> PromptRows:
         raise RuntimeError("no such rows")
 
-    plain = Samplings.of("guidance", guidance_end=1.0)
+    plain = Samplings("guidance", guidance_end=1.0)
     plain.begin()
     call = ours.call(STEPS[0])
     assert torch.equal(ours.run(call, broken)[1], plain.run(call)[1])
@@ -140,7 +139,7 @@ def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, m
 
 
 def test_where_the_host_fails_on_half_it_runs_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = Samplings.of("guidance")
+    ours = Samplings("guidance")
     ours.begin()
     assert ours.sample(STEPS[:10]) == steps(10, 10)
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import diffusers_output, diffusers_unet
-from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, call_of, equal_distances, few_steps_suffice  # noqa: F401
+from builders import diffusers_output
+from samplings import EVERY_THIRD, STEPS, Adopted, call_of, equal_distances, few_steps_suffice  # noqa: F401
 
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
-from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import ENOUGH
-from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.ui.status import described, summary_html
 
 WHOLE_MS, CACHED_MS, ALONE_MS, HOST_MS = 900.0, 150.0, 500.0, 1200.0
@@ -22,21 +20,15 @@ WHOLE_MS, CACHED_MS, ALONE_MS, HOST_MS = 900.0, 150.0, 500.0, 1200.0
 SLACK = 10.0
 
 
-class Images:
-    """Images of a UNet in the care of a runtime of its own, whose clock says what it is told."""
-
-    def __init__(self, **options: Any) -> None:
-        self.runtime, self.unet = Runtime(), diffusers_unet()
-        self.settings = Settings(**options)
-        self.runtime.configure(self.settings)
-        self.runtime.adopt(self.unet, host_traits=WEBUI)
+class Images(Adopted):
+    """The clock says what it is told."""
 
     @torch.no_grad()
     def make(self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0) -> None:
         p, settings = SimpleNamespace(), settings or self.settings
         generation = self.runtime.generations.begin(p, settings)
         self.runtime.call_stats.show(generation.times)
-        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS, why_no_forecast=lambda: ""))
+        self.begin(why_no_forecast=lambda: "")
         for time in STEPS:
             call = call_of(self.unet, time, size=size)
             call.latent[1] = call.latent[0]

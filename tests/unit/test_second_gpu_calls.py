@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import diffusers_unet
-from deepcache_builders import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
+from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import Tensor, nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 

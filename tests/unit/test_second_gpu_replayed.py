@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL_XL, diffusers_unet
-from deepcache_builders import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from graph_builders import PretendedGraphs
 from ladder_builders import EAGER, NATIVE
+from samplings import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
 from lib_onediff.core.call import Call

@@ -70,7 +70,8 @@ def test_so_do_our_kernels(part: str, dtype: torch.dtype) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = half_of("SD" if WHOLE else "one layer", part).to(device, dtype)
-    given = a_latent(module, *((40, 24) if part == "encoder" else (5, 3)))
+    sizes = {"encoder": (40, 24), "decoder": (5, 3)} if WHOLE else {"encoder": (12, 8), "decoder": (3, 2)}
+    given = a_latent(module, *sizes[part])
     ours = computed(module, given, TritonOperators(), fold_biases=True)
     assert relative_error(ours, host_picture(module, given)) < (1e-5 if dtype == torch.float32 else 1e-2)
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 from builders import SMALL, diffusers_output, diffusers_unet
-from deepcache_builders import STEPS, WEBUI, call_of
+from samplings import STEPS, WEBUI, call_of
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
