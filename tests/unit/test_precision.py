@@ -1,11 +1,12 @@
 """Choices of precision: set around our calls, put back as found, and honest about what does nothing here."""
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -60,44 +61,28 @@ def torch_as_found() -> Iterator[None]:
 # --- set and put back -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", list(itertools.product((False, True), repeat=len(WRITTEN))))
-def test_every_combination_is_put_back_also_after_an_exception(values: tuple[bool, ...]) -> None:
-    flags = tuple(zip(WRITTEN, values, strict=True))
-    before = standing()
-    for leaves in (None, RuntimeError("a fault"), KeyboardInterrupt()):
-        try:
-            with applied(flags):
-                assert {name: SWITCHES[name].read() for name, _ in flags} == dict(flags)
-                if leaves is not None:
-                    raise leaves
-        except (RuntimeError, KeyboardInterrupt) as left:
-            assert left is leaves
-        assert standing() == before
-
-
-def test_whatever_the_host_has_set_is_put_back() -> None:
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    ways = [
-        lambda: setattr(matmul, "allow_tf32", True), lambda: setattr(cudnn, "allow_tf32", False),
-        lambda: torch.set_float32_matmul_precision("high"),
+MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+WAYS_OF_HOSTS: list[Callable[[], object]] = [
+    lambda: None, lambda: setattr(MATMUL, "allow_tf32", True), lambda: setattr(CUDNN, "allow_tf32", False),
+    lambda: torch.set_float32_matmul_precision("high"),
+]
+if HAS_NEWER_TF32:
+    WAYS_OF_HOSTS += [
+        lambda: setattr(MATMUL, "fp32_precision", "ieee"), lambda: setattr(MATMUL, "fp32_precision", "tf32"),
+        lambda: setattr(CUDNN.conv, "fp32_precision", "ieee"), lambda: setattr(CUDNN.conv, "fp32_precision", "tf32"),
     ]
-    if HAS_NEWER_TF32:
-        ways += [
-            lambda: setattr(matmul, "fp32_precision", "ieee"), lambda: setattr(matmul, "fp32_precision", "tf32"),
-            lambda: setattr(cudnn.conv, "fp32_precision", "ieee"),
-            lambda: setattr(cudnn.conv, "fp32_precision", "tf32"),
-        ]
-    found = {name: SWITCHES[name].state() for name in WRITTEN}
-    for way in ways:
-        way()
-        before = standing()
-        for value in (True, False):
-            flags = tuple((name, value) for name in WRITTEN)
-            with applied(flags):
-                assert all(SWITCHES[name].read() is value for name, _ in flags)
-            assert standing() == before
-        for name, state in found.items():
-            SWITCHES[name].restore(state)
+
+
+@pytest.mark.parametrize("way", WAYS_OF_HOSTS)
+def test_whatever_the_host_has_set_is_put_back_also_after_an_exception(way: Callable[[], object]) -> None:
+    way()
+    before = standing()
+    for value, fault in product((True, False), (None, RuntimeError("a fault"), KeyboardInterrupt())):
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt), applied(tuple((name, value) for name in WRITTEN)):
+            assert all(SWITCHES[name].read() is value for name in WRITTEN)
+            if fault is not None:
+                raise fault
+        assert standing() == before
 
 
 @pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")

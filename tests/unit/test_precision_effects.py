@@ -20,7 +20,7 @@ from lib_onediff.core.precision import (
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import Runtime, runtime
 from lib_onediff.ui import effects
-from lib_onediff.ui.effects import described, why_no_effect
+from lib_onediff.ui.effects import why_no_effect
 
 GPU = torch.device("cuda", 0)
 NVIDIA, TURING, PASCAL, GEFORCE = "9.0", "7.5", "6.1", "8.9"
@@ -128,13 +128,3 @@ def test_switches_that_torch_lacks(
         with applied(flags):
             assert all(SWITCHES[name].read() is value for name, value in flags)
         assert {name: SWITCHES[name].state() for name in has} == before
-
-
-def test_a_gain_that_is_not_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = {"matmul_accumulation": "half", "convolution_accumulation": "half"}
-    use_gpu(monkeypatch, NVIDIA)
-    use_packages(monkeypatch)
-    said = described(half)
-    assert "full speed" in said["matmul_accumulation"] and said["convolution_accumulation"].startswith("No effect here")
-    use_gpu(monkeypatch, GEFORCE)
-    assert "matmul_accumulation" not in described(half)
