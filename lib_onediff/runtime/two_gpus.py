@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,22 +88,11 @@ class Pair:
         self.managed.sampling, self.managed.no_room_for_low_bit = first.sampling, first.no_room_for_low_bit
 
 
-class Rest(NamedTuple):
-    """Why one card computes, as long as everything is as it is: this option, these weights, and this sampling, unless
-    it lasts."""
-
-    reason: str
-    lasts: bool
-    where: tuple[Any, ...]
-
-    @classmethod
-    def now(cls, reason: str, lasts: bool, managed: ManagedUNet, settings: Settings) -> Rest:
-        bound = managed.bound
-        weights = bound.looks, bound.edition, None if lasts else bound.samplings
-        return cls(reason, lasts, (settings.second_gpu, settings.memory_budget, *weights))
-
-    def holds(self, managed: ManagedUNet, settings: Settings) -> bool:
-        return self == Rest.now(self.reason, self.lasts, managed, settings)
+def rest(reason: str, lasts: bool, managed: ManagedUNet, settings: Settings) -> tuple[Any, ...]:
+    """Why one card computes, and as long as what: this option, these weights, and this sampling, unless it lasts."""
+    bound = managed.bound
+    weights = bound.looks, bound.edition, None if lasts else bound.samplings
+    return reason, lasts, settings.second_gpu, settings.memory_budget, *weights
 
 
 class TwoGpusRoute:
@@ -116,7 +105,7 @@ class TwoGpusRoute:
         self._services, self._stepping, self._by_card, self._release = services, stepping, by_card, release
         self.cards = Cards()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
-        self._rests: WeakDictionary[nn.Module, Rest] = WeakDictionary()
+        self._rests: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
         # The host's own is not timed beside two cards.
         self._untimed = Stopwatch()
         # How many calls both have computed; how they shared the last one, or why one card computed it.
@@ -191,7 +180,7 @@ class TwoGpusRoute:
             # Only now is everything gone that was computed before it failed.
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
         if lasts or rests:
-            self._rests[unet] = Rest.now(reason, lasts, managed, settings)
+            self._rests[unet] = rest(reason, lasts, managed, settings)
         self.note(why_one=reason)
         return None
 
@@ -201,10 +190,11 @@ class TwoGpusRoute:
             raise Refusal(ONE_ROW)
         if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Refusal(CAPTURES)
-        rest = self._rests.get(unet)
-        if rest is not None:
-            if rest.holds(managed, settings):
-                raise Refusal(rest.reason)
+        known = self._rests.get(unet)
+        if known is not None:
+            reason, lasts, *_ = known
+            if known == rest(reason, lasts, managed, settings):
+                raise Refusal(reason)
             self._rests.pop(unet, None)
         wanted = next((one for one in self._services.devices.all if one.name == settings.backend), None)
         if wanted is not None and wanted.traits.one_card:

@@ -21,7 +21,7 @@ SCRIPT = REPOSITORY / "scripts" / "onediff.py"
 FOR_LATER = (
     "diffusers", "transformers", "torch._inductor", "torch._dynamo", "torch.onnx", "triton", "sympy", "oneflow",
     "skimage", "scipy", "lib_onediff.api", "lib_onediff.bench", "lib_onediff.devices.cuda.kernels.operators",
-    "lib_onediff.devices.cuda.kernels.tuning", "lib_onediff.devices.cuda.low_bit.operators",
+    "lib_onediff.devices.cuda.tuning", "lib_onediff.devices.cuda.low_bit.operators",
     "lib_onediff.devices.oneflow.operators",
 )
 START = """

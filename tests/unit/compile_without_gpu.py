@@ -19,7 +19,7 @@ from lib_onediff.core.affine import Affine, QuantizedWeight, Weights
 from lib_onediff.core.call import Call
 from lib_onediff.core.leaves import TransformerBlock, descriptions
 from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda import compile_kernels as triton_warm
+from lib_onediff.devices.cuda import tuning as triton_warm
 from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT_HOPPER, Launches
 from lib_onediff.devices.cuda.kernels.operators import TritonOperators
 from lib_onediff.devices.cuda.low_bit import operators, products

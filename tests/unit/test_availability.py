@@ -99,7 +99,7 @@ def test_a_compiler_and_headers(empty_path: Path, tmp_path: Path, monkeypatch: p
     assert why_no_compiler() is None
     monkeypatch.setenv("CC", "icx")
     why = why_no_compiler()
-    assert a_sentence(why) and "'icx'" in why, "CC is taken at its word"
+    assert a_sentence(why) and "no icx here" in why, "CC is taken at its word"
     make_program(empty_path, "icx")
     assert why_no_compiler() is None
     header = tmp_path / "include" / "Python.h"

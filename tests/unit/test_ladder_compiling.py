@@ -47,7 +47,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     pretend_a_gpu(monkeypatch, Weather(), is_compiled=False)
     monkeypatch.setattr(native, "_compiling", {})
     monkeypatch.setitem(
-        sys.modules, "lib_onediff.devices.cuda.compile_kernels",
+        sys.modules, "lib_onediff.devices.cuda.tuning",
         SimpleNamespace(compile_kernels=compiler.compile_kernels),
     )
     yield compiler

@@ -23,7 +23,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     random_on,
     row_class,
 )
-from lib_onediff.devices.cuda.kernels.tuning import MEASURED, trials, tune_kernels
+from lib_onediff.devices.cuda.tuning import MEASURED, trials, tune_kernels
 
 CPU = torch.device("cpu")
 LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Native(Device):
         self.low_bit = LowBit(tuning_cache, self._launches)
         # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
-        self._why_not: dict[torch.device, str | None] = {}
+        self._lack = cache(why_no_triton)
         # By the kind of network, what the compiler says; "" where all went well. Not its exception: the traceback would
         # keep the UNet that was being called.
         self._compiling: dict[Hashable, Future[str]] = {}
@@ -76,9 +76,7 @@ class Native(Device):
 
     def why_not(self, device: torch.device) -> str | None:
         """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
-        if device not in self._why_not:
-            self._why_not[device] = why_no_triton(device)
-        return self._why_not[device]
+        return self._lack(device)
 
     def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a choice of settings.low_bit changes nothing for a model of this dtype on a device; None if it does."""
@@ -124,7 +122,7 @@ class Native(Device):
         try:
             # Here, and not where the first call would wait: to import Triton takes half a second.
             self.operators()
-            from .compile_kernels import compile_kernels
+            from .tuning import compile_kernels
 
             with on_card(network.device):
                 compile_kernels(network.users, network.dtype, network.device, self._launches, low_bit)
@@ -155,7 +153,7 @@ class Native(Device):
         """
         began = time.perf_counter()
         try:
-            from .kernels.tuning import tune_kernels
+            from .tuning import tune_kernels
 
             with on_card(network.device):
                 count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)

@@ -81,12 +81,11 @@ def why_no_compiler() -> str | None:
     if sys.platform == "win32":
         # triton-windows brings a compiler of its own, but not Python's headers, which an embedded Python lacks.
         return None if header.exists() else f"Triton needs this Python's {header}, which is not there"
-    named = os.environ.get("CC")
-    if named is not None:
-        if shutil.which(named) is None:
-            return f"Triton needs a C compiler, and CC names {named!r}, which is not there: correct CC or take it away"
-    elif not (shutil.which("gcc") or shutil.which("clang")):
-        return "Triton needs a C compiler, and there is no gcc or clang here. On Debian and Ubuntu: apt install gcc"
+    # Triton takes CC at its word.
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        names = " or ".join(compilers)
+        return f"Triton needs a C compiler, and there is no {names} here. On Debian and Ubuntu: apt install gcc"
     if not header.exists():
         python = f"python{written(sys.version_info[:2])}"
         return f"Triton needs this Python's {header}. On Debian and Ubuntu: apt install {python}-dev"

@@ -221,7 +221,7 @@ class LowBit:
         self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, time_ms: TimeMs
     ) -> None:
         """Measure what a product gains by a kind."""
-        from .tuning import tune_product, way_of
+        from ..tuning import tune_product, way_of
 
         result: Any = self._float8_support(device, dtype).result
         tune_product(self._launches, product, dtype, device, kind, result, time_ms)

@@ -1,0 +1,295 @@
+"""The kernels that a network launches: measured at its shapes, for how they are best cut on this GPU, and for whether
+products in eight bits gain; and compiled side by side by a launch on a few numbers, before its first call waits for one
+after the other."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from ...core.affine import Affine, QuantizedWeight
+from ...core.device import TimeMs
+from ...core.leaves import CrossAttention, GroupNorm, LayerNorm
+from ...core.operators import Operators, QuantizedTokens, Stream
+from ...core.tuning_cache import TuningCache
+from ...weights import low_bit
+from ...weights.low_bit import FP8, GATED, INT8, Kind, Product
+from .kernels import attention as triton_attention
+from .kernels import group_norm as triton_group_norm
+from .kernels import images as triton_images
+from .kernels import launch_config as cuts
+from .kernels import tokens as triton_tokens
+from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
+from .low_bit import float8, kernels, products
+
+GROUPS, EPS = 32, 1e-5
+# Of random numbers in int8.
+SPREAD = 32.0
+# Rows of tokens in eight bits that are compiled for.
+FEW = 4
+MOST_THREADS = 8
+
+
+class Sizes(NamedTuple):
+    """On how much kernels are launched. sides: of an image, by its class. rows: of tokens. queries, keys: of a cross
+    attention."""
+
+    batch: int
+    sides: Mapping[str, int]
+    rows: int
+    queries: int
+    keys: int
+
+
+# What takes the most time in its class, and what takes none.
+MEASURED = Sizes(2, {cuts.SMALL: 32, cuts.LARGE: 64}, 4096, 1024, 77)
+COMPILED = Sizes(1, {cuts.SMALL: 4, cuts.LARGE: 4}, 4, 16, 16)
+
+
+def tune_kernels(
+    launches: Launches, users: Iterable[Any], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+) -> int:
+    """Measure every kernel and class of a network with these layers (its layout's kernel_users), where that was not
+    done on this GPU.
+
+    Returns how many there were. Each compiles a few variants: seconds, once on a machine. Raises what Triton raises.
+    """
+    return sum(
+        tuned(launches, trial, dtype, time_ms) for trial in trials(list(users), random_on(device, dtype), MEASURED)
+    )
+
+
+def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Iterator[Trial]:
+    """What can be measured for a network with these layers. make: a tensor of a shape, in the network's type."""
+    widest = max(leaf.channels for leaf in users if isinstance(leaf, GroupNorm))
+    vector = make(widest)
+    for shape_class, side in sizes.sides.items():
+        image = make(sizes.batch, widest, side, side).to(memory_format=torch.channels_last)
+        norm = partial(triton_group_norm.large_group_norm, image, None, vector, vector, GROUPS, 1e-5, True, None)
+        yield Trial(cuts.STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
+        yield Trial(cuts.APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
+        added = image, image, vector, torch.empty_like(image)
+        yield Trial(cuts.ADDITION, shape_class, partial(triton_images.add_and_measure, *added))
+    for width in widths(users):
+        tokens, hidden, vector = make(sizes.rows, width), make(sizes.rows, 2 * cuts.FEED_FORWARD * width), make(width)
+        normed = partial(triton_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, 1e-5)
+        yield Trial(cuts.LAYER_NORM, row_class(width), normed)
+        yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(triton_tokens.geglu, hidden))
+    if vector.dtype in triton_attention.DTYPES:
+        heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
+        for width, count in heads.items():
+            # As a network hands them over.
+            query = make(sizes.batch, sizes.queries, count, width).transpose(1, 2)
+            key, value = make(sizes.batch, sizes.keys, 2 * count, width).transpose(1, 2).chunk(2, dim=1)
+            yield Trial(attention_kernel(width), str(width), partial(attend, query, key, value))
+
+
+def compilations(
+    users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches
+) -> list[Callable[[], object]]:
+    """One launch for each kernel as Triton specialises it: by block sizes, not by sizes of images or layers."""
+    make = partial(torch.zeros, dtype=dtype, device=device)
+
+    def image(channels: int) -> Tensor:
+        return make(1, channels, 4, 4).to(memory_format=torch.channels_last)
+
+    def large(norm: GroupNorm, shape_class: str) -> object:
+        statistics = launches.of(cuts.STATISTICS, shape_class, dtype)
+        application = launches.of(cuts.APPLICATION, shape_class, dtype)
+        return triton_group_norm.large_group_norm(*of_norm(norm), (None, None), statistics, application)
+
+    def of_norm(norm: GroupNorm) -> tuple[Tensor, None, Tensor, Tensor, int, float, bool, None]:
+        vector = make(norm.channels)
+        return image(norm.channels), None, vector, vector, norm.groups, norm.eps, False, None
+
+    def materialize(width: int) -> object:
+        deferred = torch.zeros(width, dtype=torch.float32, device=device)
+        return triton_tokens.materialize(
+            Stream(make(4, width), deferred), launches.of(cuts.LAYER_NORM, row_class(width), dtype)
+        )
+
+    norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
+    by_width = {norm.channels // norm.groups: norm for norm in norms}
+    by_block = {triton_group_norm.join_block(width): norm for width, norm in by_width.items()}
+    chosen = (
+        (trial, launches.of(trial.kernel, trial.shape_class, dtype)) for trial in trials(users, make, COMPILED)
+        if trial.kernel not in (cuts.STATISTICS, cuts.APPLICATION)
+    )
+    return [
+        *(partial(trial.run, config) for trial, config in chosen if config != cuts.LIBRARY),
+        lambda: triton_images.resize(image(norms[0].channels), 8, 8),
+        partial(large, norms[0], cuts.LARGE),
+        *(partial(large, norm, cuts.SMALL) for norm in by_block.values()),
+        *(
+            partial(triton_group_norm.small_image_group_norm, *of_norm(norm)) for width, norm in by_width.items()
+            if width >= triton_group_norm.SMALL_IMAGE_GROUP_WIDTH
+        ),
+        *(partial(materialize, width) for width in widths(users)),
+    ]
+
+
+def widths(users: Iterable[Any]) -> Iterable[int]:
+    """Of tokens, one for each class of rows."""
+    return {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}.values()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
+    """By our kernel, or by torch's, as the configuration says."""
+    if config == cuts.LIBRARY:
+        return functional.scaled_dot_product_attention(query, key, value)
+    return triton_attention.attention(query, key, value, config)
+
+
+def by_keyword(work: Callable[..., object], name: str, config: LaunchConfig) -> object:
+    return work(**{name: config})
+
+
+# --- products in eight bits -------------------------------------------------------------------------------------------
+
+
+def tune_product(
+    launches: Launches, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, result: torch.dtype,
+    time_ms: TimeMs,
+) -> None:
+    """Choose how a product is cut, where it is one of our own and that was not measured on this GPU. result: see
+    float8.product. Raises what Triton raises."""
+    trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
+    if trial is not None:
+        tuned(launches, trial, dtype, time_ms)
+
+
+def trial_of(
+    product: Product, make: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, kind: Kind,
+    result: torch.dtype,
+) -> Trial | None:
+    """How a product can be cut; None where a library cuts it. make: a tensor of a shape; a GPU multiplies zeros faster
+    than random numbers."""
+    rows, width, out = product[:3]
+    one = torch.ones((1, 1), device=device)
+
+    def values(*shape: int) -> Tensor:
+        return (make(*shape) * SPREAD if kind is INT8 else make(*shape)).clamp(-127, 127).to(kind.dtype)
+
+    if kind is INT8:
+        tokens = QuantizedTokens(values(rows, width), torch.ones((rows, 1), device=device), (rows,))
+        weight = QuantizedWeight(values(out, width), torch.ones((1, out), device=device))
+        shape_class = products.product_class(rows, out, width)
+        run = partial(products.int8_product, tokens, weight, None, dtype)
+        return Trial(products.kernel_for(device), shape_class, run)
+    if product.source != GATED or not products.copies_tiles(device):
+        return None
+    # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
+    tokens, weight = QuantizedTokens(values(rows, out), one, (rows,)), QuantizedWeight(values(2 * width, out), one)
+    bias = make(2 * width)
+
+    def gate(config: LaunchConfig) -> object:
+        if config == cuts.LIBRARY:
+            return kernels.geglu(float8.product(tokens, weight, bias, result), FP8)
+        return products.gated_product(tokens, weight, bias, one, config)
+
+    return Trial(cuts.GATED_PRODUCT, products.product_class(rows, 2 * width, out), gate)
+
+
+def way_of(
+    product: Product, dtype: torch.dtype, device: torch.device, kind: Kind
+) -> Callable[[Operators], object]:
+    """What computes a product by any operators, with what makes its tokens and the norm after it; the weights are there
+    in this kind too. Of a GEGLU's reader, what makes its tokens begins at the norm before."""
+    random = random_on(device, dtype)
+    weight = random(product.out, product.width)
+    affine = Affine(weight, None, (kernels.rounded_weight(weight, kind),))
+    if product.source == low_bit.NORMED:
+        tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
+        norm = LayerNorm("norm", product.width, EPS)
+        return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)
+    stream, vector = Stream(random(product.rows, product.out)), random(product.out)
+    if product.source == GATED:
+        # A feed-forward from norm to norm: its first product may make what this one reads.
+        parameters, norm = Affine(vector, None), LayerNorm("norm", product.out, EPS)
+        matrix, bias = random(2 * product.width, product.out), random(2 * product.width)
+        rounded = kernels.rounded_weight(matrix, kind)
+        into = Affine(matrix, bias, (rounded,), gated_scale=low_bit.gated_scale(matrix, bias, parameters).view(1, 1))
+
+        def fed_forward(ops: Operators) -> object:
+            now, normed = ops.layer_norm(stream, parameters, norm, into)
+            return kernels.layer_norm(
+                ops.add_linear(now, ops.gated_linear(normed, into, affine), affine), vector, None, EPS, kind
+            )
+
+        return fed_forward
+    hidden = random(product.rows, product.width)
+    return lambda ops: kernels.layer_norm(ops.add_linear(stream, hidden, affine), vector, None, EPS, kind)
+
+
+def low_bit_compilations(
+    users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
+) -> list[Callable[[], object]]:
+    """As compilations: for what makes tokens of a kind of eight bits, and for every cut of a product of our own, of
+    which the fastest is measured for each shape."""
+    make = partial(torch.zeros, dtype=dtype, device=device)
+
+    def tokens_of(width: int) -> None:
+        tokens, weight = make(FEW, width), make(width)
+        config = launches.of(cuts.LAYER_NORM, row_class(width), dtype)
+        for update in (make(FEW, width), tokens.to(torch.bfloat16)):
+            kernels.layer_norm(Stream(tokens, None, weight, update), weight, weight, EPS, kind, config)
+        hidden = make(FEW, 2 * cuts.FEED_FORWARD * width)
+        kernels.geglu(hidden, kind)
+        for features in (cuts.FEED_FORWARD * width, width):
+            kernels.rounded(hidden[:, :features], kind)
+            if kind is FP8:
+                rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
+                kernels.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
+
+    found: list[Callable[[], object]] = [partial(tokens_of, width) for width in widths(users)]
+    # Sizes are multiples of this in every network: Triton compiles another kernel for others.
+    width = low_bit.ALIGNED
+    product = Product(FEW, width, width, low_bit.PLAIN if kind is INT8 else GATED)
+    trial = trial_of(product, make, device, dtype, kind, torch.bfloat16)
+    if trial is not None:
+        found += [partial(attempted, trial, config) for config in trial.kernel.candidates if config != cuts.LIBRARY]
+    return found
+
+
+def attempted(trial: Trial, config: LaunchConfig) -> None:
+    """Launch; but for the first, a GPU need not have every cut."""
+    try:
+        trial.run(config)
+    except Exception:
+        if config == trial.kernel.candidates[0]:
+            raise
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def compile_kernels(
+    users: Iterable[Any], dtype: torch.dtype, device: torch.device, configs: Launches | None = None,
+    kinds: Collection[Kind] = (),
+) -> None:
+    """Launch every kernel that a network with these layers (kernel_users of its layout) needs once, on a few numbers.
+
+    configs: how they are launched, None for each one's first candidate. kinds: of eight bits, also those for these.
+    What was compiled before costs a millisecond. Raises what Triton raises.
+    """
+    network, chosen = list(users), configs or Launches(TuningCache())
+    first, *others = compilations(network, dtype, device, chosen)
+    for kind in kinds:
+        others += low_bit_compilations(network, dtype, device, chosen, kind)
+    # Triton sets itself up in the first launch of all, and not for several threads at once.
+    launch(first, device)
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
+        for done in [pool.submit(launch, other, device) for other in others]:
+            done.result()
+
+
+def launch(work: Callable[[], object], device: torch.device) -> None:
+    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+        work()
+        torch.cuda.current_stream().synchronize()
