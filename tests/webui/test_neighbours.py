@@ -47,14 +47,9 @@ def beside_neighbours(webui: WebUI) -> None:
 
 
 @pytest.fixture
-def unit(webui: WebUI) -> int:
-    """What every side of a picture is a multiple of: this Neo's copy rounds to 64."""
-    return 64 if webui.is_neo else 8
-
-
-@pytest.fixture
-def crops(unit: int) -> list[list[int]]:
-    return [[64, 64], [64, 128] if unit == 64 else [72, 88], [128, 64]]
+def crops(webui: WebUI) -> list[list[int]]:
+    """Every side of a picture is a multiple of 8, and in this Neo's copy of 64."""
+    return [[64, 64], [64, 128] if webui.is_neo else [72, 88], [128, 64]]
 
 
 def planned(**plan: Any) -> dict[str, Any]:
