@@ -13,6 +13,7 @@ from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: 
 from torch import Tensor, nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
+from lib_onediff.core.call import Control
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
@@ -36,6 +37,18 @@ def test_each_card_computes_its_rows_and_they_come_back_in_their_places(names: A
     assert image.second["calls"] == 3 and image.second["reason"] == ""
     assert SECOND in image.cards.launched and len(image.copies) == 1
     assert image.runtime.call_stats.total == 3 and image.runtime.guard.faults == []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.usefixtures("unchecked")
+def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
+    one, two = Image.of(second_gpu="off"), Image.of()
+    call = two.call()
+    controlled = replace(call, control=Control(middle=(torch.randn(rows, 32, 4, 4),)))
+    for image in (one, two):
+        image.begin()
+    output = two.run(controlled)
+    assert two.second["split"] and near(output, one.run(controlled)) and not near(output, exact(two, call))
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
