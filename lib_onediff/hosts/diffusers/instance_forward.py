@@ -1,6 +1,7 @@
 """Put a forward of ours on one of diffusers' modules, and take it off again."""
 from __future__ import annotations
 
+import abc
 import inspect
 import logging
 import sys
@@ -24,7 +25,7 @@ SLOTS = ("forward", BEHIND_A_HOOK)
 is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
 
 
-class InstanceForward:
+class InstanceForward(abc.ABC):
     """Stands in for the forward of one module, with the same signature. Holds no reference to the module.
 
     torch.compile steps over it instead of tracing it, which would take minutes. Where it may not (fullgraph=True), it
@@ -57,10 +58,11 @@ class InstanceForward:
             *args, **kwargs,
         )
 
+    @abc.abstractmethod
     def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The answer to a call. host: the forward of the module's class, which takes the module first."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def declined(self, module: Any, reason: str) -> None:
         """The host's own forward is about to run in our place."""
 

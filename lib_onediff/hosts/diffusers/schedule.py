@@ -32,8 +32,12 @@ class LoopAnnouncer:
         return bar
 
     def _follow(self, bar: Any) -> None:
-        """A loop begins. It ends when its bar, a tqdm, is closed: by the loop itself, or where nobody holds the bar."""
-        self._begin()
+        """A loop begins. It ends when its bar is closed: by the loop itself, or where nobody holds the bar."""
+        from tqdm import tqdm
+
+        if not isinstance(bar, tqdm):
+            # A pipeline of somebody's own: nobody would say when it ends.
+            return
         known = weakref.ref(bar)
 
         def close() -> None:
@@ -43,6 +47,7 @@ class LoopAnnouncer:
                 bar.close()
 
         vars(bar)["close"] = close
+        self._begin()
 
     def _begin(self) -> None:
         pipe, unet = self._pipe(), self._unet()
@@ -63,7 +68,7 @@ class LoopAnnouncer:
 
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
-    """Have this pipeline's samplings announced. One without diffusers' progress_bar announces none."""
+    """Have this pipeline's samplings announced. One without diffusers' progress_bar, a tqdm, announces none."""
     if callable(getattr(type(pipe), BAR, None)):
         vars(pipe)[BAR] = LoopAnnouncer(pipe, unet)
 
