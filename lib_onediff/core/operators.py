@@ -43,6 +43,16 @@ class QuantizedTokens(NamedTuple):
     unit: Tensor | None = None
 
 
+class QuantizedImage(NamedTuple):
+    """An image in float8 (e4m3), as a convolution wants it.
+
+    values: (batch, height, width, channels). scale: (1, 1) in float32, by which they are multiplied.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
 # What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.
 # Nobody else looks into it.
 Rows = Any
@@ -66,9 +76,11 @@ class Operators(Protocol):
         """A square 2D convolution, padded with zeros or, if shape.circular, with the opposite edge."""
 
     def group_norm(
-        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
-    ) -> Tensor:
-        """Group norm of image + shift (batch, channels), followed by SiLU if silu."""
+        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
+    ) -> Image:
+        """Group norm of image + shift (batch, channels), followed by SiLU if silu. reader: the convolution that it is
+        for, where there is one."""
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
         """The same stream, and its layer norm. reader: the linear layer that it is for."""

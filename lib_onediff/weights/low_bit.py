@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.affine import Affine, QuantizedWeight, Source, Weights
-from ..core.leaves import FusedLinear, Linear, TransformerBlock, descriptions
+from ..core.leaves import FusedLinear, Linear, ResidualBlock, TransformerBlock, descriptions
 from .binding import Binding
 
 
@@ -30,16 +30,20 @@ KINDS = (FP8, INT8)
 KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
 # Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
-# What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
-NORMED, GATED, PLAIN = "normed", "gated", "plain"
+# What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits; and a
+# group norm, what a convolution reads.
+NORMED, GATED, PLAIN, GROUP_NORMED = "normed", "gated", "plain", "group normed"
 # What a layer is in its block. Layers of one class err alike, and one class can stay exact where the others do not.
 SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
 CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
 FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
+CONVOLUTIONS = "convolutions"
 # The kind in which each layer is wanted, by its name.
 WantedKinds = Mapping[str, Kind]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
 FEWEST_WEIGHTS = 1 << 20
+# The one convolution that can be in eight bits.
+KERNEL, STRIDE, PADDING = 3, 1, 1
 ALIGNED = 16
 # Of the values of a row, in float8, the smallest root mean square. Below 2**-6 their steps become no smaller; at this
 # mean that makes the rounding error larger by a twentieth.
@@ -47,6 +51,10 @@ SMALLEST_MEAN = 2.0**-4
 # Float8 rounds tokens and weights up by a sixteenth at most, twice each in a GEGLU.
 ROUNDING_MARGIN = 1.3
 SMALLEST_SCALE = 2.0**-100
+# Of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel, and gains less.
+FEWEST_PIXELS = 32 * 32
+# Of a norm whose convolution may be in eight bits: smaller images are not.
+FEWEST_DEVIATIONS = 16
 
 
 class LowBitLayer(NamedTuple):
@@ -63,12 +71,18 @@ class LowBitLayer(NamedTuple):
 
 class Product(NamedTuple):
     """rows x width tokens times a weight of width x out. source: what makes the tokens; what comes
-    from a norm is written as it is, and the other products are added to tokens afterwards."""
+    from a norm is written as it is, and the other products are added to tokens afterwards. size: (height, width) of the
+    images whose pixels the rows are, of a convolution."""
 
     rows: int
     width: int
     out: int
     source: str
+    size: tuple[int, int] | None = None
+
+    def suited(self, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+        """Those of these kinds in which there is such a product."""
+        return tuple(kind for kind in kinds if self.size is None or kind is FP8)
 
 
 def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
@@ -89,21 +103,37 @@ def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -
             yield LowBitLayer(name, width, layer.out_features, source, layer_class, norm)
 
 
+def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
+    """The convolutions of a block that may be worth it, in float8; whether they are, the number of pixels decides."""
+    for layer, norm in ((block.in_convolution, block.in_norm), (block.out_convolution, block.out_norm)):
+        shape = layer.kernel, layer.stride, layer.padding
+        aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
+        if shape == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular:
+            width = KERNEL**2 * layer.in_channels
+            yield LowBitLayer(layer.path, width, layer.out_channels, GROUP_NORMED, CONVOLUTIONS, norm.path)
+
+
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
     """All that can be in eight bits, large or small."""
-    return [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
+    linear = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
+    return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
 
 
 def low_bit_products(
-    layout: Any, batch: int, height: int, width: int, fewest_weights: int | None
+    layout: Any, batch: int, height: int, width: int, fewest_weights: int | None, convolutions: bool
 ) -> dict[str, Product]:
     """The products of a call that may be in eight bits, by the names of their layers. height, width: of the latent.
-    fewest_weights: see low_bit_layers."""
-    return {
-        layer.name: Product(batch * size[0] * size[1], layer.width, layer.rows, layer.source)
-        for one, size in layout.sized_layers(height, width) for block in descriptions(one, TransformerBlock)
-        for layer in low_bit_layers(block, fewest_weights)
-    }
+    fewest_weights: see low_bit_layers. convolutions: whether they may."""
+    found = {}
+    for one, size in layout.sized_layers(height, width):
+        pixels = size[0] * size[1]
+        for block in descriptions(one, TransformerBlock):
+            for layer in low_bit_layers(block, fewest_weights):
+                found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source)
+        if convolutions and pixels >= FEWEST_PIXELS and isinstance(one, ResidualBlock):
+            for layer in low_bit_convolutions(one):
+                found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source, size)
+    return found
 
 
 class LowBitWeights:
@@ -141,15 +171,18 @@ class LowBitWeights:
             affine = now.pop(name)
             weight, bias = affine.weight.to(device), affine.bias
             del affine
+            rows = as_rows(weight)
             for kind in kinds:
                 if (name, kind) not in self._kept:
-                    self._kept[name, kind] = empty_like(weight, kind)
-                self._round(weight, *self._kept[name, kind])
+                    self._kept[name, kind] = empty_like(rows, kind)
+                self._round(rows, *self._kept[name, kind])
             if name in self._norms and FP8 in kinds:
                 if name not in self._scales:
                     self._scales[name] = torch.empty((1, 1), device=device, dtype=torch.float32)
-                self._scales[name].copy_(gated_scale(weight, bias, now[self._norms[name]]))
-            del weight
+                norm = now[self._norms[name]]
+                scale = gated_scale(weight, bias, norm) if weight.dim() == 2 else normed_scale(norm)
+                self._scales[name].copy_(scale)
+            del weight, rows
             rounded(name)
         self._fitted_to = state()
 
@@ -176,7 +209,8 @@ class LowBitWeights:
         for name, low_bit in found.items():
             affine = weights[name]
             weight = torch.empty_like(affine.weight, device="meta") if alone else affine.weight
-            new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=self._scales.get(name))
+            gated, normed = (self._scales.get(name), None) if weight.dim() == 2 else (None, self._scales.get(name))
+            new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=gated, normed_scale=normed)
         return {**weights, **new}
 
     def names(self) -> set[str]:
@@ -222,9 +256,26 @@ def gated_scale(weight: Tensor, bias: Tensor | None, norm: Affine) -> Tensor:
     return next_power((values * gates).amax() * ROUNDING_MARGIN / FP8.largest)
 
 
+def normed_scale(norm: Affine) -> Tensor:
+    """(), in float32, a power of two: the scale in float8, for each deviation that a number may be from the mean, of
+    what a group norm gives; a SiLU makes nothing larger. Where that is FEWEST_DEVIATIONS or more."""
+    offset = 0.0 if norm.bias is None else largest_of(norm.bias) / FEWEST_DEVIATIONS
+    return next_power((largest_of(norm.weight) + offset) / FP8.largest)
+
+
+def deviations(members: int) -> float:
+    """How many deviations from their mean any of so many numbers may be; rounded up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(max(members, 1)) / 2)
+
+
 def next_power(number: Tensor) -> Tensor:
     """The smallest power of two that is not smaller."""
     return torch.exp2(torch.ceil(torch.log2(number.clamp_min(SMALLEST_SCALE))))
+
+
+def as_rows(weight: Tensor) -> Tensor:
+    """A weight (out, in) as it is; a convolution's, (out, in, height, width), as QuantizedWeight has it."""
+    return weight if weight.dim() == 2 else weight.detach().permute(0, 2, 3, 1).flatten(1).contiguous()
 
 
 def one_scale_suffices(weight: Tensor) -> bool:

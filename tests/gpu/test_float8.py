@@ -1,5 +1,5 @@
-"""FP8 on a real GPU: by one scale for each factor as near as with one for every row and column; and our own product, a
-feed-forward's first with its GEGLU, by every cut."""
+"""FP8 on a real GPU: by one scale for each factor as near as with one for every row and column; and our own products,
+a feed-forward's first with its GEGLU and convolutions, by every cut."""
 from __future__ import annotations
 
 import pytest
@@ -14,14 +14,14 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.core.affine import Affine
 from lib_onediff.core.leaves import LayerNorm
-from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.core.operators import QuantizedImage, QuantizedTokens, Stream
 from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.kernels.launch_config import GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
+from lib_onediff.devices.cuda.kernels.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
 from lib_onediff.devices.cuda.low_bit import kernels, products
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, Product, gated_scale
+from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, Product, as_rows, gated_scale
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -57,6 +57,22 @@ def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, h
     value, gate = sums.chunk(2, dim=1)
     expected = value * functional.gelu(gate)
     assert relative_error(found.values.double() * found.scales, expected) < ROUNDED
+
+
+@pytest.mark.usefixtures("needs_hopper")
+@pytest.mark.parametrize("config", CONVOLUTION.candidates, ids=str)
+@pytest.mark.parametrize(("batch", "channels", "out", "size"), [
+    (2, 320, 320, (128, 128)), (2, 1280, 1280, (32, 32)), (1, 960, 336, (45, 61)), (3, 48, 80, (33, 40)),
+], ids=str)
+def test_a_convolution(config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]) -> None:
+    image = torch.randn(batch, *size, channels, device=GPU)
+    weight = torch.randn(out, channels, 3, 3, device=GPU, dtype=torch.float16) / channels**0.5
+    low_bit = kernels.rounded_weight(as_rows(weight), FP8)
+    values, scale = rounded(image)
+    found = products.convolution(QuantizedImage(values, scale), low_bit, torch.float32, config)
+    back = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
+    expected = functional.conv2d((values.float() * scale).permute(0, 3, 1, 2).double(), back.double(), padding=1)
+    assert relative_error(found.double(), expected) < SUMMED
 
 
 # --- one scale for each factor ----------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ...core.affine import Affine, QuantizedWeight
 from ...core.device import TimeMs
-from ...core.leaves import CrossAttention, GroupNorm, LayerNorm
-from ...core.operators import Operators, QuantizedTokens, Stream
+from ...core.leaves import Convolution, CrossAttention, GroupNorm, LayerNorm
+from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
 from ...core.tuning_cache import TuningCache
 from ...weights import low_bit
-from ...weights.low_bit import FP8, GATED, INT8, Kind, Product
+from ...weights.low_bit import FP8, GATED, INT8, KERNEL, Kind, Product
 from .kernels import attention as triton_attention
 from .kernels import group_norm as triton_group_norm
 from .kernels import images as triton_images
@@ -31,7 +31,7 @@ from .low_bit import float8, kernels, products
 GROUPS, EPS = 32, 1e-5
 # Of random numbers in int8.
 SPREAD = 32.0
-# Rows of tokens in eight bits that are compiled for.
+# Rows of tokens in eight bits, and sides of an image, that are compiled for.
 FEW = 4
 MOST_THREADS = 8
 
@@ -182,6 +182,11 @@ def trial_of(
         shape_class = products.product_class(rows, out, width)
         run = partial(products.int8_product, tokens, weight, None, dtype)
         return Trial(products.kernel_for(device), shape_class, run)
+    if product.size is not None:
+        height, across = product.size
+        image = QuantizedImage(values(rows // (height * across), height, across, width // KERNEL**2), one)
+        run = partial(products.convolution, image, QuantizedWeight(values(out, width), one), dtype)
+        return Trial(cuts.CONVOLUTION, products.convolution_class(image, out), run)
     if product.source != GATED or not products.copies_tiles(device):
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
@@ -200,8 +205,11 @@ def way_of(
     product: Product, dtype: torch.dtype, device: torch.device, kind: Kind
 ) -> Callable[[Operators], object]:
     """What computes a product by any operators, with what makes its tokens and the norm after it; the weights are there
-    in this kind too. Of a GEGLU's reader, what makes its tokens begins at the norm before."""
+    in this kind too. Of a GEGLU's reader, what makes its tokens begins at the norm before; of a convolution, the group
+    norm comes with it."""
     random = random_on(device, dtype)
+    if product.size is not None:
+        return way_of_convolution(product, product.size, random)
     weight = random(product.out, product.width)
     affine = Affine(weight, None, (kernels.rounded_weight(weight, kind),))
     if product.source == low_bit.NORMED:
@@ -227,6 +235,18 @@ def way_of(
     return lambda ops: kernels.layer_norm(ops.add_linear(stream, hidden, affine), vector, None, EPS, kind)
 
 
+def way_of_convolution(product: Product, size: tuple[int, int], random: Callable[..., Tensor]) -> Way:
+    channels, batch = product.width // KERNEL**2, product.rows // (size[0] * size[1])
+    image = random(batch, channels, *size).to(memory_format=torch.channels_last)
+    weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
+    parameters = Affine(random(channels), random(channels))
+    rounded = kernels.rounded_weight(low_bit.as_rows(weight), FP8)
+    affine = Affine(weight, None, (rounded,), normed_scale=low_bit.normed_scale(parameters).view(1, 1))
+    norm = GroupNorm("norm", channels, GROUPS, EPS)
+    shape = Convolution("convolution", channels, product.out, KERNEL, low_bit.STRIDE, low_bit.PADDING)
+    return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)
+
+
 def low_bit_compilations(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
 ) -> list[Callable[[], object]]:
@@ -247,13 +267,24 @@ def low_bit_compilations(
                 rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
                 kernels.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
 
+    def norm(channels: int) -> object:
+        image, vector, one = make(1, channels, FEW, FEW), make(channels), torch.ones(1, 1, device=device)
+        image = image.to(memory_format=torch.channels_last)
+        rounding = triton_group_norm.Rounding(one, 1.0, kind.dtype)
+        given = image, None, vector, vector, channels, EPS, True, None
+        return triton_group_norm.large_group_norm(*given, rounding=rounding)
+
     found: list[Callable[[], object]] = [partial(tokens_of, width) for width in widths(users)]
     # Sizes are multiples of this in every network: Triton compiles another kernel for others.
     width = low_bit.ALIGNED
-    product = Product(FEW, width, width, low_bit.PLAIN if kind is INT8 else GATED)
-    trial = trial_of(product, make, device, dtype, kind, torch.bfloat16)
-    if trial is not None:
-        found += [partial(attempted, trial, config) for config in trial.kernel.candidates if config != cuts.LIBRARY]
+    wanted = [Product(FEW, width, width, low_bit.PLAIN if kind is INT8 else GATED)]
+    if kind is FP8 and products.copies_tiles(device):
+        found.append(partial(norm, width))
+        wanted.append(Product(FEW * FEW, KERNEL**2 * width, width, low_bit.GROUP_NORMED, (FEW, FEW)))
+    for product in wanted:
+        trial = trial_of(product, make, device, dtype, kind, torch.bfloat16)
+        if trial is not None:
+            found += [partial(attempted, trial, config) for config in trial.kernel.candidates if config != cuts.LIBRARY]
     return found
 
 

@@ -77,7 +77,10 @@ def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
     return product
 
 
-def group_norm(image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None) -> Tensor:
+def group_norm(
+    image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+    reader: Affine | None = None,
+) -> Tensor:
     if shift is not None:
         image = image + shift[:, :, None, None]
     normed = functional.group_norm(image, norm.groups, affine.weight, affine.bias, norm.eps)
@@ -161,7 +164,8 @@ class WideNorms:
         return globals()[name]
 
     def group_norm(
-        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
+        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
     ) -> Tensor:
         if shift is not None:
             image = image + shift[:, :, None, None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...core.affine import Weights
+from ...core.affine import Affine, Weights
 from ...core.call import ImagePrompt
 from ...core.leaves import Convolution, CrossAttention, GroupNorm, ResidualBlock, SelfAttention, TransformerBlock
 from ...core.operators import Image, Operators, Stream
@@ -47,10 +47,12 @@ class Layers:
         stage_output: Tensor = image
         return stage_output
 
-    def norm(self, norm: GroupNorm, image: Image, shift: Tensor | None = None) -> Tensor:
-        """Group norm of image + shift (batch, channels), and SiLU."""
+    def norm(
+        self, norm: GroupNorm, image: Image, shift: Tensor | None = None, reader: Affine | None = None
+    ) -> Image:
+        """Group norm of image + shift (batch, channels), and SiLU. reader: the convolution that it is for."""
         if self.patches.norm is None:
-            return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift)
+            return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, reader=reader)
         return self.ops.silu(self.patches.norm(norm.path, image if shift is None else image + shift[:, :, None, None]))
 
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
@@ -63,8 +65,8 @@ class Layers:
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
         weights, ops = self.weights, self.ops
         into, out = weights[block.in_convolution.path]._replace(bias=None), weights[block.out_convolution.path]
-        hidden = ops.convolution(self.norm(block.in_norm, image), into, block.in_convolution)
-        hidden = self.norm(block.out_norm, hidden, self.shifts[block.embedding.path])
+        hidden = ops.convolution(self.norm(block.in_norm, image, None, into), into, block.in_convolution)
+        hidden = self.norm(block.out_norm, hidden, self.shifts[block.embedding.path], out)
         hidden = ops.convolution(hidden, out._replace(bias=None), block.out_convolution)
         skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
         return ops.residual_add(skip, hidden, out.bias)

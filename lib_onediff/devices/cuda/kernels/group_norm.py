@@ -10,11 +10,14 @@ Sizes are arguments that Triton does not specialise on: another resolution compi
 """
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....core.operators import QuantizedImage
 from .images import CHANNEL_BLOCK, PartialStatistics, measure
 from .launch_config import APPLICATION, STATISTICS, LaunchConfig
 
@@ -23,6 +26,15 @@ SMALL_IMAGE_PIXELS = 256
 # Narrower groups make one kernel for all read too scattered, and each width is a kernel to compile.
 SMALL_IMAGE_GROUP_WIDTH = 40
 SMALL_ROWS = 64
+
+
+class Rounding(NamedTuple):
+    """Into which eight bits a norm is written, in a type of float8. normed_scale: of the convolution that reads it,
+    (1, 1), for each deviation that a number may be from its mean. farthest: how many those may be."""
+
+    normed_scale: Tensor
+    farthest: float
+    dtype: torch.dtype
 
 
 @triton.jit
@@ -98,12 +110,13 @@ def join_statistics(
     tl.store(target + channels, addend + (added - centre - moved) * scale, inside)
 
 
-@triton.jit(do_not_specialize=["pixels", "silu"])
+@triton.jit(do_not_specialize=["pixels", "silu", "farthest"])
 def scale_and_shift(
-    first, second, scales, output, pixels, first_channels, second_channels, silu, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    first, second, scales, output, normed_scale, output_scale, pixels, first_channels, second_channels, silu, farthest,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUNDED: tl.constexpr,
 ):
-    """What the norm and the SiLU make of two images that lie side by side. scales: see join_statistics."""
+    """What the norm and the SiLU make of two images that lie side by side. scales: see join_statistics. ROUNDED: in
+    float8, as multiples of output_scale, which is written: normed_scale * farthest."""
     sample = tl.program_id(2).to(tl.int64)
     channels = first_channels + second_channels
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -117,6 +130,12 @@ def scale_and_shift(
     values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
     if silu != 0:
         values = values * tl.sigmoid(values)
+    if ROUNDED:
+        nothing = tl.zeros((1, 1), tl.int32)
+        unit = tl.load(normed_scale + nothing) * farthest
+        is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
+        tl.store(output_scale + nothing, unit, nothing == tl.where(is_first, 0, 1))
+        values = values / unit
     tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
 
 
@@ -200,9 +219,11 @@ def large_group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
     statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
-) -> Tensor:
-    """As group_norm, by kernels that keep a whole GPU busy. measured: of the images, where whoever made them has."""
-    output, images, of_channels = arrange(first, second)
+    rounding: Rounding | None = None,
+) -> Any:
+    """As group_norm, by kernels that keep a whole GPU busy. measured: of the images, where whoever made them has.
+    rounding: to have a QuantizedImage."""
+    output, images, of_channels = arrange(first, second, None if rounding is None else rounding.dtype)
     batch, channels, height, width = output.shape
     pixels, group_width = height * width, channels // groups
     here = measured[0] or measure(first, statistics_cut)
@@ -216,18 +237,23 @@ def large_group_norm(
         num_warps=8,
     )
     rows, warps = application_cut
+    output_scale = scales if rounding is None else torch.empty((1, 1), device=first.device, dtype=torch.float32)
     scale_and_shift[(triton.cdiv(pixels, rows), triton.cdiv(channels, CHANNEL_BLOCK), batch)](
-        *images, scales, output, pixels, *of_channels, int(silu), CHANNEL_BLOCK, rows, num_warps=warps,
+        *images, scales, output, scales if rounding is None else rounding.normed_scale, output_scale, pixels,
+        *of_channels, int(silu), 1.0 if rounding is None else rounding.farthest, CHANNEL_BLOCK, rows,
+        rounding is not None, num_warps=warps,
     )
-    return output
+    return output if rounding is None else QuantizedImage(output.permute(0, 2, 3, 1), output_scale)
 
 
-def arrange(first: Tensor, second: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
-    """The output to be filled, in the images' type, the two images, and the channels of each."""
+def arrange(
+    first: Tensor, second: Tensor | None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
+    """The output to be filled, by default in the images' type, the two images, and the channels of each."""
     batch, channels, height, width = first.shape
     others = 0 if second is None else second.shape[1]
     output = torch.empty(
-        (batch, channels + others, height, width), device=first.device, dtype=first.dtype,
+        (batch, channels + others, height, width), device=first.device, dtype=dtype or first.dtype,
         memory_format=torch.channels_last,
     )
     return output, (first, first if second is None else second), (channels, others)

@@ -74,6 +74,12 @@ GATED_PRODUCT = Kernel("gated fp8 product", (
     LIBRARY, (128, 128, 128, 8, 8, 3), (128, 64, 128, 8, 4, 3), (128, 64, 128, 16, 4, 3), (128, 128, 64, 8, 8, 5),
     (64, 64, 128, 8, 4, 4),
 ))
+# (pixels down and across, channels of the output, depth of a tile, tiles of a group, warps, stages): see
+# low_bit.products.
+CONVOLUTION = Kernel("fp8 convolution", (
+    (8, 16, 128, 128, 8, 4, 3), (16, 16, 128, 128, 8, 8, 3), (16, 16, 64, 128, 8, 8, 3), (8, 16, 64, 128, 8, 4, 4),
+    (8, 16, 128, 64, 8, 4, 4), (8, 8, 128, 128, 8, 4, 3),
+))
 
 
 class Launches:

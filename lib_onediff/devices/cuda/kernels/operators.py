@@ -3,7 +3,7 @@ twice."""
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -91,8 +91,9 @@ class TritonOperators:
         return output
 
     def group_norm(
-        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None
-    ) -> Tensor:
+        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
+    ) -> Any:
         first, second = halves(image)
         return triton_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,

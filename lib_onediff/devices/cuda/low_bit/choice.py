@@ -19,6 +19,7 @@ from ....core.key import Lossy
 from ....core.operators import Operators
 from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import (
+    FP8,
     GATED,
     INT8,
     KINDS,
@@ -108,7 +109,7 @@ class LowBit:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. With
         lossy.only, no layer is, nor are the keys and values of the cross attention, which are multiplied in the model's
         type."""
-        dtype, kinds, every = call.latent.dtype, self._kinds_for(lossy, call), self._products_of(layout, call)
+        dtype, kinds, every = call.latent.dtype, self._kinds_for(lossy, call), self._products_of(lossy, layout, call)
         # The nearest to the model's type.
         otherwise = kinds[-1] if lossy.only else None
 
@@ -124,14 +125,14 @@ class LowBit:
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
         """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
         dtype, kinds, total = call.latent.dtype, self._kinds_for(lossy, call), 0.0
-        names, every = " or ".join(kind.name.upper() for kind in kinds), self._products_of(layout, call)
+        names, every = " or ".join(kind.name.upper() for kind in kinds), self._products_of(lossy, layout, call)
         # Alone, it is memory that is gained.
         if self.everywhere or (every and lossy.only):
             return None
         if not every:
             return f"this UNet's matrix products are too small to gain by {names}"
         for product, count in Counter(every.values()).items():
-            gains = [self.gains(product, dtype, kind) for kind in kinds]
+            gains = [self.gains(product, dtype, kind) for kind in product.suited(kinds)]
             if None in gains:
                 return None
             total += max((gain or 0.0 for gain in gains), default=0.0) * count
@@ -142,11 +143,21 @@ class LowBit:
     def _kinds_for(self, lossy: Lossy, call: Call) -> tuple[Kind, ...]:
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
 
-    def _products_of(self, layout: Any, call: Call) -> Mapping[str, Product]:
+    def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
         """The product of every layer that may be in eight bits, by its name."""
         batch, _, height, width = call.latent.shape
-        question = layout, batch, height, width, 0 if self.everywhere else None
+        question = layout, batch, height, width, 0 if self.everywhere else None, self._convolves(lossy, call)
         return self._once("products", (question, self._changes), lambda: low_bit_products(*question))
+
+    def _convolves(self, lossy: Lossy, call: Call) -> bool:
+        """Whether convolutions may be in eight bits. What takes the place of the host's weights is linear layers'."""
+        device = call.latent.device
+        if device.type != "cuda" or lossy.only or FP8 not in self._kinds_for(lossy, call):
+            return False
+        # Without Triton, this cannot be imported.
+        from .products import copies_tiles
+
+        return copies_tiles(device)
 
     def _once(self, what: str, question: object, find: Callable[[], Answer]) -> Answer:
         """What find returns, which is asked when the question is another one than last time."""
@@ -161,7 +172,7 @@ class LowBit:
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
         """In which of these kinds a product is done, None for none: as was measured; until then, as on an H200. Safe on
         any thread."""
-        return self._known(current_card(), product, dtype, tuple(kinds))
+        return self._known(current_card(), product, dtype, product.suited(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
         preferred = [kind for kind in KINDS if kind in kinds]
@@ -200,11 +211,12 @@ class LowBit:
         time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype, device, measured = call.latent.dtype, call.latent.device, False
-        every = set() if self.everywhere else set(self._products_of(layout, call).values())
+        every = set() if self.everywhere else set(self._products_of(lossy, layout, call).values())
         for kind in self._kinds_for(lossy, call):
             for product in every:
                 untimed = product, dtype, kind, current_card()
-                if untimed in self._not_timed or self.gains(product, dtype, kind) is not None:
+                known = untimed in self._not_timed or self.gains(product, dtype, kind) is not None
+                if known or not product.suited([kind]):
                     continue
                 measured = True
                 try:
@@ -266,5 +278,5 @@ def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
 
 
 def times_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
-    shape = "x".join(map(str, product[:3]))
+    shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
     return named(f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}")

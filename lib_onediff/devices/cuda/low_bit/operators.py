@@ -2,17 +2,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....core.affine import Affine, QuantizedWeight
-from ....core.leaves import LayerNorm
-from ....core.operators import QuantizedTokens, Stream
-from ....weights.low_bit import FP8, GATED, INT8, NORMED, PLAIN, Kind, Product, kind_of
+from ....core.leaves import Convolution, GroupNorm, LayerNorm
+from ....core.operators import QuantizedImage, QuantizedTokens, Stream
+from ....weights.low_bit import (
+    FEWEST_PIXELS,
+    FP8,
+    GATED,
+    GROUP_NORMED,
+    INT8,
+    KERNEL,
+    NORMED,
+    PLAIN,
+    Kind,
+    Product,
+    deviations,
+    kind_of,
+)
+from ...torch.operators import bias_or_zeros
 from ..kernels import launch_config as cuts
+from ..kernels.group_norm import Rounding, large_group_norm
 from ..kernels.launch_config import Launches, row_class
-from ..kernels.operators import TritonOperators
+from ..kernels.operators import Image, TritonOperators, halves
 from . import float8, kernels, products
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
@@ -65,6 +81,39 @@ class LowBitOperators(TritonOperators):
 
     def materialize(self, stream: Stream) -> Tensor:
         return super().materialize(updated(stream))
+
+    def group_norm(
+        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: Affine | None = None,
+    ) -> Any:
+        batch, channels, *size = image.shape
+        scale = None if reader is None else reader.normed_scale
+        if reader is None or scale is None or not self._is_convolved(batch, channels, size, reader):
+            return super().group_norm(image, affine, norm, silu, shift)
+        first, second = halves(image)
+        farthest = deviations(size[0] * size[1] * channels // norm.groups)
+        return large_group_norm(
+            first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
+            self._measured(image), self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first),
+            Rounding(scale, farthest, FP8.dtype),
+        )
+
+    def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
+        if not isinstance(image, QuantizedImage):
+            return super().convolution(image, affine, shape)
+        shape_class = products.convolution_class(image, shape.out_channels)
+        config = self._launches.of(cuts.CONVOLUTION, shape_class, affine.weight.dtype)
+        # It is added with the shift, or with the residual.
+        assert affine.bias is None
+        return products.convolution(image, affine.low_bit[0], affine.weight.dtype, config)
+
+    def _is_convolved(self, batch: int, channels: int, size: Sequence[int], reader: Affine) -> bool:
+        """Whether a convolution of such images is done in eight bits."""
+        if not reader.low_bit or size[0] * size[1] < FEWEST_PIXELS:
+            return False
+        rows, width = batch * size[0] * size[1], KERNEL**2 * channels
+        product = Product(rows, width, len(reader.weight), GROUP_NORMED, (size[0], size[1]))
+        return self._choose(product, reader.weight.dtype, [FP8]) is FP8
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         kind = self._kind(tokens, reader, GATED)

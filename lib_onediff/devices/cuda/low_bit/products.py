@@ -1,9 +1,10 @@
-"""Matrix products in eight bits by kernels of our own: in int8, and in float8 a feed-forward's first with its GEGLU.
+"""Matrix products in eight bits by kernels of our own: in int8; in float8 a feed-forward's first with its GEGLU, and
+convolutions of 3x3.
 
 int8 has a scale for every row and every column, and is summed exactly in int32. Tensor cores multiply it at two to four
 times the rate of float16 from compute capability 7.5 on; PyTorch's own product (torch._int_mm) knows no scales, and was
-slower than float16 on an H200. In float8, the scale of what comes out is known beforehand
-(weights.low_bit.gated_scale): one for every row would have to wait for the whole row.
+slower than float16 on an H200. In float8, the scale of what comes out is known beforehand (weights.low_bit.gated_scale
+and normed_scale): one for every row would have to wait for the whole row.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....core.affine import QuantizedWeight
-from ....core.operators import QuantizedTokens
+from ....core.operators import QuantizedImage, QuantizedTokens
 from ..kernels import launch_config as cuts
 from ..kernels.images import processors
 from ..kernels.launch_config import Kernel, LaunchConfig
@@ -131,6 +132,31 @@ def gated_tile(
     output.store([down * M, across * N], mixed.to(output.dtype))
 
 
+@triton.jit(do_not_specialize=["batch", "height", "width", "has_scales"])
+def convolution_tile(
+    image, scale, weight, weight_scales, output, batch, height, width, channels, out_channels, has_scales,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+):
+    """A program for each DOWN x ACROSS pixels and N channels of the output. image, weight, output: descriptors of
+    tensors: (batch, height, width, channels), (out_channels, 9 * channels), (batch, height, width, out_channels)."""
+    tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)
+    tiles = tiles_across * tiles_down
+    tile, place = tile_at(tl.program_id(0), tiles * batch, tl.cdiv(out_channels, N), GROUP)
+    sample, tile = tile // tiles, tile % tiles
+    top, left = tile // tiles_across * DOWN, tile % tiles_across * ACROSS
+    parts = tl.cdiv(channels, K)
+    sums = tl.zeros((DOWN * ACROSS, N), tl.float32)
+    for step in range(0, 9 * parts):
+        tap, channel = step // parts, step % parts * K
+        # What lies beyond the last channel is zero in the image, whatever the weight has there.
+        pixels = image.load([sample, top + tap // 3 - 1, left + tap % 3 - 1, channel]).reshape(DOWN * ACROSS, K)
+        sums = tl.dot(pixels, weight.load([place * N, tap * channels + channel]).T, sums)
+    column = place * N + tl.arange(0, N)
+    factor = tl.load(scale) * tl.load(weight_scales + column * has_scales, column < out_channels, 0.0)
+    numbers = (sums * factor[None, :]).to(output.dtype)
+    output.store([sample, top, left, place * N], numbers.reshape(1, DOWN, ACROSS, N))
+
+
 def int8_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype,
     config: LaunchConfig = cuts.INT8_PRODUCT.candidates[0],
@@ -184,6 +210,26 @@ def gated_product(
     return QuantizedTokens(output, output_scale, tokens.shape)
 
 
+def convolution(
+    image: QuantizedImage, weight: QuantizedWeight, result: torch.dtype,
+    config: LaunchConfig = cuts.CONVOLUTION.candidates[0],
+) -> Tensor:
+    """3x3, padded with a pixel of zeros at each side: (batch, out channels, height, width) in the result's dtype, in
+    channels-last memory, summed in float32. Channels are multiples of 16. Raises what Triton raises."""
+    down, across, n, k, group, warps, stages = config
+    batch, height, width, channels = image.values.shape
+    out_channels = len(weight.values)
+    output = torch.empty((batch, height, width, out_channels), device=image.values.device, dtype=result)
+    tiles = batch * triton.cdiv(height, down) * triton.cdiv(width, across) * triton.cdiv(out_channels, n)
+    convolution_tile[(tiles,)](
+        TensorDescriptor.from_tensor(image.values, [1, down, across, k]), image.scale,
+        TensorDescriptor.from_tensor(weight.values, [n, k]), weight.scales,
+        TensorDescriptor.from_tensor(output, [1, down, across, n]), batch, height, width, channels, out_channels,
+        int(weight.scales.numel() > 1), down, across, n, k, group, num_warps=warps, num_stages=stages,
+    )
+    return output.permute(0, 3, 1, 2)
+
+
 def copies_tiles(device: torch.device) -> bool:
     """Whether a GPU copies tiles by itself: there alone, kernels that need it were measured to be worth trying."""
     is_there = TensorDescriptor is not None and device.type == "cuda"
@@ -199,3 +245,8 @@ def product_class(rows: int, out: int, width: int) -> str:
     """The class of shapes of a product, for which its launch configuration is chosen. out, width: the weight's shape.
     """
     return f"{rows}x{width}x{out}"
+
+
+def convolution_class(image: QuantizedImage, out_channels: int) -> str:
+    """As product_class, of a convolution."""
+    return "x".join(map(str, (*image.values.shape, out_channels)))
