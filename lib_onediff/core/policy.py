@@ -80,7 +80,7 @@ class StepTimes(Protocol):
 class StepMemory(Protocol):
     """What a policy keeps of a network's calls within one walk through a sampling."""
 
-    walk: int
+    walk: object
 
     def bytes(self) -> int:
         """The memory of its tensors."""
@@ -92,7 +92,7 @@ Memory = TypeVar("Memory", bound=StepMemory)
 class Broken:
     """In the place of what a policy keeps: it has failed, and rests for the rest of this walk."""
 
-    def __init__(self, walk: int) -> None:
+    def __init__(self, walk: object) -> None:
         self.walk = walk
 
     def bytes(self) -> int:
@@ -105,10 +105,10 @@ class Moment:
 
     host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
     the prompt's; None where nobody can. times: counts the steps of its image. memories: what each policy keeps for this
-    network, by its name; the runtime drops it with the sampling, and where the memory is needed. find: finds out where
-    in its sampling it is, see Positions.of. deepest: the largest depth at which this network can be cut in two, 0 where
-    it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it. edition: of the
-    network's weights now, looked at anew. ordered: the context in which memory that calls share may be written.
+    network, by its name; the runtime drops it with the sampling, and where the memory is needed. find: see
+    Sampling.position. deepest: the largest depth at which this network can be cut in two, 0 where it cannot.
+    cut_memory: the memory of a cut for a shape, the same as long as anybody holds it. edition: of the network's weights
+    now, looked at anew. ordered: the context in which memory that calls share may be written.
     belongs_to_image: otherwise it makes a shape ready, and belongs to no sampling. is_counted: otherwise it is a part
     of a call that is counted as a whole.
     """

@@ -38,10 +38,9 @@ SQUARE, LEAST_FALL, SAME_SSIM = 8, 0.04, 0.6
 
 @dataclass(frozen=True)
 class Shift:
-    """How the second image's colours differ in CIELAB. lightness: of the mean L*, from 0 to 100; contrast, saturation:
-    relative, of the standard deviation of L* and of the root mean square of the chroma."""
+    """How the second image's colours differ in CIELAB, relatively. contrast: of the standard deviation of L*.
+    saturation: of the root mean square of the chroma."""
 
-    lightness: float
     contrast: float
     saturation: float
 
@@ -94,10 +93,7 @@ def compare(first: Any, second: Any) -> ImageComparison:
     labs = color.rgb2lab(one), color.rgb2lab(other)
     before, after = (measure.block_reduce(lab, (SQUARE, SQUARE, 1), np.mean) for lab in labs)
     light = before[..., 0].mean(), after[..., 0].mean()
-    shift = Shift(
-        float(light[1] - light[0]), relative(before[..., 0].std(), after[..., 0].std()),
-        relative(chroma_of(before), chroma_of(after)),
-    )
+    shift = Shift(relative(before[..., 0].std(), after[..., 0].std()), relative(chroma_of(before), chroma_of(after)))
     ssim = metrics.structural_similarity(
         one, other, channel_axis=-1, data_range=WHITE, gaussian_weights=True, sigma=1.5, use_sample_covariance=False,
     )

@@ -1,16 +1,14 @@
 """A sampling, as a host announces it before its first call, and where in it a call is."""
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
 from .refusal import Refusal
 from .timeline import Step, Timeline, timeline_of
-from .weak_dictionary import WeakDictionary
 
 UNANNOUNCED = "nobody says when a sampling begins and ends (own loops: with lib_onediff.sampling(unet): ...)"
 UNEQUAL_TIMES = "the images of this batch are at different steps"
@@ -24,6 +22,15 @@ def time_of(timestep: Tensor) -> float | None:
         return float(timestep[0])
     times = timestep.flatten().tolist()
     return float(times[0]) if times and min(times) == max(times) else None
+
+
+class Position(NamedTuple):
+    """Where in its sampling a call is. time: its timestep. walk: another object where what was kept at earlier calls
+    counts no more: another sampling, or a jump back in this one."""
+
+    step: Step
+    time: float
+    walk: object
 
 
 @dataclass(eq=False)
@@ -44,48 +51,25 @@ class Sampling:
     read: Callable[[Tensor], float | None] = time_of
     why_no_forecast: Callable[[], str] = lambda: UNKNOWN_SAMPLER
     guidance_scale: float | None = None
+    _timeline: Timeline | None = field(default=None, init=False)
+    _walk: object = field(default_factory=object, init=False)
 
-
-class Position(NamedTuple):
-    """Where in its sampling a call is. time: its timestep. walk: another number where what was kept at earlier calls
-    counts no more: another sampling, or a jump back in this one."""
-
-    step: Step
-    time: float
-    walk: int
-
-
-@dataclass
-class Track:
-    """The timeline of one sampling, which all networks walk that it uses: a refiner goes on where the first one was."""
-
-    timeline: Timeline
-    walk: int
-
-
-class Positions:
-    """Finds out where in their samplings calls are. Keeps no sampling alive."""
-
-    def __init__(self) -> None:
-        self._tracks: WeakDictionary[Sampling, Track] = WeakDictionary()
-        self._walks = itertools.count(1)
-
-    def of(self, sampling: Sampling, timestep: Tensor) -> Position:
-        """The position of a call with this timestep, (batch,). May wait for a GPU: see Sampling.read.
+    def position(self, timestep: Tensor) -> Position:
+        """The position of a call with this timestep, (batch,), of any network: a refiner goes on where the first one
+        was. May wait for a GPU: see read.
 
         Raises Refusal where no step of this sampling may be cut short, or the step cannot be told.
         """
-        if sampling.why_not:
-            raise Refusal(sampling.why_not)
-        time = sampling.read(timestep)
+        if self.why_not:
+            raise Refusal(self.why_not)
+        time = self.read(timestep)
         if time is None:
             raise Refusal(UNEQUAL_TIMES)
-        track = self._tracks.get(sampling)
-        if track is None:
-            track = self._tracks[sampling] = Track(timeline_of(sampling.times()), next(self._walks))
-        step, jumped = track.timeline.step(time)
+        if self._timeline is None:
+            self._timeline = timeline_of(self.times())
+        step, jumped = self._timeline.step(time)
         if jumped:
-            track.walk = next(self._walks)
-        if too_few := step.why_too_few(sampling.guidance_scale):
+            self._walk = object()
+        if too_few := step.why_too_few(self.guidance_scale):
             raise Refusal(too_few)
-        return Position(step, time, track.walk)
+        return Position(step, time, self._walk)

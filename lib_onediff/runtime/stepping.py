@@ -10,7 +10,7 @@ from ..core.call import Call
 from ..core.guard import Guard, HostFunction
 from ..core.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
 from ..core.refusal import Refusal
-from ..core.sampling import Positions, Sampling
+from ..core.sampling import Sampling
 from ..core.settings import Settings
 from .managed_unet import ManagedUNet
 from .services import Services
@@ -59,7 +59,6 @@ class Stepping:
         """sampling_of: the sampling in progress of a UNet."""
         self._services, self._sampling_of = services, sampling_of
         self.policies = tuple(policies)
-        self._positions = Positions()
 
     def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
         """Whether any policy is on; whole_batch: of those for whole batches alone, or of the others."""
@@ -87,7 +86,7 @@ class Stepping:
             bound = managed.bound
             return Moment(
                 call, host, settings, sampling, guidance, services.call_stats, managed.step_memories,
-                cache(partial(self._positions.of, sampling, call.timestep)), managed.deepest, managed.cut_memory,
+                cache(partial(sampling.position, call.timestep)), managed.deepest, managed.cut_memory,
                 bound.edition_now, partial(services.computing, call.latent.device), belongs_to_image, is_counted,
             )
 

@@ -25,7 +25,7 @@ class Cached:
     failure: why some of its calls are no cached passes.
     """
 
-    walk = 0
+    walk: object = None
 
     def __init__(self) -> None:
         self.places: dict[Hashable, Place] = {}

@@ -35,7 +35,7 @@ class Output:
 class Outputs:
     """The outputs of one network in one walk through a sampling, by shape and prompt."""
 
-    walk = 0
+    walk: object = None
 
     def __init__(self) -> None:
         self.threads = Threads()

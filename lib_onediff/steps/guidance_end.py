@@ -32,7 +32,7 @@ class Guided:
     prompts, areas, perturbed attention. host: the times of the host's own whole call.
     """
 
-    walk = 0
+    walk: object = None
 
     def __init__(self) -> None:
         self.host: Stopwatch | None = None

@@ -87,7 +87,7 @@ def test_a_paler_image_is_told(image: Tensor) -> None:
         found = compare(bytes_of(image), bytes_of(desaturated(image, kept)))
         assert found.verdict == PALER and found.shift.saturation == pytest.approx(kept - 1, abs=0.05)
     found = compare(bytes_of(image), bytes_of(veiled(image, 0.1)))
-    assert found.verdict == PALER and found.shift.lightness > 2 and found.shift.contrast < -0.08
+    assert found.verdict == PALER and found.shift.contrast < -0.08
     assert "paler: saturation -" in found.sentence()
     assert verdict(veiled(image, 0.1), image) != PALER
 
