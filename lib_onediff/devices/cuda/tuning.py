@@ -235,7 +235,9 @@ def way_of(
     return lambda ops: kernels.layer_norm(ops.add_linear(stream, hidden, affine), vector, None, EPS, kind)
 
 
-def way_of_convolution(product: Product, size: tuple[int, int], random: Callable[..., Tensor]) -> Way:
+def way_of_convolution(
+    product: Product, size: tuple[int, int], random: Callable[..., Tensor]
+) -> Callable[[Operators], object]:
     channels, batch = product.width // KERNEL**2, product.rows // (size[0] * size[1])
     image = random(batch, channels, *size).to(memory_format=torch.channels_last)
     weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
