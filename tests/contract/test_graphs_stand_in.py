@@ -1,0 +1,45 @@
+"""tests/webui/extensions/onediff-graphs, which stands for CUDA graphs in real WebUIs, fits what it stands for."""
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+pytest.importorskip("fastapi")
+
+from builders import SMALL, a_call, diffusers_output, diffusers_unet, relative_error, served
+
+from lib_onediff import compile_unet, status
+from lib_onediff.bench.models import ScaledContext
+
+SCRIPT = Path(__file__).parents[1] / "webui" / "extensions" / "onediff-graphs" / "scripts" / "onediff_graphs.py"
+
+
+@torch.no_grad()
+def test_a_unet_and_what_lies_between_functions_are_replayed(
+    fresh_runtime: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "modules", mock.Mock())
+    spec = importlib.util.spec_from_file_location("onediff_graphs", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    switch = script.Switch()
+    switch.turn(True)
+    try:
+        unet = compile_unet(diffusers_unet(**SMALL))
+        for foreign in (False, True):
+            unet.set_attn_processor({
+                name: ScaledContext(own) if foreign and ".attn2." in name else own
+                for name, own in unet.attn_processors.items()
+            })
+            for seed in range(4):
+                call = a_call(unet, seed=seed)
+                assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
+            assert status()["route"] == "graph", status()["reason"]
+    finally:
+        switch.turn(False)
