@@ -9,7 +9,7 @@ from typing import Any
 
 from ..store.history import chosen_folder
 from .call_stats import GRAPH, CallStats
-from .graphs.accounting import MemorySnapshot
+from .graphs.pool_size import MemorySnapshot
 from .machine import Fingerprint
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services

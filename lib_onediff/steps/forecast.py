@@ -7,6 +7,7 @@ Samplers of higher orders go on from differences of outputs, and magnify the lin
 """
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -39,13 +40,10 @@ class Outputs:
 
     def __init__(self) -> None:
         self.threads = Threads()
-        self._outputs: dict[Hashable, Output] = {}
-
-    def of(self, thread: Hashable) -> Output:
-        return self._outputs.setdefault(thread, Output())
+        self.by_thread: defaultdict[Hashable, Output] = defaultdict(Output)
 
     def bytes(self) -> int:
-        kept = [tensor for output in list(self._outputs.values()) for tensor in output.line.tensors]
+        kept = [tensor for output in list(self.by_thread.values()) for tensor in output.line.tensors]
         return self.threads.bytes() + sum(tensor.nbytes for tensor in kept)
 
 
@@ -72,7 +70,7 @@ class Forecast:
         if no_line := sampling.why_no_forecast():
             raise Refusal(no_line)
         outputs = moment.memory_of(self.name, Outputs)
-        known = outputs.of(outputs.threads.thread(call, position.time))
+        known = outputs.by_thread[outputs.threads.thread(call, position.time)]
         index = position.step.index
         computed = index < FIRST_COMPUTED or is_whole(moment.settings.forecast_interval, position.step)
 

@@ -79,7 +79,7 @@ def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
     use(unet, LARGE)
     needs = row(LARGE).needs
     runtime.purge()
-    allowed = memory_of([needs]) // MIB + 4
+    allowed = memory_of(needs) // MIB + 4
     runtime.configure(replace(Settings(), memory_budget=allowed))
     use(unet, SMALL)
     assert runtime.pin("512x512", row(SMALL).model, True)

@@ -62,7 +62,7 @@ def test_many_sizes_within_a_budget(unet: nn.Module, pretended: PretendedGraphs)
     largest = entry("128x128").needs
     runtime.purge()
     pretended.most = 0
-    allowed = memory_of([largest]) + 2 * MEBIBYTE
+    allowed = memory_of(largest) + 2 * MEBIBYTE
     allow(-(-allowed // MEBIBYTE))
     widths = (8, 10, 12, 14, 15, 16) if WHOLE else (8, 12, 15)
     sizes = [(height, width) for height in range(8, 17, 2) for width in widths]

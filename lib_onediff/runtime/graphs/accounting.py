@@ -1,4 +1,4 @@
-"""What the graphs of every UNet hold at one moment, and what would come back without some of them."""
+"""What the graphs of every UNet hold."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
@@ -14,7 +14,7 @@ from ...devices.cuda.graphs.capture import CudaGraphs, Output
 from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
 from ...weights.low_bit import LowBitWeights
 from ..managed_unet import CachedRunner, ManagedUNet
-from .pool_size import MEBIBYTE, gives_back
+from .pool_size import MEBIBYTE, HeldGraph, MemorySnapshot
 
 SHARE_OF_THE_CARD = 4
 # Every pinned (model, resolution).
@@ -126,7 +126,10 @@ class Holdings:
 
     def memory(self) -> MemorySnapshot:
         """What would come back without some graphs."""
-        return MemorySnapshot(self.graphs(), self.vram())
+        snapshot = MemorySnapshot(self.vram())
+        for held in self.graphs():
+            snapshot.add(held.kept.runner.memory, HeldGraph(held.key, held.entry.needs, held.kept.runner.own_bytes))
+        return snapshot
 
     def graphs(self) -> list[GraphRecord]:
         """Every graph. Drop it soon: it keeps them alive."""
@@ -147,41 +150,3 @@ class Holdings:
                 keys[other] = keys.pop(other, set()) | {held.key}
         pinned = self.pinned()
         return [group for group in keys.values() if not group & pinned]
-
-
-class HeldGraph(NamedTuple):
-    """Of a graph, what it takes: needs of the memory that it shares, own_bytes for itself alone."""
-
-    key: ShapeKey
-    needs: int
-    own_bytes: int
-
-
-class MemorySnapshot:
-    """What all graphs hold at one moment; it keeps none alive. vram: bytes that they hold together."""
-
-    def __init__(self, held: Iterable[GraphRecord] = (), vram: int = 0) -> None:
-        self.vram = vram
-        # By an identity for each memory: its size, and what lies in it.
-        self._memories: dict[int, tuple[int, list[HeldGraph]]] = {}
-        for graph in held:
-            runner = graph.kept.runner
-            _, here = self._memories.setdefault(id(runner.memory), (runner.memory.bytes, []))
-            here.append(HeldGraph(graph.key, graph.entry.needs, runner.own_bytes))
-
-    def gives_back(self, keys: Collection[ShapeKey]) -> int:
-        """Bytes of GPU memory that come back without the graphs of these shapes."""
-        own = sum(graph.own_bytes for _, graphs in self._memories.values() for graph in graphs if graph.key in keys)
-        return own + sum(shrinks(size, graphs, keys) for size, graphs in self._memories.values())
-
-    def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
-        """The graphs that have to go too so that the memory of these shapes comes back, where that is worth it."""
-        return {
-            graph.key for size, graphs in self._memories.values() if shrinks(size, graphs, keys) for graph in graphs
-        }
-
-
-def shrinks(size: int, graphs: Collection[HeldGraph], keys: Collection[ShapeKey]) -> int:
-    """By how much a memory of this size shrinks without those of its graphs that have these keys."""
-    rest = [graph.needs for graph in graphs if graph.key not in keys]
-    return gives_back(size, rest) if len(rest) < len(graphs) else 0

@@ -60,8 +60,8 @@ class GraphCache:
         Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
         """
         device, allowed = entry.key.device, self._now.allowed(budget, entry.key.device)
-        if not fits(memory_of([entry.needs]), allowed):
-            entry.no_graph = too_large(memory_of([entry.needs]), allowed)
+        if not fits(memory_of(entry.needs), allowed):
+            entry.no_graph = too_large(memory_of(entry.needs), allowed)
             return
         entry.waits = self._why_wait(entry, allowed)
         if entry.waits:
@@ -85,7 +85,7 @@ class GraphCache:
     def _why_wait(self, entry: Entry, allowed: int) -> str:
         """Make room for a graph that would fit alone; why that is not possible now, if so."""
         pool, device = PoolKey.of(entry.key), entry.key.device
-        growth = max(0, memory_of([entry.needs]) - self._now.made.bytes(*pool))
+        growth = max(0, memory_of(entry.needs) - self._now.made.bytes(*pool))
         others = self._now.others(pool)
         while others and not fits(self._now.held(device) + growth, allowed):
             self.drop(others.pop(0))

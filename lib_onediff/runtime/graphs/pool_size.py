@@ -2,7 +2,11 @@
 as the largest of them, and it shrinks only when it is given up and those that stay are captured again."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import NamedTuple
+
+from ...core.device import Memory
+from ...core.key import ShapeKey
 
 MEBIBYTE = 2**20
 # torch maps device memory in such pages.
@@ -27,17 +31,9 @@ def needs_of(peak: int, in_one_piece: bool = True) -> int:
     return pages(peak * (1 + (GAPS_IN_ONE_PIECE if in_one_piece else GAPS_IN_MANY)))
 
 
-def memory_of(needs: Iterable[int]) -> int:
-    """What graphs with these needs hold together, in a memory made for them."""
-    largest = max(needs, default=None)
-    return 0 if largest is None else pages(largest) + SMALL_THINGS
-
-
-def gives_back(held: int, needs_of_the_rest: Iterable[int]) -> int:
-    """By how much a memory of this size shrinks when only graphs with these needs stay; 0 where it is left alone."""
-    rest = list(needs_of_the_rest)
-    gain = held - memory_of(rest)
-    return held if not rest else gain if gain >= max(LEAST_GAIN, LEAST_SHARE * held) else 0
+def memory_of(needs: int) -> int:
+    """What graphs of which the largest needs this hold together, in a memory made for them."""
+    return pages(needs) + SMALL_THINGS
 
 
 def fits(size: int, allowed: int) -> bool:
@@ -51,3 +47,44 @@ def too_large(needed: int, allowed: int) -> str:
         f"its graph needs {-(-needed // MEBIBYTE)} MiB, and the setting 'Graph memory in MiB' allows "
         f"{allowed // MEBIBYTE}"
     )
+
+
+class HeldGraph(NamedTuple):
+    """Of a graph, what it takes: needs of the memory that it shares, own_bytes for itself alone."""
+
+    key: ShapeKey
+    needs: int
+    own_bytes: int
+
+
+class MemorySnapshot:
+    """What all graphs hold at one moment; it keeps none alive. vram: bytes that they hold together."""
+
+    def __init__(self, vram: int = 0) -> None:
+        self.vram = vram
+        # By an identity for each memory: its size, and what lies in it.
+        self._memories: dict[int, tuple[int, list[HeldGraph]]] = {}
+
+    def add(self, memory: Memory, graph: HeldGraph) -> None:
+        self._memories.setdefault(id(memory), (memory.bytes, []))[1].append(graph)
+
+    def gives_back(self, keys: Collection[ShapeKey]) -> int:
+        """Bytes of GPU memory that come back without the graphs of these shapes."""
+        own = sum(graph.own_bytes for _, graphs in self._memories.values() for graph in graphs if graph.key in keys)
+        return own + sum(shrinks(size, graphs, keys) for size, graphs in self._memories.values())
+
+    def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
+        """The graphs that have to go too so that the memory of these shapes comes back, where that is worth it."""
+        return {
+            graph.key for size, graphs in self._memories.values() if shrinks(size, graphs, keys) for graph in graphs
+        }
+
+
+def shrinks(size: int, graphs: Collection[HeldGraph], keys: Collection[ShapeKey]) -> int:
+    """By how much a memory of this size shrinks without those of its graphs that have these keys; 0 where it is left
+    alone."""
+    rest = [graph.needs for graph in graphs if graph.key not in keys]
+    if not rest or len(rest) == len(graphs):
+        return 0 if rest else size
+    gain = size - memory_of(max(rest))
+    return gain if gain >= max(LEAST_GAIN, LEAST_SHARE * size) else 0
