@@ -28,9 +28,9 @@ class WarmCall(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """One size in the queue, as it was when asked. done and total count UNet calls, seconds what they took.
+    """One size in the queue. done and total count UNet calls, seconds what they took.
 
     source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
     what is being done now, for people.

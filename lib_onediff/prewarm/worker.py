@@ -43,8 +43,8 @@ class WarmUp:
     def __init__(self, webui: Any, runtime: Runtime) -> None:
         self._webui = webui
         self._runtime = runtime
-        # What is not queued any more stands before what is; the order of that is the queue's.
-        self._jobs: dict[int, Job] = {}
+        # What is over and what runs, then the queue in its order.
+        self._jobs: list[Job] = []
         self._ids = count(1)
         self._worker: threading.Thread | None = None
         self._lock = threading.RLock()
@@ -65,26 +65,27 @@ class WarmUp:
         check_tokens(tokens)
         wanted = [(size, tuple(starmap(Shape, self._webui.call_shapes(size.batch, tokens)))) for size in sizes]
         with self._lock:
-            waiting = {(job.size, job.shapes): job for job in self._jobs.values() if job.state == QUEUED}
+            waiting = {(job.size, job.shapes): job for job in self._jobs if job.state == QUEUED}
             for size, shapes in wanted:
                 if (size, shapes) not in waiting:
                     total = CALLS_PER_SHAPE * len(shapes)
                     job = Job(next(self._ids), size, source, total=total, tokens=tokens, shapes=shapes)
-                    waiting[size, shapes] = self._update(job)
+                    waiting[size, shapes] = job
+                    self._jobs.append(job)
             if wanted and self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="onediff-warm-up", daemon=True)
                 self._worker.start()
                 atexit.register(self.stop, SECONDS_AT_EXIT)
-            jobs = [waiting[one] for one in wanted]
+            asked = [waiting[one] for one in wanted]
             if first:
-                asked = {job.id for job in jobs}
-                self._jobs = dict(sorted(self._jobs.items(), key=lambda item: is_queued(item) and item[0] not in asked))
-            return jobs
+                self._jobs.sort(key=lambda job: job.state == QUEUED and job not in asked)
+            return list(map(replace, asked))
 
     def jobs(self) -> list[Job]:
-        """The last jobs that are over and the one that runs, in the order of asking, then the queue in its own."""
+        """As they are now: the last jobs that are over and the one that runs, in the order of asking, then the queue in
+        its own."""
         with self._lock:
-            return list(self._jobs.values())
+            return list(map(replace, self._jobs))
 
     def busy(self) -> bool:
         """Whether any job is pending."""
@@ -93,11 +94,10 @@ class WarmUp:
     def cancel(self, job_id: int) -> bool:
         """Take a job out of the queue, or end it after the UNet call in progress; False when it is over or unknown."""
         with self._lock:
-            job = self._jobs.get(job_id)
-            if job is None or not job.pending:
-                return False
-            self._update(job, state=CANCELLED, what="")
-            return True
+            job = next((job for job in self._jobs if job.id == job_id and job.pending), None)
+            if job is not None:
+                self._end(job, CANCELLED)
+            return job is not None
 
     def stop(self, seconds: float = 0.0) -> int:
         """Cancel every pending job and return how many; waits at most so long for the UNet call in progress."""
@@ -106,16 +106,6 @@ class WarmUp:
         if worker is not None and seconds:
             worker.join(seconds)
         return cancelled
-
-    # --- call these with the lock held ----------------------------------------------------------------------------
-
-    def _update(self, job: Job, **changes: Any) -> Job:
-        job = self._jobs[job.id] = replace(job, **changes)
-        finished = [job_id for job_id, kept in self._jobs.items() if not kept.pending]
-        for job_id in finished[:-FINISHED_JOBS_KEPT]:
-            del self._jobs[job_id]
-        self._jobs = dict(sorted(self._jobs.items(), key=is_queued))
-        return job
 
     # --- the worker -----------------------------------------------------------------------------------------------
 
@@ -132,45 +122,40 @@ class WarmUp:
     def _take(self) -> Job | None:
         """The next job, which runs from now on; None if none is queued."""
         with self._lock:
-            job = next((job for job in self._jobs.values() if job.state == QUEUED), None)
+            job = next((job for job in self._jobs if job.state == QUEUED), None)
             if job is not None:
-                return self._update(job, state=RUNNING)
-            self._worker = None
-            atexit.unregister(self.stop)
-            return None
-
-    def _running(self, job: Job) -> Job | None:
-        """A job that was taken, as it is now; None where it is over."""
-        with self._lock:
-            now = self._jobs.get(job.id)
-            return now if now is not None and now.state == RUNNING else None
+                job.state = RUNNING
+            else:
+                self._worker = None
+                atexit.unregister(self.stop)
+            return job
 
     def _say(self, job: Job, what: str) -> None:
-        """What is being done for a running job now, for people."""
+        """What is being done for a job now, for people."""
         with self._lock:
-            now = self._running(job)
-            if now is not None and now.what != what:
-                self._update(now, what=what)
+            if job.state == RUNNING:
+                job.what = what
 
     def _advance(self, job: Job, seconds: float, calls: int) -> None:
         """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
         with self._lock:
-            now = self._running(job)
-            if now is not None:
-                self._update(now, done=now.done + calls, seconds=now.seconds + seconds)
+            if job.state == RUNNING:
+                job.done, job.seconds = job.done + calls, job.seconds + seconds
 
-    def _end(self, job: Job, state: str, reason: str) -> None:
-        """A running job is over; one that was cancelled meanwhile stays so."""
+    def _end(self, job: Job, state: str, reason: str = "") -> None:
+        """A job is over; one that was cancelled meanwhile stays so."""
         with self._lock:
-            now = self._running(job)
-            if now is not None:
-                self._update(now, state=state, reason=reason, what="")
+            if job.pending:
+                job.state, job.reason, job.what = state, reason, ""
+                self._jobs.sort(key=lambda job: job.state == QUEUED)
+                for old in [job for job in self._jobs if not job.pending][:-FINISHED_JOBS_KEPT]:
+                    self._jobs.remove(old)
 
     def _run(self, job: Job) -> str:
         """Make a job's calls. Returns why it has no graph, if so. Raises Refusal, and what a call raises."""
         self._compile(job)
         no_graph = ""
-        while (now := self._running(job)) is not None and (calls := now.calls_left()):
+        while job.state == RUNNING and (calls := job.calls_left()):
             self._say(job, WAITING)
             no_graph = self._webui.exclusively(partial(self._call, job, calls[0])) or no_graph
             time.sleep(SECONDS_LEFT_TO_IMAGES)
@@ -181,7 +166,7 @@ class WarmUp:
         """Meanwhile images can be made, by the host's own UNet."""
         self._say(job, COMPILING)
         for compiling in self._runtime.compiling():
-            while self._running(job) and not compiling.done():
+            while job.state == RUNNING and not compiling.done():
                 wait([compiling], SECONDS_BETWEEN_LOOKS)
 
     def _decode(self, job: Job) -> None:
@@ -191,7 +176,7 @@ class WarmUp:
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD
             for entry in self._runtime.table.entries() if entry.key.is_decode
         )
-        if known or not self._running(job):
+        if known or job.state != RUNNING:
             return
         self._say(job, DECODING)
         try:
@@ -206,7 +191,7 @@ class WarmUp:
 
         Raises Refusal, and what the call raises.
         """
-        if not self._running(job):
+        if job.state != RUNNING:
             return ""
         captures = call.number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
         self._say(job, CHECKING if call.number == 0 else CAPTURING if captures else MEASURING)
@@ -224,7 +209,3 @@ class WarmUp:
         self._advance(job, time.perf_counter() - began, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
         return status["reason"] if lacks_graph else ""
-
-
-def is_queued(item: tuple[int, Job]) -> bool:
-    return item[1].state == QUEUED
