@@ -43,4 +43,5 @@ class Readiness:
         """Whether the first checkpoint will have sizes made ready."""
         settings = self._runtime.settings
         wanted = parse_prewarm(settings.prewarm)
-        return settings.enabled and bool(wanted.sizes or wanted.most_used and self._runtime.history.used())
+        history = self._runtime.history
+        return settings.enabled and bool(wanted.sizes or wanted.most_used and history.rows(every_machine=True))

@@ -160,15 +160,11 @@ class History:
         found = [] if self._store is None else self._store.read(ROWS, self._machine, every_machine)
         return [HistoryRow(*values) for values in found]
 
-    def used(self) -> list[HistoryRow]:
-        """What was used here before and after updates, the most used first."""
-        return self.rows(every_machine=True)
-
     def most_used(self, model: str | None, count: int) -> list[WantedSize]:
         """The sizes that this model ("SD1") has made the most UNet calls at, here before and after updates, the most
         used first: each resolution once, with the number of images and the prompt's length that were the most usual
         there."""
-        return most_used(self.used(), model, count)
+        return most_used(self.rows(every_machine=True), model, count)
 
     def _is_of(self, entry: Entry) -> bool:
         """Whether an entry's times may be kept: they are not another card's."""
@@ -238,7 +234,8 @@ class History:
         tuned goes as well; what users chose stays.
         """
         everything = resolutions is None and model is None
-        names = {model, *architectures, *(row.architecture for row in self.used() if model and row.model == model)}
+        known = self.rows(every_machine=True) if model else ()
+        names = {model, *architectures, *(row.architecture for row in known if row.model == model)}
 
         def goes(resolution: str, name: str) -> bool:
             """name: of a model or an architecture."""

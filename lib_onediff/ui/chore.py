@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..core.guard import first_line, outcome_of
+from ..core.guard import first_line
 from ..core.refusal import NotKept
 
 log = logging.getLogger("onediff")
@@ -20,11 +20,11 @@ class Chore:
     outcome: what came of it once it is over; a sentence for the user where it failed.
     """
 
-    def __init__(self, name: str, exclusively: Exclusively, work: Callable[[], Any]) -> None:
+    def __init__(self, name: str, work: Callable[[], Any]) -> None:
         """name: for people, such as "Purging"."""
         self.name, self.failed = name, False
         self.outcome: Any = None
-        self._exclusively, self._work, self._over = exclusively, work, threading.Event()
+        self._work, self._over = work, threading.Event()
         threading.Thread(target=self._run, name=f"onediff-{name.split(' ')[0].lower()}", daemon=True).start()
 
     def over(self, seconds: float = 0.0) -> bool:
@@ -33,8 +33,7 @@ class Chore:
 
     def _run(self) -> None:
         try:
-            # Forge prints a traceback for what is raised in its main thread.
-            self.outcome = self._exclusively(lambda: outcome_of(self._work)).result()
+            self.outcome = self._work()
         except NotKept as problem:
             self.failed, self.outcome = True, str(problem)
         except Exception as error:

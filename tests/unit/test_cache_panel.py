@@ -69,13 +69,13 @@ def test_no_request_waits_for_an_image(monkeypatch: Any) -> None:
 def test_a_chore_is_over_also_where_its_place_fails() -> None:
     logging.getLogger("onediff").propagate = False
 
-    def no_place(work: Any) -> str:
+    def no_place() -> str:
         raise RuntimeError("the WebUI is going down")
 
-    chore = Chore("Purging", no_place, lambda: "done")
+    chore = Chore("Purging", no_place)
     assert chore.over(5) and chore.failed and chore.outcome == "Purging failed: the WebUI is going down."
     go = threading.Event()
-    chore = Chore("Purging", lambda work: work(), lambda: go.wait(5) and "done")
+    chore = Chore("Purging", lambda: go.wait(5) and "done")
     assert not chore.over()
     go.set()
     assert chore.over(5) and chore.outcome == "done" and not chore.failed

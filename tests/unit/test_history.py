@@ -82,11 +82,11 @@ def test_another_machine_or_version_measures_for_itself(tmp_path: Path) -> None:
     before.pin("SD1", "512x512", True)
     history = opened(tmp_path)
     assert history.rows() == [] and history.tuned() == {} and not history.recall(checked(KEY))
-    assert [found.uses for found in history.used()] == [30] and history.pins() == {("SD1", "512x512")}
+    assert [found.uses for found in history.rows(every_machine=True)] == [30] and history.pins() == {("SD1", "512x512")}
     history.record(row(uses=4))
-    assert [found.uses for found in history.used()] == [34]
+    assert [found.uses for found in history.rows(every_machine=True)] == [34]
     history.forget(["512x512"])
-    assert opened(tmp_path).used() == [] == before.rows(), "a purge is of every machine"
+    assert opened(tmp_path).rows(every_machine=True) == [] == before.rows(), "a purge is of every machine"
 
 
 def test_what_0_2_0_has_written_is_taken_over(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class Panel:
         return f"Released {memory(freed)} of VRAM; graphs are recorded again when needed."
 
     def _begin(self, name: str, work: Callable[[], str]) -> Answer:
-        chore = Chore(name, self.exclusively, work)
+        chore = Chore(name, lambda: self.exclusively(work))
         if chore.over(SECONDS_FOR_A_CHORE):
             return "", sentence(chore.outcome, wrong=chore.failed), None
         return "", sentence(f"{name} waits until no image is being made."), chore

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...core.guard import outcome_of
 from ...core.option import did_you_mean
 from ...core.quality import ImageComparison, compare
 from ...core.settings import Settings
@@ -169,14 +168,12 @@ class Comparison(Chore):
             for number in range(images) for place in range(2)
         )]
         self.made, self.wanted = 0, len(self._plan)
-        super().__init__("Comparing", lambda work: work(), partial(self._make_all, exclusively))
+        super().__init__("Comparing", partial(self._make_all, exclusively))
 
     def _make_all(self, exclusively: Exclusively) -> str:
         latest: dict[int, GeneratedImage] = {}
         for image, place in self._plan:
-            # Forge prints a traceback for what is raised in its main thread.
-            work = partial(outcome_of, partial(self._make, image, self.sides[place].settings))
-            made = exclusively(work).result()
+            made = exclusively(partial(self._make, image, self.sides[place].settings))
             if made is None:
                 return "Stopped."
             latest[place] = made
