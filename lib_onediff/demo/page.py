@@ -59,9 +59,8 @@ def build_settings_tab(page: gr.Blocks) -> None:
     result = gr.HTML(elem_id="settings_result")
     with gr.Column(elem_id="settings_onediff", elem_classes="settings-section"):
         components = {key: option_component(key, info) for key, info in shared.opts.data_labels.items()}
-    settable = {key: shown for key, shown in components.items() if not shared.opts.data_labels[key].do_not_save}
     apply.click(
-        lambda *values: apply_settings(dict(zip(settable, values, strict=True))), inputs=list(settable.values()),
+        lambda *values: apply_settings(dict(zip(components, values, strict=True))), inputs=list(components.values()),
         outputs=[result], show_progress="hidden", api_name=False,
     )
     page.load(

@@ -24,7 +24,6 @@ from .effects import described
 from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
-FOLDER_IS_SET_BY = "Only the environment variable ONEDIFF_CACHE sets it, when the WebUI starts."
 # A slider cannot tell more.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
@@ -57,8 +56,6 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
         about = option.default, option.metadata["label"], *component_of(option)
         info = option_info(*about, section=SECTION, onchange=apply)
         opts.add_option(host_key(option.name), info.info(option.metadata["explanation"]))
-        if option.name == "memory_budget":
-            show_folder(opts, option_info)
     apply()
 
 
@@ -93,16 +90,6 @@ def notes(option: Field[Any]) -> dict[str, str]:
         word: said for word in words_of(option)
         if (said := described({option.name: parse_value(option, word)}).get(option.name))
     }
-
-
-def show_folder(opts: Any, option_info: Callable[..., Any]) -> None:
-    """Show the cache folder on the page. Nobody can set it there: pages are not always those who should."""
-    info = option_info(
-        str(runtime.history.folder or "none"), "Cache folder", gr.Textbox, {"interactive": False}, section=SECTION
-    )
-    # Nor is it stored, and a WebUI refuses to set what it does not store.
-    info.do_not_save = True
-    opts.add_option(host_key("folder_in_use"), info.info(FOLDER_IS_SET_BY))
 
 
 def tell_of_trouble() -> None:

@@ -1,6 +1,8 @@
 """What the Cache page shows, as markup."""
 from __future__ import annotations
 
+from pathlib import Path
+
 from panel_builders import ROW, SHAPE, TOTALS, changed, text_of
 
 from lib_onediff.core.sizes import Size
@@ -13,8 +15,8 @@ from lib_onediff.ui.cache import table as cache_table
 def test_totals() -> None:
     rows = [ROW, changed(ROW, state="proved"), changed(ROW, state="failed", bytes=0)]
     jobs = [Job(1, Size(64, 64), "panel", "done"), Job(2, Size(64, 64), "panel")]
-    line = text_of(cache_table.totals_html(TOTALS, rows, jobs))
-    for part in ("Graph memory 6 MiB", "Disk 3 MiB", "Served by a graph 63 %", "Queue 1 size",
+    line = text_of(cache_table.totals_html(TOTALS, rows, jobs, Path("/cache/<onediff>")))
+    for part in ("Graph memory 6 MiB", "Disk 3 MiB /cache/&lt;onediff&gt;", "Served by a graph 63 %", "Queue 1 size",
                  "Resolutions 3 (1 ready, 1 checked, 1 failed)",
                  "12 CUDA graph, 3 without CUDA graphs, 4 the WebUI&#x27;s UNet"):
         assert part in line
@@ -27,11 +29,11 @@ def test_what_low_bit_does_to_a_checkpoint() -> None:
         ClassError("feed-forward <out>", "", None, False),
     )
     measured = changed(TOTALS, low_bit_errors=[LowBitErrors("SDXL", 0.02, 0.01434, classes)])
-    said = text_of(cache_table.totals_html(measured, [], []))
+    said = text_of(cache_table.totals_html(measured, [], [], None))
     assert "Low-bit on this SDXL checkpoint. Whole step: 0.0143 of at most 0.02." in said
     assert "self-attention QKV fp8 0.0103 8 bits" in said and "feed-forward &lt;out&gt; – – 16 bits" in said
     exact = changed(measured, low_bit_errors=[LowBitErrors("SDXL", 0.0, None, classes)])
-    assert "No layer is in 8 bits within 0." in text_of(cache_table.totals_html(exact, [], []))
+    assert "No layer is in 8 bits within 0." in text_of(cache_table.totals_html(exact, [], [], None))
 
 
 def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("gradio")
 
-import gradio
 
 from lib_onediff.core.settings import Settings, host_key
 from lib_onediff.demo.modules.options import OptionInfo, Options
@@ -64,18 +63,6 @@ def test_what_an_earlier_version_has_stored_is_understood(stored: dict[str, Any]
     assert settings_tab.stored_settings(opts) == Settings(**wanted)
     settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert runtime.settings == Settings(**wanted)
-
-
-def test_the_folder_is_shown_and_nobody_can_set_it(tmp_path: Path) -> None:
-    runtime.history.open(tmp_path / "<cache>")
-    opts, told = the_options()
-    info = opts.data_labels["onediff_folder_in_use"]
-    assert info.component_args == {"interactive": False} and "ONEDIFF_CACHE" in info.explanation
-    assert not opts.set("onediff_folder_in_use", "/etc")
-    assert opts.onediff_folder_in_use == str(tmp_path / "<cache>") and len(told) == 1
-    assert "onediff_folder_in_use" not in opts.data, "or it would be stored"
-    with gradio.Blocks():
-        assert not info.component(value=opts.onediff_folder_in_use, **info.component_args).interactive
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_the_start(

@@ -90,7 +90,7 @@ def refusing(work: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]]
 
 def options() -> dict[str, Any]:
     labels = shared.opts.data_labels
-    return {key: getattr(shared.opts, key) for key, info in labels.items() if not info.do_not_save}
+    return {key: getattr(shared.opts, key) for key in labels}
 
 
 def names_of_scripts() -> dict[str, list[str]]:

@@ -23,8 +23,6 @@ class OptionInfo:
     component_args: dict[str, Any]
     section: tuple[str, str]
     onchange: Callable[[], None] = lambda: None
-    # It is shown, and neither set nor kept.
-    do_not_save: bool = False
     explanation: str = ""
 
     def info(self, text: str) -> OptionInfo:
@@ -51,13 +49,12 @@ class Options:
     def add_option(self, key: str, info: OptionInfo) -> None:
         """Register an option; a value that was loaded before stays."""
         self.data_labels[key] = info
-        if not info.do_not_save:
-            self.data.setdefault(key, info.default)
+        self.data.setdefault(key, info.default)
 
     def set(self, key: str, value: Any) -> bool:
         """Set an option and call its onchange, which takes back what it does not accept; whether the option changed."""
         info = self.data_labels[key]
-        if info.do_not_save or self.data[key] == value:
+        if self.data[key] == value:
             return False
         self.data[key] = value
         info.onchange()

@@ -162,7 +162,8 @@ class Panel:
         model = model if model in models else ALL_MODELS
         families = families_for(self.warmup.model)
         return (
-            below, waits_now, totals_html(self.runtime.totals(), known, jobs), jobs_html(jobs),
+            below, waits_now, totals_html(self.runtime.totals(), known, jobs, self.runtime.history.folder),
+            jobs_html(jobs),
             gr.update(choices=models, value=model), resolutions_html(selected(rows, model)),
             *(gr.update(visible=family in families) for family in FAMILIES),
         )

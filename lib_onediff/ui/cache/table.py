@@ -5,6 +5,7 @@ import html
 import math
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from ...core.sizes import TOKENS
@@ -147,8 +148,8 @@ def times_html(row: Any) -> tuple[str, str, str, str]:
     return milliseconds(row.step_ms), milliseconds(row.host_ms), ratio, needs
 
 
-def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) -> str:
-    """What is held, how much of it is used, and what is to come."""
+def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], folder: Path | None) -> str:
+    """What is held, how much of it is used, and what is to come. folder: the cache folder."""
     states = Counter(row.state for row in rows)
     kinds = ", ".join(
         f"{states[state]} {STATE_NAMES.get(state, state)}"
@@ -174,9 +175,9 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job]) 
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
     }
     meter = bar_html(100 * totals.vram / budget, "Graph memory against its budget", "meter") if budget else ""
+    below = {"Graph memory": meter, "Disk": f"<small>{html.escape(str(folder))}</small>" if folder else ""}
     cells = "".join(
-        fact_html(label, value, meter if label == "Graph memory" else "", TOTALS.get(label, ""))
-        for label, value in facts.items() if value
+        fact_html(label, value, below.get(label, ""), TOTALS.get(label, "")) for label, value in facts.items() if value
     )
     errors = "".join(map(errors_html, totals.low_bit_errors))
     return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div>{errors}</div>'
