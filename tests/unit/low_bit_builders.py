@@ -24,7 +24,7 @@ from lib_onediff.core.table import Entry
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import TritonOperators
-from lib_onediff.devices.cuda.low_bit import choice, kernels, products
+from lib_onediff.devices.cuda.low_bit import kernels, products
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
@@ -141,8 +141,8 @@ def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:
-    """Products in eight bits on this machine, for networks of any size, and for every product until one is measured.
-    result: the type in which products in float8 come out."""
+    """Products in eight bits on this machine, for networks of any size, and for every product. result: the type in
+    which products in float8 come out."""
     for name in NAMES:
         monkeypatch.setattr(TritonOperators, name, by_torch(name))
     monkeypatch.setattr(kernels, "layer_norm", layer_norm)
@@ -154,7 +154,7 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     ours = runtime.devices.lossy.low_bit
     # There is nothing to measure.
     monkeypatch.setattr(ours, "tune", lambda *given: False)
-    monkeypatch.setattr(choice, "unmeasured", lambda product, kinds: kinds[0])
+    monkeypatch.setattr(ours, "_best", lambda product, dtype, kinds: min(kinds, key=KINDS.index, default=None))
     ours.forget()
     launches = Launches(TuningCache())
     operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.best)

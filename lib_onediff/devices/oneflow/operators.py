@@ -1,7 +1,7 @@
 """The operators in OneFlow, whose tensors are OneFlow's, and its lazy graphs of them. Importing this imports OneFlow.
 
-OneFlow 0.9.0 has no group norm for the CPU, no circular padding and no attention but a fused one for NVIDIA GPUs; what
-is missing is written out.
+OneFlow 0.9.0 has no group norm for the CPU, no circular padding and no attention but a fused one for some NVIDIA GPUs:
+these are written out.
 """
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from ..torch import operators as torch_ops
 
 
 class OneFlowOperators:
-    """See core.operators. Images are contiguous. fused_attention: see gate.Verdict."""
-
-    def __init__(self, fused_attention: bool = False) -> None:
-        self._fused_attention = fused_attention
+    """See core.operators. Images are contiguous."""
 
     # These are operators of tensors alone, whosoever they are.
     materialize = staticmethod(torch_ops.materialize)
@@ -84,13 +81,9 @@ class OneFlowOperators:
         return stream._replace(tokens=stream.tokens + self.linear(x, affine))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
-        dtype, heads, width = query.dtype, query.shape[1], query.shape[3]
+        dtype, width = query.dtype, query.shape[3]
         if upcast:
             query, key, value = (part.to(flow.float32) for part in (query, key, value))
-        elif self._fused_attention and dtype == flow.float16:
-            rows = [part.transpose(1, 2).flatten(2) for part in (query, key, value)]
-            mixed = flow._C.fused_multi_head_attention_inference(*rows, num_heads=heads)
-            return mixed.reshape(*mixed.shape[:2], heads, width).transpose(1, 2)
         scores = flow.matmul(query * (1 / math.sqrt(width)), key.transpose(2, 3))
         return flow.matmul(flow.softmax(scores, dim=-1), value).to(dtype)
 

@@ -38,8 +38,6 @@ from .float8 import float8_support, why_not
 
 log = logging.getLogger("onediff")
 Answer = TypeVar("Answer")
-# Rows times in times out. On an H200 a product that is smaller, or comes after a GEGLU, gains less than it costs.
-WORTHWHILE = 8_000_000_000
 # What is lossy must be clearly faster. So must INT8 than FP8: what is measured are short bursts; at a card's power
 # limit, an H100's clock fell by a tenth under INT8, and did not under FP8 (.readme/low-bit.md).
 WORTH_ROUNDING = 0.9
@@ -62,7 +60,7 @@ class LowBit:
         self._known = functools.cache(lambda card, *question: self._best(*question))
         # Questions of which the last one is answered alike, and that question and its answer.
         self._answers: dict[str, tuple[object, Any]] = {}
-        # What could not be timed: tried once in a process, and decided as on an H200.
+        # What could not be timed: tried once in a process, and done in the model's type.
         self._not_timed: set[tuple[Product, torch.dtype, Kind, int]] = set()
         # How often what gains may have changed.
         self._changes = 0
@@ -170,8 +168,7 @@ class LowBit:
     # --- what gains -----------------------------------------------------------------------------------------------
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
-        """In which of these kinds a product is done, None for none: as was measured; until then, as on an H200. Safe on
-        any thread."""
+        """In which of these kinds a product is done, None for none: as was measured. Safe on any thread."""
         return self._known(current_card(), product, dtype, product.suited(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
@@ -179,8 +176,6 @@ class LowBit:
         if self.everywhere:
             return next(iter(preferred), None)
         times = {kind: ms for kind in preferred if (ms := self.measured(product, dtype, kind)) is not None}
-        if not times:
-            return unmeasured(product, preferred)
         takes = {kind: rounded for kind, (plain, rounded) in times.items() if rounded < WORTH_ROUNDING * plain}
         if INT8 in takes:
             takes[INT8] /= WORTH_ROUNDING
@@ -268,13 +263,6 @@ class LowBit:
     def _ask_again(self) -> None:
         self._known.cache_clear()
         self._changes += 1
-
-
-def unmeasured(product: Product, kinds: Sequence[Kind]) -> Kind | None:
-    """In which of these kinds, the preferred one first, a product is done of which nothing was measured; None: in
-    none."""
-    large = product.rows * product.width * product.out >= WORTHWHILE
-    return kinds[0] if kinds and large and product.source == NORMED else None
 
 
 def times_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
