@@ -64,8 +64,8 @@ class BoundUNet:
         self.samplings = 0
         self.in_sampling = False
         self._lora: Hashable = None
-        self._checkpoint: tuple[Hashable, str] | None = None
-        self._identity: tuple[Hashable, str] | None = None
+        self._checkpoint: tuple[Hashable, str] = None, ""
+        self._identity: tuple[Hashable, str] = None, ""
 
     @property
     def layout(self) -> Any:
@@ -176,7 +176,7 @@ class BoundUNet:
         and norms as they are: only those are looked at. Copies 3 MB of SDXL's from the device and waits for it, where
         the weights may be others than when it was asked last."""
         state = self._state()
-        if self._checkpoint is None or self._checkpoint[0] != state:
+        if self._checkpoint[0] != state:
             vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
             self._checkpoint = state, digest_of_values(self.architecture, vectors)
         return self._checkpoint[1]
@@ -188,7 +188,7 @@ class BoundUNet:
         vectors, which waits for the device.
         """
         state = self._state()
-        if self._identity is None or self._identity[0] != state:
+        if self._identity[0] != state:
             sources = "" if self._tree is None else self._tree.digest()
             label = f"{self.architecture} {sources} {self.on_the_fly.identity()}"
             self._identity = state, digest_of_values(label, few_rows(self.binding.parameters()))
@@ -197,7 +197,7 @@ class BoundUNet:
     @property
     def last_identity(self) -> str:
         """As it was when it was asked for last; "" before that."""
-        return "" if self._identity is None else self._identity[1]
+        return self._identity[1]
 
     def _state(self) -> Hashable:
         """Within a sampling, LoRAs that others schedule may change what the weights are at each step."""

@@ -14,22 +14,18 @@ from ..unet.layout import Downsample, Upsample
 from ..unet.read_diffusers import check_attention, is_plain, read_upsample, require_silu
 from .layout import DecoderLayout, Layer, PixelAttention, ResidualBlock
 
-# The attributes that hold the blocks on the way up, of a decoder, and down, of an encoder.
-LDM_BLOCKS = {"Decoder": "up", "Encoder": "down"}
-DIFFUSERS_BLOCKS = {"Decoder": "up_blocks", "Encoder": "down_blocks"}
+HALVES = ("Decoder", "Encoder")
 DIFFUSERS_LEVELS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D"}
 
 
 def is_ldm(half: nn.Module) -> bool:
     """Whether a module is a decoder or an encoder of the ldm family."""
-    name = type(half).__name__
-    return name in LDM_BLOCKS and hasattr(half, LDM_BLOCKS[name]) and hasattr(half, "mid")
+    return type(half).__name__ in HALVES and hasattr(half, "mid")
 
 
 def is_diffusers(half: nn.Module) -> bool:
     """Whether a module is a decoder or an encoder of diffusers' AutoencoderKL."""
-    name = type(half).__name__
-    return name in DIFFUSERS_BLOCKS and hasattr(half, DIFFUSERS_BLOCKS[name]) and hasattr(half, "mid_block")
+    return type(half).__name__ in HALVES and hasattr(half, "mid_block")
 
 
 def read_ldm(half: Any) -> DecoderLayout:
