@@ -61,20 +61,15 @@ def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (*now(), status()["reason"]) == ("eager", "plain", "OneFlow has no luck today")
 
 
-def test_deepcache_has_a_graph_for_each_half() -> None:
-    rig, times, until = Rig(SMALL, backend="oneflow"), STEPS[:7], time.monotonic() + 240
-    wanted, served_by = passes([0, 3, 6], 7), []
-    while (rig.log, set(served_by)) != (wanted, {("oneflow", "graph")}) and time.monotonic() < until:
-        rig.log.clear()
-        served_by.clear()
-        rig.begin(times)
-        for step in times:
+def test_deepcache_is_for_others() -> None:
+    rig, reasons = Rig(SMALL, backend="oneflow"), []
+    for _ in range(2):
+        rig.begin(STEPS[:7])
+        for step in STEPS[:7]:
             rig.run(call_of(rig.unet, step))
-            status_now = rig.runtime.status()
-            served_by.append((status_now["backend"], status_now["route"]))
-    rig.log.clear()
-    rig.begin(times)
-    for step, deepcache in zip(times, wanted, strict=True):
-        rig.check(call_of(rig.unet, step), "a", deepcache)
-        status_now = rig.runtime.status()
-        assert (status_now["backend"], status_now["route"]) == ("oneflow", "graph"), status_now["reason"]
+            now = rig.runtime.status()
+            assert now["backend"] == "eager" and "OneFlow" in now["reason"]
+            reasons.append(now["reason"])
+        # It is tried meanwhile.
+        rig.runtime.devices.named("oneflow")._gate.why_not(torch.device("cpu"), torch.float32)
+    assert rig.log[7:] == passes([0, 3, 6], 7) and "whole UNets" in reasons[-1], reasons

@@ -82,18 +82,6 @@ def test_its_version(machine: Path, version: str, can: bool) -> None:
     assert "oneflow" not in sys.modules
 
 
-@pytest.mark.parametrize(("capability", "can"), [
-    ((5, 2), False), ((6, 1), True), ((7, 5), True), ((8, 6), True), ((8, 9), True), ((9, 0), False), ((12, 0), False),
-])
-def test_generations_of_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], can: bool) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    why = why_not_for(GPU, torch.float16)
-    assert (why is None) == can
-    assert can or (a_sentence(why) and "NVIDIA H200 has {}.{}".format(*capability) in why)
-
-
 @pytest.mark.parametrize(("device", "dtype", "part"), [
     (CPU, torch.float16, "float16"), (CPU, torch.bfloat16, "bfloat16"), (GPU, torch.bfloat16, "bfloat16"),
     (torch.device("mps"), torch.float16, "mps"), (CPU, torch.float32, None),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...core.affine import Affine, Weights
-from ...core.call import Call, CutMemory
+from ...core.call import Call
 from ...core.device import Device, Traits
 from ...core.key import ShapeKey
 from ...core.operators import Operators
@@ -61,10 +61,7 @@ class OneFlowRunner:
         from .operators import run_graph
 
         with self.running, environment(self.variables):
-            output, *deep = run_graph(self.graph, tensors_of(call))
-        if call.cut is not None and deep:
-            call.cut.memory.write(deep[0])
-        return output
+            return run_graph(self.graph, tensors_of(call))[0]
 
 
 class OneFlow(Device):
@@ -108,6 +105,8 @@ class OneFlow(Device):
     def refuse_call(self, call: Call) -> None:
         if call.patches is not None:
             raise Refusal("OneFlow runs no functions of other extensions")
+        if call.cut is not None:
+            raise Refusal("OneFlow computes whole UNets, and no parts of them for DeepCache")
         if call.additions:
             raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
 
@@ -189,47 +188,26 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class Crossing:
-    """What crosses a cut, in the place of call.CutMemory: a tensor of OneFlow's."""
-
-    def __init__(self, deep: Any) -> None:
-        self.deep = deep
-
-    def read(self) -> Any:
-        return self.deep
-
-    def write(self, deep: Any) -> None:
-        self.deep = deep
-
-
 def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
     """The forward for calls like this one, as a function of OneFlow's tensors: the weights, then what tensors_of names.
     """
     # The graph stays, and none of this call's tensors with it.
     nothing: Any = torch.empty(0)
-    like = replace(mapped(call, lambda tensor: nothing), cut=None)
-    cut = None if call.cut is None else replace(call.cut, memory=CutMemory())
+    like = mapped(call, lambda tensor: nothing)
 
-    def build(weights: Weights, *given: Any) -> tuple[Any, ...]:
+    def build(weights: Weights, *given: Any) -> tuple[Any]:
         from .operators import OneFlowOperators
 
-        ops, rest = OneFlowOperators(), iter(given)
-        now = mapped(like, lambda _: next(rest))
-        if cut is None:
-            return (output(layout, weights, ops, now),)
-        memory: Any = Crossing(next(rest) if cut.reads else None)
-        computed = output(layout, weights, ops, replace(now, cut=replace(cut, memory=memory)))
-        return (computed,) if cut.reads else (computed, memory.deep)
+        rest = iter(given)
+        return (output(layout, weights, OneFlowOperators(), mapped(like, lambda _: next(rest))),)
 
     return build
 
 
 def tensors_of(call: Call) -> list[Tensor]:
-    """What a graph takes, contiguous: the inputs, and the deep feature where it is read."""
+    """What a graph takes, contiguous."""
     tensors: list[Tensor] = []
     mapped(own_inputs(call, torch.contiguous_format), tensors.append)
-    if call.cut is not None and call.cut.reads:
-        tensors.append(call.cut.memory.read())
     return tensors
 
 
