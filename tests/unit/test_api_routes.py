@@ -57,6 +57,13 @@ def test_api_is_there_only_where_the_hosts_own_is() -> None:
         assert (TestClient(app).get("/onediff/v1/status").status_code == 200) == there, flags
 
 
+def test_docs_describe_every_endpoint(api: Api) -> None:
+    paths = api.client.get("/openapi.json").json()["paths"]
+    told = [(method, one) for methods in paths.values() for method, one in methods.items()]
+    assert len(told) == 9 and all(one["summary"] and one["description"] for _, one in told)
+    assert all(("requestBody" in one) == (method == "post") for method, one in told)
+
+
 # --- ready ------------------------------------------------------------------------------------------------------------
 
 
