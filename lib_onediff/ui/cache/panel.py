@@ -131,13 +131,7 @@ class Panel:
         return self._begin("Purging", lambda: f"{counted(count, 'resolution')} purged, {memory(free())} of VRAM freed.")
 
     def release(self, waiting: Chore | None) -> Answer:
-        return self._begin("Releasing memory", self._release)
-
-    def _release(self) -> str:
-        freed = self.runtime.release_memory()
-        if not freed:
-            return "No graph held memory, so none was released."
-        return f"Released {memory(freed)} of VRAM; graphs are recorded again when needed."
+        return self._begin("Releasing memory", lambda: f"{memory(self.runtime.release_memory())} of VRAM released.")
 
     def _begin(self, name: str, work: Callable[[], str]) -> Answer:
         chore = Chore(name, lambda: self.exclusively(work))
