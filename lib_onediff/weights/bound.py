@@ -202,7 +202,7 @@ class BoundUNet:
     def _state(self) -> Hashable:
         """Within a sampling, LoRAs that others schedule may change what the weights are at each step."""
         where = self.looks, self._binds
-        return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition, self.on_the_fly.changes)
+        return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition)
 
     # --- made true for a call -------------------------------------------------------------------------------------
 

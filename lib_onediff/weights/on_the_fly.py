@@ -26,7 +26,7 @@ NOTHING = WeightFunctions()
 class OnTheFly:
     """reader, casts: see HostTraits.functions and HostTraits.casts.
 
-    is_asked: whether stands has anything to look at. changes: how often something else was applied.
+    is_asked: whether stands has anything to look at.
     applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
     with the parameters as they are."""
 
@@ -40,7 +40,6 @@ class OnTheFly:
         self._facts: list[object] = []
         self._references: list[Callable[[], Any]] = []
         self._contents: Contents | None = None
-        self.changes = 0
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
         """The type to which the host casts the parameters for inputs of this type, or None."""
@@ -84,7 +83,6 @@ class OnTheFly:
         self._mark, self._facts = parts.mark(), parts.facts
         self._references, places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
         self._contents = Contents(places, reader=contents_reader) if places else None
-        self.changes += 1
         return moved
 
     def stands(self, binding: Binding) -> bool:
@@ -125,7 +123,6 @@ class OnTheFly:
     def drop(self) -> bool:
         """Give all memory back; the next refresh makes it anew. Returns whether there was any."""
         dropped, self.applied, self._contents = self.applied is not None, None, None
-        self.changes += dropped
         return dropped
 
     @property

@@ -2,6 +2,7 @@
 what in them only diffusers knows."""
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -86,8 +87,6 @@ def adapter_slots(unet: Any, waiting: list[Tensor]) -> tuple[tuple[Tensor | None
 
 def deepest_shape(unet: Any, sample: Tensor) -> tuple[int, ...]:
     """The shape of the middle block's output: a T2I adapter's last residual is added there if it has that shape."""
-    height, width = sample.shape[-2:]
-    for block in unet.down_blocks:
-        for _ in block.downsamplers or ():
-            height, width = (height + 1) // 2, (width + 1) // 2
+    reduction = 2 ** sum(len(block.downsamplers or ()) for block in unet.down_blocks)
+    height, width = (math.ceil(side / reduction) for side in sample.shape[-2:])
     return sample.shape[0], unet.config.block_out_channels[-1], height, width
