@@ -53,7 +53,7 @@ class PurgeBody(Body):
 
 
 class PinBody(Body):
-    """A pinned resolution keeps its graphs when memory runs short, also after a restart."""
+    """A pinned resolution keeps its graphs when another model needs memory, also after a restart."""
 
     resolution: Resolution = Field(..., description='Such as "512x512", as GET shapes names it.')
     model: ModelName = Field(..., description="As GET shapes names it.")

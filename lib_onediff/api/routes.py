@@ -192,7 +192,7 @@ class Routes:
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
     def pin(self, body: models.PinBody) -> Response:
-        """Keep a resolution's graphs when memory runs short, or no longer; that outlives the process."""
+        """Keep a resolution's graphs when another model needs memory, or no longer; that outlives the process."""
         with kept():
             known = self._runtime.pin(body.resolution, body.model, body.pinned)
         if not known:
