@@ -13,17 +13,13 @@ ROUNDING = 1e-6
 
 def is_whole(interval: int, step: Step) -> bool:
     """Whether this step computes the whole network: about one in interval. The first and the last step always do."""
-    if interval <= 1 or step.index == 0 or step.is_last:
-        return True
-    if step.total is None:
-        return step.index % interval == 0
-    return step.index in early(step.total, interval)
+    return last_whole(interval, step) == step.index
 
 
 def last_whole(interval: int, step: Step) -> int:
     """The index of the last step, up to this one, that computes the whole network: what was kept before is too old for
     this step."""
-    if is_whole(interval, step):
+    if interval <= 1 or step.is_last:
         return step.index
     if step.total is None:
         return step.index - step.index % interval
