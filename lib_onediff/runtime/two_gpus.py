@@ -221,7 +221,7 @@ class TwoGpusRoute:
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
             was_looked_at = True
             pair.follow(managed)
-            with self._on(pair):
+            with self._on(pair.device):
                 # Its graph's inputs are copied from the first card.
                 there, session = take_rows(call, second_rows), pair.managed.session
                 where = pair.mirror.binding.device
@@ -257,7 +257,7 @@ class TwoGpusRoute:
                 return host()[rows].to(pair.device)
 
         pair.follow(managed)
-        with self._on(pair), self._services.call_stats.as_before():
+        with self._on(pair.device), self._services.call_stats.as_before():
             return served_of(self._by_card.answer(
                 pair.managed, settings, pair.rows(call, rows), of_host, times_host=False, is_counted=False,
                 was_looked_at=was_looked_at,
@@ -291,7 +291,7 @@ class TwoGpusRoute:
         """A copy without values, on the card that the option names. Raises Refusal."""
         refuse_kinds(managed)
         binding, device = managed.bound.binding, self._choose(unet, managed, settings, first)
-        with self._full_of(device), self.cards.using(device):
+        with self._on(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
         copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
@@ -304,15 +304,11 @@ class TwoGpusRoute:
         return pair
 
     @contextlib.contextmanager
-    def _on(self, pair: Pair) -> Iterator[None]:
-        with self._full_of(pair.device), self.cards.using(pair.device):
-            yield
-
-    @contextlib.contextmanager
-    def _full_of(self, device: torch.device) -> Iterator[None]:
-        """What runs out of memory inside does so on the second card."""
+    def _on(self, device: torch.device) -> Iterator[None]:
+        """Inside, the second card computes, and what runs out of memory does so there."""
         try:
-            yield
+            with self.cards.using(device):
+                yield
         except torch.cuda.OutOfMemoryError:
             raise SecondGpuFull(FULL.format(device)) from None
 

@@ -70,9 +70,9 @@ class LowBitLayer(NamedTuple):
 
 
 class Product(NamedTuple):
-    """rows x width tokens times a weight of width x out. source: what makes the tokens; what comes
-    from a norm is written as it is, and the other products are added to tokens afterwards. size: (height, width) of the
-    images whose pixels the rows are, of a convolution."""
+    """rows x width tokens times a weight of width x out. source: what makes the tokens; what comes from a norm is
+    written as it is, and the other products are added to tokens afterwards. size: (height, width) of the images whose
+    pixels the rows are, of a convolution."""
 
     rows: int
     width: int

@@ -60,7 +60,8 @@ class Native(Device):
         self.low_bit = LowBit(tuning_cache, self._launches)
         # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
-        self._lack = cache(why_no_triton)
+        # Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way.
+        self.why_not = cache(why_no_triton)
         # By the kind of network, what the compiler says; "" where all went well. Not its exception: the traceback would
         # keep the UNet that was being called.
         self._compiling: dict[Hashable, Future[str]] = {}
@@ -73,10 +74,6 @@ class Native(Device):
         lack = self.why_not(device)
         if lack is not None:
             raise Refusal(lack)
-
-    def why_not(self, device: torch.device) -> str | None:
-        """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
-        return self._lack(device)
 
     def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a choice of settings.low_bit changes nothing for a model of this dtype on a device; None if it does."""
