@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..core.call import Call
 from ..core.device import Candidates
 from ..core.key import EXACT, Lossy
 from ..core.settings import ONE_GPU, SAGE, Settings
 from ..devices.registry import AUTO
-from ..devices.torch.sage import why_no_sage
 from .managed_unet import ManagedUNet
 from .services import Services
 
@@ -87,9 +87,10 @@ class BackendChoice:
 
 def with_sage(found: Candidates, call: Call) -> Candidates:
     """The same, with self attention by SageAttention beside what is tried first, or the reason why not."""
+    first_device: Any = found.devices[0]
     lack: str | None = f"{SAGE_ATTENTION} needs the native backend"
-    if found.devices[0].traits.takes_lossy:
-        lack = why_no_sage(call.latent.device, call.latent.dtype)
+    if first_device.traits.takes_lossy:
+        lack = first_device.why_not_lossy(SAGE, call.latent.device, call.latent.dtype)
     if lack is not None:
         return found._replace(reason="; ".join(filter(None, (found.reason, lack))))
     first, *_ = (*found.lossy, EXACT)

@@ -19,10 +19,10 @@ from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
 from ..core.settings import MOST_LOW_BIT_ERROR
-from ..devices.cuda.low_bit.sensitivity import BOTH, SECOND_HALF, TOGETHER, Choice, half_of
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.offload import NoHostMemory
 from .backend_choice import NO_ROOM
+from .low_bit_errors import BOTH, SECOND_HALF, TOGETHER, Choice, half_of
 from .managed_unet import ManagedUNet
 from .services import Services
 from .verify import relative_error

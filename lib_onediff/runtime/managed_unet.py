@@ -17,11 +17,11 @@ from ..core.precision import autocast_dtype
 from ..core.refusal import Refusal
 from ..core.sampling import Sampling
 from ..core.settings import Settings
-from ..devices.cuda.low_bit.sensitivity import Choice
 from ..families.registry import FAMILIES, Families
 from ..weights.bound import BoundUNet
 from ..weights.low_bit import KINDS_OF, LowBitWeights, Round, WantedKinds
 from ..weights.scan import HostTraits
+from .low_bit_errors import Choice
 
 
 class ManagedUNet:

@@ -9,8 +9,8 @@ from ..core.call import CACHED
 from ..core.image_times import Times
 from ..core.key import ShapeKey
 from ..core.table import Entry, State
-from ..devices.cuda.low_bit.sensitivity import ClassError
 from ..store.history import HistoryRow
+from .low_bit_errors import ClassError
 
 # (model, resolution).
 Name = tuple[str, str]

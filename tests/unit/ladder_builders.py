@@ -53,6 +53,7 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any, is_compiled: 
     monkeypatch.setitem(native._made, NATIVE, operators)  # type: ignore[attr-defined]
     for device in (native, graphs):
         monkeypatch.setattr(device, "refuse", lambda *given: None)
+    monkeypatch.setattr(native, "why_not", lambda device: None)
     if is_compiled:
         monkeypatch.setattr(native, "prepare", lambda *given, **more: None)
 

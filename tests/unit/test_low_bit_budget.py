@@ -16,7 +16,7 @@ from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
 import lib_onediff
 from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.cuda.low_bit.sensitivity import BOTH, FIRST_HALF, MIDDLE, Choice
+from lib_onediff.runtime.low_bit_errors import BOTH, FIRST_HALF, MIDDLE, Choice
 from lib_onediff.runtime.low_bit_route import LowBitRoute
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import (

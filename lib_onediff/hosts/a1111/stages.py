@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...runtime.block_route import BlockRoute
 from ...runtime.runtime import runtime
 from ..changed_modules import ChangedModules, foreign_forward
 from ..hooks import ForwardPatches
+from .block_route import BlockRoute
 from .patches import does_nothing_now, patches_of
 
 

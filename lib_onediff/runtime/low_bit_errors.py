@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....weights.low_bit import WantedKinds
+from ..weights.low_bit import WantedKinds
 
 # Timesteps, of 1000. Each half of an image is measured at its first step. Seen of FP8 on emoji-sd, all classes
 # together: 2.2e-2 at 951, 1.5e-2 to 1.8e-2 down to 400, 2.3e-2 at 200, 1.3e-1 at 1. At first the prompt counts, and

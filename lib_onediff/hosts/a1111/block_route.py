@@ -1,4 +1,4 @@
-"""Our blocks inside somebody else's loop: where an extension walks the UNet's stages itself (A1111's ControlNet)."""
+"""Our blocks inside somebody else's loop: where an extension walks the UNet's stages itself, as ControlNet does."""
 from __future__ import annotations
 
 import logging
@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call
-from ..core.device import Candidates, Device
-from ..core.guard import first_line
-from ..core.key import ShapeKey
-from ..core.operators import Operators
-from ..core.patch_points import PatchPoints
-from ..core.precision import Flags, flags_for, our_modes
-from ..core.refusal import Refusal
-from ..core.settings import ONE_GPU, Settings
-from ..core.table import Entry, State, Stopwatch
-from ..families.unet.forward import block_shifts
-from ..families.unet.layers import Layers
-from ..families.unet.layout import Stage
-from .call_stats import BLOCKS
-from .card_route import network_of, sampling_now
-from .managed_unet import ManagedUNet
-from .runtime import Runtime
-from .services import OUT_OF_MEMORY
-from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
+from ...core.call import Call
+from ...core.device import Candidates, Device
+from ...core.guard import first_line
+from ...core.key import ShapeKey
+from ...core.operators import Operators
+from ...core.patch_points import PatchPoints
+from ...core.precision import Flags, flags_for, our_modes
+from ...core.refusal import Refusal
+from ...core.settings import ONE_GPU, Settings
+from ...core.table import Entry, State, Stopwatch
+from ...families.unet.forward import block_shifts
+from ...families.unet.layers import Layers
+from ...families.unet.layout import Stage
+from ...runtime.call_stats import BLOCKS
+from ...runtime.card_route import network_of, sampling_now
+from ...runtime.managed_unet import ManagedUNet
+from ...runtime.runtime import Runtime
+from ...runtime.services import OUT_OF_MEMORY
+from ...runtime.verify import blame, computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")
 HostBlock = Callable[[], Tensor]
