@@ -324,5 +324,7 @@ def compile_kernels(
 
 def launch(work: Callable[[], object], device: torch.device) -> None:
     with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+        # A thread that has done nothing on this card yet has no context there, and a kernel's descriptors need one.
+        torch.cuda.current_stream().synchronize()
         work()
         torch.cuda.current_stream().synchronize()
