@@ -127,9 +127,9 @@ def assert_between_graphs(
     webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str = ""
 ) -> tuple[Run, Run]:
     """The same with graphs (see graphs_on_a_cpu) of what lies between the functions of others."""
-    plain = run_on(webui, plain_request)
     for _ in range(2):
-        # The first use of each shape is proved, the second is recorded.
+        # The first use of each shape is proved, the second is recorded: only then does each image equal the next.
+        plain = run_on(webui, plain_request)
         run_on(webui, request)
     on = run_on(webui, request, routes=("graph",))
     assert re.search(reason, on.reason, re.IGNORECASE), on.reason
