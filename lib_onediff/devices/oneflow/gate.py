@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import platform
 import re
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from ..cuda.requirements import release, written
 
+log = logging.getLogger("onediff")
 PYTHON = (3, 10)
 ONEFLOW = (0, 9)
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
@@ -69,6 +72,7 @@ class OneFlowGate:
             return f"OneFlow was tried in a process of its own, which did not end within {self._seconds:.0f} s"
         except OSError as error:
             return f"OneFlow could not be tried, because no other Python can be started ({error})"
+        log.debug("the trial of OneFlow ended with %s: %s", ended.returncode, ended.stderr)
         return verdict_of(ended.stdout, ended.returncode)
 
 
@@ -152,5 +156,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1], getattr(torch, sys.argv[2]))
     except Exception as error:
+        traceback.print_exc()
         failure = f"{type(error).__name__}: {error}"
     print(json.dumps({"error": failure}), flush=True)
