@@ -1,6 +1,7 @@
 """What a device is: one way to compute a network's operators, and how their result is run."""
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -94,7 +95,7 @@ class Traits:
     errors: Mapping[torch.dtype, float] = field(default_factory=dict)
 
 
-class Device:
+class Device(abc.ABC):
     """A way to compute: what is said here holds where a device does not say otherwise.
 
     name: of the backend, as users choose it and as a shape's key holds it.
@@ -110,9 +111,9 @@ class Device:
     def refuse_call(self, call: Call) -> None:
         """Raise Refusal with the reason for inputs that it does not compute."""
 
+    @abc.abstractmethod
     def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
         """By which it computes. wide_norms: the host has norms in float32. attention: as Lossy.attention."""
-        raise NotImplementedError
 
     def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
         """Have what a network needs compiled, and, where that is waited for, also measured (measures). Raises NotYet

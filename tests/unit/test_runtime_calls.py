@@ -1,5 +1,4 @@
-"""Which route a call takes, when it is checked, what the status tells, and that nothing of ours costs the host's
-output."""
+"""Each call takes the fastest route that works and is checked; a fault of ours leaves the host's output as it is."""
 from __future__ import annotations
 
 import json
