@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -107,11 +108,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
     if device.type == "cuda":
         facts |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    for package in ("triton", "diffusers"):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        facts["diffusers"] = importlib.metadata.version("diffusers")
     return {**facts, "python": platform.python_version(), "threads": torch.get_num_threads()}
 
 

@@ -22,7 +22,7 @@ from . import models
 from .judge import Judge, load_judge
 from .steps import DTYPES, HOST, Row, Size, free_memory, name_of_options, relative_error, served_by, sizes_of, timed
 
-# Compiling, checking and capturing are over after so many images that wait for kernels, and so many that do not.
+# Measuring, checking and capturing are over after so many images that nobody looks at, and so many as users make.
 WAITING_IMAGES, SETTLING_IMAGES = 2, 1
 EXACT = "onediff"
 TOKENS = 77

@@ -13,7 +13,6 @@ from .call import Call
 from .family import AttentionShapes
 from .key import Lossy
 from .operators import Operators
-from .refusal import Refusal
 from .settings import Settings
 
 # Reads the contents of many tensors in one launch: see weights.contents.Reader.
@@ -54,10 +53,6 @@ class CachedRunner(NamedTuple):
 
     generation: int
     runner: Runner
-
-
-class NotYet(Refusal):
-    """What serves best is being made ready: meanwhile the host serves, and nothing slower is made ready."""
 
 
 class Network(NamedTuple):
@@ -115,9 +110,9 @@ class Device(abc.ABC):
     def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
         """By which it computes. wide_norms: the host has norms in float32. attention: as Lossy.attention."""
 
-    def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
-        """Have what a network needs compiled, and, where that is waited for, also measured (measures). Raises NotYet
-        while that goes on in a thread (waits: wait for it), and RuntimeError where it fails."""
+    def prepare(self, network: Network, measures: bool = False) -> None:
+        """Have the kernels that a network needs loaded. measures: and measured, for seconds. Raises RuntimeError where
+        that fails."""
 
     def tune(self, attentions: Sequence[AttentionShapes], call: Call) -> bool:
         """Measure what is the fastest for a call with these attentions, where that is not known; whether it was so."""

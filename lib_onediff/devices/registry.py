@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from ..core.tuning_cache import TuningCache
 from ..weights.contents import Reader
 from .cuda.graphs.capture import Output
 from .cuda.native import Native
-from .cuda.requirements import how_to_be_fast_here
 from .oneflow.route import OneFlow
 from .torch.device import CudaGraphs, Eager
 
@@ -39,7 +38,6 @@ class Devices:
         self.all = tuple(devices)
         self.reference = self.all[-1]
         self._worker = ThreadPoolExecutor(1, "onediff-devices")
-        self._hint: str | None = None
 
     def named(self, name: str) -> Device:
         """The device of a shape's key."""
@@ -99,30 +97,24 @@ class Devices:
         for one in self.all:
             one.measure_anew()
 
-    def hint(self) -> str:
-        """How to get what makes OneDiff fast on this machine, in one or two sentences; "" where nothing is missing."""
-        if self._hint is None:
-            self._hint = how_to_be_fast_here() or ""
-        return self._hint
-
     # --- before the first call ------------------------------------------------------------------------------------
 
     def prepare_early(
         self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] | None = None
-    ) -> Future[None] | None:
-        """Begin to compile what the first calls of this network need. read: what makes its layout, where it is none of
-        a family. Returns what ends with that; None where there is nothing to do."""
+    ) -> None:
+        """Begin to load what the first calls of this network need. read: what makes its layout, where it is none of a
+        family."""
         if not settings.enabled:
-            return None
+            return
         parameter = next(network.parameters(), None)
         if parameter is None or parameter.device.type not in ("cpu", "cuda"):
-            return None
+            return
         device = parameter.device
         if device.type == "cpu" and torch.cuda.is_available():
             # A network that waits in the computer's memory goes to the GPU when it is used.
             device = torch.device("cuda", torch.cuda.current_device())
         given = weakref.ref(network), settings, read or self._read, parameter.dtype, device
-        return self._worker.submit(self._prepare, *given)
+        self._worker.submit(self._prepare, *given)
 
     def finish(self) -> None:
         """Wait for what was begun."""
@@ -138,7 +130,7 @@ class Devices:
             return
         with contextlib.suppress(Refusal, RuntimeError):
             layout = read(present)
-            # Compiling takes longer than a host may want to keep it.
+            # Loading may take longer than a host wants to keep it.
             del present
             low_bit = "" if settings.low_bit in ("off", SAGE) else settings.low_bit
-            first.prepare(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit), waits=True)
+            first.prepare(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit))

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from itertools import count, starmap
@@ -29,9 +28,7 @@ FINISHED_JOBS_KEPT = 50
 SECONDS_AT_EXIT = 20.0
 # The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
 SECONDS_LEFT_TO_IMAGES = 0.02
-SECONDS_BETWEEN_LOOKS = 0.2
 WAITING = "waiting for the image that is being made"
-COMPILING = "compiling"
 DECODING = "checking the VAE's decode"
 CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
 
@@ -153,7 +150,6 @@ class WarmUp:
 
     def _run(self, job: Job) -> str:
         """Make a job's calls. Returns why it has no graph, if so. Raises Refusal, and what a call raises."""
-        self._compile(job)
         no_graph = ""
         while job.state == RUNNING and (calls := job.calls_left()):
             self._say(job, WAITING)
@@ -161,13 +157,6 @@ class WarmUp:
             time.sleep(SECONDS_LEFT_TO_IMAGES)
         self._webui.exclusively(partial(self._decode, job))
         return no_graph
-
-    def _compile(self, job: Job) -> None:
-        """Meanwhile images can be made, by the host's own UNet."""
-        self._say(job, COMPILING)
-        for compiling in self._runtime.compiling():
-            while job.state == RUNNING and not compiling.done():
-                wait([compiling], SECONDS_BETWEEN_LOOKS)
 
     def _decode(self, job: Job) -> None:
         """Let the first decode at a size be checked now. Nothing depends on it: the first image would do it too."""

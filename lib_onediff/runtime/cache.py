@@ -79,7 +79,6 @@ class Cache:
             "backend": status["backend"] or settings.backend,
             "vae": part(self._vae.status, {}),
             "second_gpu": part(self._two_gpus.status, {}),
-            "hint": part(self._services.devices.hint, "") if settings.enabled else "",
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
             "low_bit_layers": part(self._low_bit_layers, 0),
             "faults": part(lambda: self._services.guard.faults, []),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.call import Call
-from ..core.device import Candidates, Device, Network, NotYet
+from ..core.device import Candidates, Device, Network
 from ..core.guard import first_line
 from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.policy import Answer, Host, Served
@@ -164,7 +164,7 @@ class OneCard:
 
         Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
-        managed, reason, waits = self._managed, candidates.reason, self._services.waits_for_compile
+        managed, reason = self._managed, candidates.reason
         lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
         for device, lossy in (*lossy_first, *((device, EXACT) for device in candidates.devices)):
             entry = None
@@ -179,9 +179,9 @@ class OneCard:
                     raise Refusal(entry.reason)
                 if not lossy.only:
                     self._graphs.restore(managed)
-                device.prepare(network_of(managed, call, lossy), waits, measures=waits)
+                device.prepare(network_of(managed, call, lossy), measures=self._services.waits_for_compile)
                 return self._run(device, entry, call, reason)
-            except (torch.cuda.OutOfMemoryError, NotYet):
+            except torch.cuda.OutOfMemoryError:
                 raise
             except Refusal as refusal:
                 reason = str(refusal)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from ..core.version import __version__
-from ..devices.cuda.requirements import triton_here
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # What no UNet's output passes through. Everything else counts, what is added later too.
@@ -28,7 +27,6 @@ class Fingerprint:
     gpu: str
     driver: str
     torch: str
-    triton: str
     onediff: str
 
     @property
@@ -46,7 +44,7 @@ class Fingerprint:
                 gpu = torch.cuda.get_device_name(torch.device("cuda"))
             except RuntimeError:
                 gpu = "a GPU that does not start"
-        return cls(gpu, driver, torch.__version__, triton_here() or "none", f"{__version__} {source_digest()}")
+        return cls(gpu, driver, torch.__version__, f"{__version__} {source_digest()}")
 
 
 @functools.cache

@@ -4,8 +4,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -150,13 +149,6 @@ class Runtime:
         with contextlib.suppress(Refusal):
             return None if unet is None else str(self.services.families.read(unet).model_name)
         return None
-
-    def compiling(self) -> Iterator[Future[Any]]:
-        """Begin what the UNets in care still lack; one after the other what has to end until nothing is lacking."""
-        for unet, managed in self.services.managed.items():
-            begun = self.devices.prepare_early(unet, managed.settings or self.settings)
-            if begun is not None:
-                yield begun
 
     def restore(self, unet: nn.Module | None) -> None:
         """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. None: one that

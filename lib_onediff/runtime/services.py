@@ -91,12 +91,12 @@ class Services:
 
     @property
     def waits_for_compile(self) -> bool:
-        """Whether this thread's calls wait for kernels that are being compiled, and are not the host's meanwhile."""
+        """Whether this thread's calls belong to no image: they wait for OneFlow's compiler and measurements."""
         return self.generations.apart.is_on
 
     @contextlib.contextmanager
     def wait_for_compile(self) -> Iterator[None]:
-        """Calls made inside wait for kernels that are being compiled; otherwise the host serves them meanwhile."""
+        """Calls made inside belong to no image; see waits_for_compile."""
         apart = self.generations.apart
         before, apart.is_on = apart.is_on, True
         try:

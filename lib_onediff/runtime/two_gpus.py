@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Call
-from ..core.device import NotYet
 from ..core.guard import HostFunction
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
@@ -164,8 +163,6 @@ class TwoGpusRoute:
             with self._services.call_stats.standing_for(self._untimed):
                 self._services.call_stats.note_served(served)
             return Answer(served.output, served)
-        except NotYet as compiling:
-            reason, rests = str(compiling), False
         except SecondGpuFull as full:
             reason, lasts, drops = str(full), True, True
         except Refusal as refusal:

@@ -93,8 +93,8 @@ def machine_facts() -> Facts:
     return {
         "Software": {
             "OneDiff": fingerprint.onediff, "torch": torch.__version__, "CUDA": as_fact(torch.version.cuda),
-            "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Triton": as_fact(fingerprint.triton),
-            "Python": platform.python_version(), **{name: package_version(name) for name in PACKAGES},
+            "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Python": platform.python_version(),
+            **{name: package_version(name) for name in PACKAGES},
         },
         "PyTorch": {name: switch(path) for name, path in TORCH_SWITCHES.items()},
         "Environment": {name: as_fact(os.environ.get(name)) for name in VARIABLES},

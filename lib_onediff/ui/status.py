@@ -75,7 +75,7 @@ def status_html(status: dict[str, Any]) -> str:
     decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
         *reasons_of(status), gpus_sentence(second), *status.get("notes", ()), *status.get("faults", ()),
-        status.get("hint"), decode_described(decode.get("route"), decode.get("reason", "")),
+        decode_described(decode.get("route"), decode.get("reason", "")),
     ))
     facts = "".join(fact_html(label, value) for label, value in described(status) if value)
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.call import Call
 from ...core.card import on_card
-from ...core.device import Device, Network, NotYet, Traits
+from ...core.device import Device, Network, Traits
 from ...core.family import AttentionShapes
 from ...core.guard import first_line
 from ...core.operators import Operators
@@ -30,7 +30,6 @@ from .low_bit.choice import LowBit
 from .requirements import why_no_triton
 
 log = logging.getLogger("onediff")
-COMPILING = "OneDiff's kernels are being compiled, in the background; on this machine it is done once"
 
 
 def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
@@ -92,15 +91,12 @@ class Native(Device):
                 self._made[name] = self.low_bit.operators(SageAttention(exact) if attention else exact)
         return self._made[name]
 
-    def prepare(self, network: Network, waits: bool, measures: bool = False) -> None:
+    def prepare(self, network: Network, measures: bool = False) -> None:
         kind = self._kind(network)
         with self._lock:
             if kind not in self._compiling:
                 self._compiling[kind] = self._worker.submit(self._compile, network, kind[1])
-        compiling = self._compiling[kind]
-        if not (waits or compiling.done()):
-            raise NotYet(COMPILING)
-        failure = compiling.result()
+        failure = self._compiling[kind].result()
         if failure:
             raise RuntimeError(failure)
         if measures and kind not in self._tuned:

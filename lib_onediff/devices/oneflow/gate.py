@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cuda.requirements import release, written
+from ...core.version import release, written
 
 log = logging.getLogger("onediff")
 PYTHON = (3, 10)

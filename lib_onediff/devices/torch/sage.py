@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..cuda.requirements import written
+from ...core.version import written
 from .attention import FEW_KEYS
 
 PACKAGE = "sageattention"

@@ -185,8 +185,7 @@ class BlockRoute:
     ) -> tuple[Entry, str]:
         """What is known of this shape by the best backend that has not failed, and why it is not a better one. Raises
         Refusal where there is none."""
-        bound, waits = managed.bound, self._runtime.services.waits_for_compile
-        reason = found.reason
+        bound, reason = managed.bound, found.reason
         bound.refresh(call, channels_last=found.devices[0].traits.channels_last)
         managed.refuse_call(call, is_embedded=True)
         for device in found.devices:
@@ -195,10 +194,10 @@ class BlockRoute:
             entry.of_weights(bound.identity(), sampling_now(bound))
             if entry.state is not State.FAILED:
                 try:
-                    device.prepare(network_of(managed, call), waits)
+                    device.prepare(network_of(managed, call))
                     return entry, reason
                 except RuntimeError as error:
-                    blame(entry, f"its kernels do not compile: {first_line(error)}")
+                    blame(entry, f"its kernels do not load: {first_line(error)}")
             reason = entry.reason
         raise Refusal(reason)
 

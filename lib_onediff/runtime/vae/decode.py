@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.affine import Weights
 from ...core.card import on_card
-from ...core.device import Device, Network, NotYet
+from ...core.device import Device, Network
 from ...core.guard import first_line
 from ...core.key import ShapeKey
 from ...core.precision import applied, flags_for, our_modes
@@ -190,8 +190,7 @@ class Decode:
         """The image in a type by the first device that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with. Raises as serve."""
         services, stored = self.services, self._latent.dtype
-        waits = services.waits_for_compile
-        found = services.devices.launched(self.settings, self._latent.device, stored, waits)
+        found = services.devices.launched(self.settings, self._latent.device, stored, services.waits_for_compile)
         devices, reason = ((services.devices.reference,), "") if uncompared else (found.devices, found.reason)
         latent = self._latent.to(dtype)
         network = Network(self.layout.architecture, self.layout.kernel_users, dtype, latent.device)
@@ -201,15 +200,12 @@ class Decode:
             try:
                 if entry.state is State.FAILED:
                     raise Refusal(entry.reason)
-                device.prepare(network, waits)
+                device.prepare(network)
                 return self._computed(device, entry, latent, reason)
             except torch.cuda.OutOfMemoryError:
                 raise
             except Refusal as refusal:
                 reason = str(refusal)
-                if isinstance(refusal, NotYet) and dtype == stored:
-                    # In another type than the host's, which the user has chosen, a slower device is next.
-                    raise
             except Exception as error:
                 reason = blame(entry, f"our forward failed: {first_line(error)}", is_final=False)
                 log.exception("%s (%s)", reason, entry.key)

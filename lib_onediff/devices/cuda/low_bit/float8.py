@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedTokens
+from ....core.version import release, written
 from ....weights.low_bit import FP8, INT8, Kind
-from ..requirements import LAST_TRITON_FOR_TURING, TURING, oldest_int8_capability, release, triton_here, written
+from ..requirements import LAST_TRITON_FOR_TURING, TURING, oldest_int8_capability, triton_here
 
 # A row of zeros has this for its largest value.
 SMALLEST_MAXIMUM = 1e-12
