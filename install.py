@@ -30,11 +30,13 @@ import shutil
 import subprocess
 import tempfile
 import traceback
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 OLDEST_TORCH = (2, 1, 2)
-OLDEST_TRITON = (3, 0)
+OLDEST_CAPABILITY = (7, 5)
+OLDEST_DRIVER = (12, 0)  # the CUDA that r525 serves
 CUDA_ERROR_NO_DEVICE = 100
 COMPUTE_CAPABILITY = (75, 76)  # what cuDeviceGetAttribute calls its two numbers
 FULL_DISK_BYTES = 64 << 20
@@ -42,7 +44,6 @@ FULL_DISK_BYTES = 64 << 20
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
 REPOSITORY = Path(__file__).resolve().parent
-REQUIREMENTS = REPOSITORY / "lib_onediff" / "devices" / "cuda" / "requirements.py"
 VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMPS = VENV / "onediff-installed.json"
@@ -53,59 +54,41 @@ class CannotInstall(Exception):
 
 
 def describe_machine() -> str:
-    """One line: torch, GPU, Triton, the usable backends, what the others lack, and how to get that."""
+    """One line: torch, GPU, the usable backends and what the others lack."""
     torch_version, cuda_build = find_torch()
     gpu, driver_cuda, capability = find_gpu()
-    triton_version = installed_version("triton", "triton-windows", "pytorch-triton")
-    versions = {"torch": torch_version, "triton": triton_version}
-    torch, triton = (f"{name} {version}" if version else f"no {name}" for name, version in versions.items())
-    backends = describe_backends(torch_version, cuda_build, driver_cuda, triton_version)
-    hint = how_to_be_fast(torch_version, cuda_build, driver_cuda, capability)
-    return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}, {triton}; backends: {backends}.{' ' + hint if hint else ''}"
+    torch = f"torch {torch_version}" if torch_version else "no torch"
+    backends = describe_backends(torch_version, cuda_build, driver_cuda, capability)
+    return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}; backends: {backends}."
 
 
-def describe_backends(torch: str | None, cuda: str | None, driver: tuple[int, int] | None, triton: str | None) -> str:
+def describe_backends(
+    torch: str | None, cuda: str | None, driver: tuple[int, int] | None, capability: tuple[int, int] | None
+) -> str:
     """The usable backends by name, then in brackets what the others lack. None: there is no such thing here.
 
     cuda: the CUDA version that torch was built for, such as "12.8". driver: the newest that the NVIDIA driver serves.
     """
     if release_of(torch) < OLDEST_TORCH:
         return f"none (OneDiff needs torch {written(OLDEST_TORCH)} or newer)"
-    driver_lags = lags(driver, cuda)
+    driver_lags = driver is not None and cuda is not None and driver[0] < release_of(cuda)[0]
     newer_driver = f"a newer NVIDIA driver: this one serves CUDA {written(driver or ())}, torch wants {cuda}"
     lacks = {"an NVIDIA GPU": driver is None, "a CUDA build of torch": cuda is None, newer_driver: driver_lags}
     if any(lacks.values()):
         return f"eager (native and cudagraph need {' and '.join(what for what, lacking in lacks.items() if lacking)})"
-    if release_of(triton) >= OLDEST_TRITON:
+    if capability >= OLDEST_CAPABILITY and driver >= OLDEST_DRIVER:
         return "native, cudagraph, eager"
-    package = "triton-windows" if os.name == "nt" else "triton"
-    return f"cudagraph, eager (native needs {package} {written(OLDEST_TRITON)} or newer)"
-
-
-def lags(driver: tuple[int, int] | None, cuda: str | None) -> bool:
-    """Whether the NVIDIA driver is too old for the CUDA version that torch was built for."""
-    return driver is not None and cuda is not None and driver[0] < release_of(cuda)[0]
-
-
-def how_to_be_fast(
-    torch: str | None, cuda: str | None, driver: tuple[int, int] | None, capability: tuple[int, int] | None
-) -> str | None:
-    """How to get the torch and the Triton that our kernels lack; None where they are not what is missing."""
-    if torch is None or cuda is None or driver is None or capability is None or lags(driver, cuda):
-        return None
-    # The package that it lies in imports torch.
-    spec = spec_from_file_location("onediff_requirements", REQUIREMENTS)
-    requirements = module_from_spec(spec)
-    spec.loader.exec_module(requirements)
-    if capability < requirements.OLDEST_CAPABILITY:
-        return None
-    return requirements.how_to_be_fast(requirements.setup_here(torch))
+    needed = f"an NVIDIA card from GTX 16 on (compute capability {written(OLDEST_CAPABILITY)}) and driver r525 or newer"
+    return f"cudagraph, eager (native needs {needed})"
 
 
 def find_torch() -> tuple[str | None, str | None]:
     """torch's version with its build tag, and the CUDA version it was built for; None for what is not there."""
-    version, spec = installed_version("torch"), find_spec("torch")
-    if version is None or spec is None or not spec.origin:
+    try:
+        version, spec = metadata.version("torch"), find_spec("torch")
+    except metadata.PackageNotFoundError:
+        return None, None
+    if spec is None or not spec.origin:
         return version, None
     # The metadata of a wheel from a package index lacks the build tag, and importing torch takes seconds.
     source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
@@ -134,15 +117,6 @@ def find_gpu() -> tuple[str | None, tuple[int, int] | None, tuple[int, int] | No
     more = f" and {count.value - 1} more" if count.value > 1 else ""
     gpu = f"{'' if words.startswith('NVIDIA') else 'NVIDIA '}{words}{more}"
     return gpu, divmod(version.value // 10, 100), (capability[0].value, capability[1].value)
-
-
-def installed_version(*names: str) -> str | None:
-    """The version of the first of these distributions that is installed for this Python."""
-    from importlib import metadata
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
 
 
 def release_of(version: str | None) -> tuple[int, ...]:

@@ -46,16 +46,14 @@ class Weather:
         self.geglu_by = torch_ops.geglu
 
 
-def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any, is_compiled: bool = True) -> None:
-    """Let the devices of a GPU serve on this machine, native by these operators. is_compiled: it has no kernels that
-    would be compiled first."""
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
+    """Let the devices of a GPU serve on this machine, native by these operators, which need no kernels."""
     native, graphs = runtime.devices.named(NATIVE), runtime.devices.named(CUDAGRAPH)
     monkeypatch.setitem(native._made, NATIVE, operators)  # type: ignore[attr-defined]
     for device in (native, graphs):
         monkeypatch.setattr(device, "refuse", lambda *given: None)
     monkeypatch.setattr(native, "why_not", lambda device: None)
-    if is_compiled:
-        monkeypatch.setattr(native, "prepare", lambda *given, **more: None)
+    monkeypatch.setattr(native, "prepare", lambda *given, **more: None)
 
 
 def small_xl() -> nn.Module:

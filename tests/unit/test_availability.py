@@ -1,4 +1,4 @@
-"""Why our kernels cannot be used, found by real files and folders, and the very command that makes OneDiff fast."""
+"""Why our kernels cannot be used, found by real files and folders."""
 from __future__ import annotations
 
 import sys
@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import install as installer
-from lib_onediff.devices.cuda import requirements
 from lib_onediff.devices.cuda.requirements import (
-    OLDEST_TORCH,
-    OLDEST_TRITON,
-    Setup,
-    how_to_be_fast,
-    release,
     why_no_compiler,
     why_no_triton,
     why_no_triton_gpu,
@@ -111,93 +104,3 @@ def test_a_compiler_and_headers(empty_path: Path, tmp_path: Path, monkeypatch: p
     header.touch()
     monkeypatch.delenv("CC")
     assert why_no_compiler() is None, "Windows needs headers alone"
-
-
-LINUX, WINDOWS = "/home/me/venv/bin/python", r"C:\My UI\venv\Scripts\python.exe"
-EMBEDDED = r"C:\forge\system\python\python.exe"
-UNTIL = "Until then PyTorch's own operators are used, in CUDA graphs."
-
-
-def linux(torch_version: str | None, triton: str | None, **others: object) -> Setup:
-    return Setup(torch_version, triton, **{"platform": "linux", "python": LINUX, **others})
-
-
-def windows(torch_version: str | None, triton: str | None, **others: object) -> Setup:
-    usual = {"platform": "win32", "python": WINDOWS, "python_version": (3, 10)}
-    return Setup(torch_version, triton, **{**usual, **others})
-
-
-NEW = "OneDiff is fast on this GPU with torch 2.7.1 and Triton 3.3: "
-COPIED = r'copy the folders "include" and "libs" of an ordinary Python 3.10 into C:\forge\system\python'
-
-
-@pytest.mark.parametrize(("setup", "said"), [
-    (linux("2.7.1+cu126", "3.3.1"), None), (linux("2.4.0", "3.0.0"), None), (linux("2.13.0", ""), None),
-    (windows("2.7.1+cu128", "3.3.1.post21"), None), (linux("2.7.1", "3.3.1", headers=False), None),
-    (linux("2.4.1", None), f'torch 2.4.1 and Triton 3.0: run {LINUX} -m pip install "triton==3.0.*". {UNTIL}'),
-    (linux("2.99.0", None), f'torch 2.99.0 and Triton 3.7: run {LINUX} -m pip install "triton==3.7.*". {UNTIL}'),
-    (linux("2.6.0", "2.0.0", python="/home/my ui/bin/python"),
-     f'run "/home/my ui/bin/python" -m pip install "triton==3.2.*". {UNTIL}'),
-    (linux("2.0.1+cu118", "2.0.0"),
-     f"{NEW}run {LINUX} -m pip install --upgrade torch==2.7.1 torchvision==0.22.1. Until then it does nothing."),
-    # The Triton that comes with it is too old.
-    (linux("2.3.1+cu121", "2.3.1", xformers=True), f"{NEW}run {LINUX} -m pip install --upgrade torch==2.7.1 "
-     f"torchvision==0.22.1, then start the WebUI without --xformers, which belongs to the old torch. {UNTIL}"),
-    (windows("2.1.2+cu121", None), f'{NEW}run "{WINDOWS}" -m pip install --upgrade torch==2.7.1 torchvision==0.22.1 '
-     "--index-url URL (URL: PyTorch's index for CUDA 12.6, which its page Start Locally names), then run "
-     f'"{WINDOWS}" -m pip install "triton-windows==3.3.*" in a command prompt. {UNTIL}'),
-    (windows("2.4.1+cu124", None),
-     f'run "{WINDOWS}" -m pip install "triton-windows==3.1.*" in a command prompt. {UNTIL}'),
-    (windows("2.7.1+cu128", None, python=EMBEDDED, headers=False),
-     f'run {EMBEDDED} -m pip install "triton-windows==3.3.*" in a command prompt, then {COPIED}. {UNTIL}'),
-    (windows("2.7.1+cu128", "3.3.1.post21", python=EMBEDDED, headers=False), f"{COPIED}. {UNTIL}"),
-], ids=str)
-def test_the_command_for_a_python(setup: Setup, said: str | None) -> None:
-    hint = how_to_be_fast(setup)
-    assert hint is None if said is None else hint is not None and hint.endswith(said), hint
-
-
-def test_what_is_recommended_fits_together() -> None:
-    for platform in ("linux", "win32"):
-        assert how_to_be_fast(linux(requirements.NEW_TORCH, None, platform=platform, headers=True)) is not None
-        new = requirements.triton_for(requirements.NEW_TORCH, platform)
-        assert how_to_be_fast(Setup(requirements.NEW_TORCH, f"{new}.0", platform)) is None
-    assert all(release(triton) >= OLDEST_TRITON for triton in requirements.TRITON_FOR_TORCH.values())
-    assert (installer.OLDEST_TORCH, installer.OLDEST_TRITON) == (OLDEST_TORCH, OLDEST_TRITON)
-
-
-def test_the_hint_is_for_gpus_that_our_kernels_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert requirements.how_to_be_fast_here() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GeForce")
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(requirements, "setup_here", lambda version: linux("2.7.1", None))
-    for capability, said in (((6, 1), False), ((7, 5), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert (requirements.how_to_be_fast_here() is not None) == said
-
-    def fails() -> int:
-        raise RuntimeError("CUDA error: initialization error")
-
-    monkeypatch.setattr(torch.cuda, "current_device", fails)
-    assert requirements.how_to_be_fast_here() is None
-
-
-@pytest.mark.parametrize(("cuda", "driver", "capability", "said"), [
-    ("12.6", (12, 4), (8, 6), True), ("12.6", None, None, False), (None, (12, 4), (8, 6), False),
-    ("12.6", (12, 4), (6, 1), False), ("13.0", (12, 4), (8, 6), False),
-])
-def test_install_py_says_it_without_torch(
-    monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: tuple[int, int] | None,
-    capability: tuple[int, int] | None, said: bool,
-) -> None:
-    monkeypatch.setattr(installer, "find_torch", lambda: ("2.6.0", cuda))
-    monkeypatch.setattr(installer, "find_gpu", lambda: ("NVIDIA GeForce", driver, capability))
-    monkeypatch.setattr(installer, "installed_version", lambda *names: None)
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder or ".", "triton").is_dir()])
-    monkeypatch.delitem(sys.modules, "triton", raising=False)
-    line = installer.describe_machine()
-    assert ("OneDiff is fast on this GPU with torch 2.6.0 and Triton 3.2" in line) == said
-    assert line.startswith("OneDiff: torch 2.6.0, NVIDIA GeForce, no triton; backends: ") and "\n" not in line

@@ -1,19 +1,26 @@
-"""Bad weather on the ladder of backends: what fails is served by the next step, and the entry says why.
+"""Bad weather on the ladder of backends: what fails is served by the next step, and the entry says why. Backends and
+weights may change from call to call.
 
 There is no GPU here: the steps are those of one, our kernels' place is taken by operators that do what a test wants,
 and a capture fails by itself. tests/gpu/test_bad_weather.py asks the same of the real ones.
 """
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
+import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from builders import a_call, diffusers_output, served
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
-from ladder_builders import CUDAGRAPH, NATIVE, Weather, entry_of, error, now, reason, small_xl
+from ladder_builders import CUDAGRAPH, EAGER, NATIVE, Weather, entry_of, error, now, reason, small_xl
 from torch import Tensor, nn
 
+import lib_onediff
 from lib_onediff.core.table import State
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
@@ -127,3 +134,75 @@ def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
     for route in ("plain", "graph"):
         assert error(unet, call) < CLOSE
         assert now() == ("native", route)
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_loaded_beside_the_model(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(
+        runtime.devices.named(NATIVE), "prepare",
+        lambda network: prepared.append((network.dtype, threading.current_thread() is threading.main_thread())),
+    )
+    unet = small_xl()
+    runtime.devices.finish()
+    assert prepared == [(unet.dtype, False)]
+
+
+def test_what_does_not_load_is_served_by_the_next_backend_and_keeps_no_unet_alive(
+    weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any, **more: Any) -> None:
+        raise RuntimeError("no image for this device\nand more")
+
+    # pytest keeps what was logged, tracebacks included.
+    monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", fails)
+    unet = small_xl()
+    for size in ((8, 8), (8, 8), (8, 16)):
+        assert error(unet, a_call(unet, *size)) < CLOSE
+        assert now() == ("cudagraph", "plain")
+        assert reason() == "our forward failed: no image for this device (backend native)"
+    gone = weakref.ref(unet)
+    lib_onediff.uncompile_unet(unet)
+    del unet
+    gc.collect()
+    assert gone() is None
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def convolutions_lie(unet: nn.Module, memory_format: torch.memory_format) -> bool:
+    convolutions = [module for module in unet.modules() if isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1]
+    return all(module.weight.is_contiguous(memory_format=memory_format) for module in convolutions)
+
+
+def test_backends_may_take_turns_between_calls(weather: Weather) -> None:
+    unet = diffusers_unet(**SMALL_XL)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    call = a_call(unet)
+    expected = diffusers_output(unet, call)
+    for backend in (NATIVE, CUDAGRAPH, EAGER, NATIVE, EAGER, CUDAGRAPH, NATIVE):
+        lib_onediff.compile_unet(unet, backend=backend)
+        assert relative_error(served(unet, call), expected) < CLOSE
+        assert now()[0] == backend
+        assert convolutions_lie(unet, torch.channels_last if backend == NATIVE else torch.contiguous_format)
+    assert {entry.key.backend for entry in runtime.table.entries()} == {NATIVE, CUDAGRAPH, EAGER}
+    lib_onediff.uncompile_unet(unet)
+    for name, value in unet.state_dict().items():
+        assert torch.equal(value, before[name]) and value.is_contiguous(), name
+
+
+def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weather: Weather) -> None:
+    unet = small_xl()
+    call = a_call(unet)
+    given = call.latent, call.timestep, call.context
+    added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
+    ours, hosts = {}, {"cross_attention_kwargs": {"of_somebody": 1.0}}
+    announced = lib_onediff.sampling(unet), (ours, hosts, hosts, ours)
+    for sampling, calls in (announced, (contextlib.nullcontext(), (ours, hosts, ours, hosts))):
+        with sampling, torch.no_grad():
+            for others in calls:
+                unet(*given, added_cond_kwargs=added, **others)
+                assert now()[1] == ("host" if others else "plain") and convolutions_lie(unet, torch.channels_last)

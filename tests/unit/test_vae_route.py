@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from builders import relative_error
-from ladder_builders import NATIVE, pretend_a_gpu
+from ladder_builders import pretend_a_gpu
 from torch import Tensor
 from vae_builders import Host, a_latent, decode, decodes, diffusers_vae, host_picture, last, our_picture
 
-from lib_onediff.core.device import NotYet
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
-from lib_onediff.devices.cuda.native import COMPILING
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
 
@@ -172,7 +170,6 @@ class Stand:
 
     def __init__(self) -> None:
         self.resize: Any = torch_ops.resize
-        self.ready: Any = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
@@ -185,12 +182,7 @@ class Stand:
 def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     stand = Stand()
     pretend_a_gpu(monkeypatch, stand)
-    monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", lambda *args, **more: stand.ready())
     return stand
-
-
-def not_yet() -> None:
-    raise NotYet(COMPILING)
 
 
 def entries() -> dict[str, str]:
@@ -221,14 +213,3 @@ def test_a_kernel_that_computes_something_else(native: Stand) -> None:
     assert route == "host" and reason.endswith("(backend native)")
     assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
     assert last() == ("ours", reason)
-
-
-def test_kernels_that_are_still_being_compiled(native: Stand) -> None:
-    decoder = diffusers_vae().decoder
-    latent = a_latent(decoder)
-    native.ready = not_yet
-    assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
-    assert last() == ("host", COMPILING)
-    native.ready = lambda: None
-    our_picture(decoder, latent)
-    assert last() == ("ours", "") and decodes() == {"ours": 1, "host": 1}

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.prewarm.worker import COMPILING, Job, WarmUp
+from lib_onediff.prewarm.worker import Job, WarmUp
 from lib_onediff.runtime.runtime import runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,13 +118,6 @@ def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> No
 # --- what it tells ----------------------------------------------------------------------------------------------------
 
 
-def wait_until_told(queue: WarmUp, what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while queue.jobs()[-1].what != what:
-        assert time.monotonic() < deadline, queue.jobs()
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(("route", "reason", "calls"), [
     ("graph", "", [(64, 64, 2), (64, 64, 1)]),
     ("plain", "its graph needs 900 MiB", [*[(64, 64, 2)] * 3, *[(64, 64, 1)] * 3]),
@@ -141,35 +133,6 @@ def test_a_graph_that_is_there_needs_no_more_calls_and_why_there_is_none_is_said
     (job,) = queue.add([SMALL], "panel")
     done = finished(queue, job)
     assert (done.state, done.done, done.share, done.reason, webui.calls) == ("done", 6, 1.0, reason, calls)
-
-
-@pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Future[None]]:
-    """The UNet's kernels are being compiled until this has a result."""
-    begun: Future[None] = Future()
-    monkeypatch.setattr(runtime.devices, "prepare_early", lambda unet, settings: begun)
-    yield begun
-    if not begun.done():
-        begun.set_result(None)
-
-
-def test_a_picture_is_made_meanwhile(webui: SmallWebUI, queue: WarmUp, compiling: Future[None]) -> None:
-    (job,) = queue.add([SMALL], "panel")
-    wait_until_told(queue, COMPILING)
-    webui.exclusively(lambda: builders.served(webui.unet, builders.a_call(webui.unet)))
-    assert webui.calls == [] and queue.busy()
-    compiling.set_result(None)
-    assert finished(queue, job).state == "done"
-
-
-def test_a_job_that_waits_for_a_compiler_can_be_cancelled(
-    webui: SmallWebUI, queue: WarmUp, compiling: Future[None]
-) -> None:
-    (job,) = queue.add([SMALL], "panel")
-    wait_until_told(queue, COMPILING)
-    assert queue.cancel(job.id)
-    assert finished(queue, job).state == "cancelled"
-    assert not compiling.done() and webui.calls == []
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
