@@ -27,7 +27,7 @@ def url() -> Iterator[str]:
     # What the replicas' processes inherit; the model's loader lies beside this file.
     os.environ.update(
         PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parent), *sys.path]), OMP_NUM_THREADS="1",
-        CUDA_VISIBLE_DEVICES="", CXX="no-compiler-in-these-tests",
+        CUDA_VISIBLE_DEVICES="",
         # Otherwise Ray makes a token and leaves it in the user's home.
         RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0",
     )
