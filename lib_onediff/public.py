@@ -36,8 +36,8 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
 
     options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what
     is no UNet at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. Safe to call
-    twice; the last options count. What is measured and compiled is remembered where the environment variable
-    ONEDIFF_CACHE says, else nowhere.
+    twice; the last options count. What is measured is remembered where the environment variable ONEDIFF_CACHE
+    says, else nowhere.
     """
     must_be_network(unet, "compile_unet")
     chosen = settings_of(settings, options)

@@ -1,4 +1,4 @@
-"""On a GPU, tests wait for kernels that are being compiled: otherwise the host would serve their first calls."""
+"""On a GPU, the calls of tests belong to no image: kernels are measured before their first use, as pre-warming does."""
 from __future__ import annotations
 
 from collections.abc import Iterator

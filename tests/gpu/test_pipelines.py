@@ -21,7 +21,7 @@ NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 
 @pytest.fixture(autouse=True)
 def wait_for_compile() -> None:
-    """Not for whole tests: a call that waits for kernels makes every step whole."""
+    """Not for whole tests: a call that belongs to no image makes every step whole."""
 
 
 def pipeline(name: str, dtype: torch.dtype) -> Any:

@@ -31,7 +31,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def wait_for_compile() -> Iterator[None]:
-    """Not for whole tests: calls that wait for kernels are found out anew each time."""
+    """Not for whole tests: calls that belong to no image are found out anew each time."""
     torch.cuda.set_device(0)
     yield
     runtime.release_all()

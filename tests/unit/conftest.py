@@ -44,7 +44,7 @@ def seen() -> Iterator[Any]:
 
 @pytest.fixture
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
-    """The operators of the native backend, on a machine that seems to have a GPU and Triton."""
+    """The operators of the native backend, on a machine that seems to have a GPU."""
     operators = Weather()
     pretend_a_gpu(monkeypatch, operators)
     return operators
