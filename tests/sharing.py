@@ -13,8 +13,8 @@ IN_THE_TAB = ("test_panel", "test_compare_tab", "test_accessibility")
 TOGETHER = ("webui with a browser", "webui, its tab", "webui")
 # Each takes half a minute or more: none of them is to be begun when nothing is left for the other processes.
 LONG = (
-    "test_bench", "test_vae", "test_unet", "test_triton", "test_api", "test_deepcache", "test_standalone", "test_graph",
-    "test_install", "test_every_function",
+    "test_bench", "test_vae", "test_unet", "test_kernel", "test_native", "test_api", "test_deepcache",
+    "test_standalone", "test_graph", "test_install", "test_every_function",
 )
 
 

@@ -53,7 +53,7 @@ def source_digest(package: Path = PACKAGE) -> str:
     digest = hashlib.sha256()
     for folder, inside, names in os.walk(package):
         inside[:] = sorted(name for name in inside if name != "__pycache__" and name not in COMPUTES_NOTHING)
-        for name in sorted(name for name in names if name.endswith(".py")):
+        for name in sorted(name for name in names if name.endswith((".py", ".zip"))):
             source = Path(folder, name)
             digest.update(f"{source.relative_to(package).as_posix()}\0".encode() + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

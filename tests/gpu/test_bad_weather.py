@@ -13,10 +13,9 @@ from gpu_calls import arguments, host
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
-pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
+from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 
@@ -43,7 +42,7 @@ def use(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, st
 def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = triton_tokens.geglu
+    original = native_tokens.geglu
 
     def geglu(tokens: Tensor, *tuning: int) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
@@ -52,7 +51,7 @@ def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
 
     use(unet, arguments(unet, 64, 64))
     with monkeypatch.context() as patch:
-        patch.setattr(triton_tokens, "geglu", geglu)
+        patch.setattr(native_tokens, "geglu", geglu)
         assert use(unet, arguments(unet)) == ("native", "plain")
     [entry] = [entry for entry in runtime.table.entries() if entry.key.resolution == "128x128"]
     assert status()["reason"] == entry.no_graph and entry.no_graph.startswith("the graph could not be captured: ")

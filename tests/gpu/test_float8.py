@@ -10,14 +10,19 @@ from exact_operators import layer_norm as exact_layer_norm
 from exact_operators import one_scale_of, relative_error, rounded_rows
 from torch import Tensor
 
-pytest.importorskip("triton", reason="needs Triton")
-
 from lib_onediff.core.affine import Affine
 from lib_onediff.core.leaves import LayerNorm
 from lib_onediff.core.operators import QuantizedImage, QuantizedTokens, Stream
 from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.kernels.launch_config import CONVOLUTION, GATED_PRODUCT, LIBRARY, LaunchConfig, Launches
-from lib_onediff.devices.cuda.low_bit import kernels, products
+from lib_onediff.devices.cuda.kernels import products, rounding
+from lib_onediff.devices.cuda.kernels.launch_config import (
+    CONVOLUTION,
+    GATED_PRODUCT,
+    LIBRARY,
+    Kernel,
+    LaunchConfig,
+    Launches,
+)
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.runtime.runtime import runtime
@@ -30,10 +35,15 @@ GPU = torch.device("cuda")
 ROUNDED, SUMMED = 3e-2, 5e-3
 
 
-@pytest.fixture
-def needs_hopper() -> None:
-    if not products.copies_tiles(GPU):
-        pytest.skip("they are used on a GPU of compute capability 9.0")
+@pytest.fixture(autouse=True)
+def needs_the_units() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
+
+
+def on_this_gpu(kernel: Kernel) -> list[LaunchConfig]:
+    copies = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return [config for config in kernel.candidates if config != LIBRARY and (copies or not config[0])]
 
 
 def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,8 +51,7 @@ def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return (tokens / scale).to(FP8.dtype).contiguous(), scale
 
 
-@pytest.mark.usefixtures("needs_hopper")
-@pytest.mark.parametrize("config", [config for config in GATED_PRODUCT.candidates if config != LIBRARY], ids=str)
+@pytest.mark.parametrize("config", on_this_gpu(GATED_PRODUCT), ids=str)
 @pytest.mark.parametrize(("rows", "width", "half"), [(2048, 1280, 5120), (4095, 640, 2560), (77, 336, 1360)], ids=str)
 def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, half: int) -> None:
     norm = Affine(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU))
@@ -50,7 +59,7 @@ def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, h
     weight = torch.randn(2 * half, width, device=GPU, dtype=torch.float16) / width**0.5
     bias = torch.randn(2 * half, device=GPU, dtype=torch.float16)
     values, scale = rounded(tokens)
-    low_bit = kernels.rounded_weight(weight, FP8)
+    low_bit = rounding.rounded_weight(weight, FP8)
     output_scale = gated_scale(weight, bias, norm).view(1, 1)
     found = products.gated_product(QuantizedTokens(values, scale, (rows,)), low_bit, bias, output_scale, config)
     sums = (values.double() * scale) @ (low_bit.values.double() * low_bit.scales.t()).t() + bias
@@ -59,17 +68,16 @@ def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, h
     assert relative_error(found.values.double() * found.scales, expected) < ROUNDED
 
 
-@pytest.mark.usefixtures("needs_hopper")
-@pytest.mark.parametrize("config", CONVOLUTION.candidates, ids=str)
+@pytest.mark.parametrize("config", on_this_gpu(CONVOLUTION), ids=str)
 @pytest.mark.parametrize(("batch", "channels", "out", "size"), [
     (2, 320, 320, (128, 128)), (2, 1280, 1280, (32, 32)), (1, 960, 336, (45, 61)), (3, 48, 80, (33, 40)),
 ], ids=str)
 def test_a_convolution(config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]) -> None:
     image = torch.randn(batch, *size, channels, device=GPU)
     weight = torch.randn(out, channels, 3, 3, device=GPU, dtype=torch.float16) / channels**0.5
-    low_bit = kernels.rounded_weight(as_rows(weight), FP8)
+    low_bit = rounding.rounded_weight(as_rows(weight), FP8)
     values, scale = rounded(image)
-    found = products.convolution(QuantizedImage(values, scale), low_bit, torch.float32, config)
+    found = products.convolution(QuantizedImage(values, scale), low_bit, torch.bfloat16, config)
     back = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
     expected = functional.conv2d((values.float() * scale).permute(0, 3, 1, 2).double(), back.double(), padding=1)
     assert relative_error(found.double(), expected) < SUMMED
@@ -118,7 +126,7 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
 def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.dtype) -> None:
     ops, norm = operators_of(dtype), LayerNorm("norm", product.width, EPS)
     weight = random(product.out, product.width, dtype=dtype) / 32
-    affine = Affine(weight, None, (kernels.rounded_weight(weight, FP8),))
+    affine = Affine(weight, None, (rounding.rounded_weight(weight, FP8),))
     vector, tokens = random(product.width, dtype=dtype), random(product.rows, product.width, dtype=dtype)
     stream = Stream(torch.zeros(product.rows, product.out, device=GPU, dtype=dtype))
     if product.source == NORMED:
@@ -127,7 +135,7 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
         output = ops.linear(rows, affine)
     else:
         hidden = torch.cat([tokens, tokens.flip(0)], -1)
-        rows = ops.geglu(hidden, affine) if product.source == GATED else kernels.rounded(tokens, FP8)
+        rows = ops.geglu(hidden, affine) if product.source == GATED else rounding.rounded(tokens, FP8)
         given = exact_geglu(hidden) if product.source == GATED else tokens.double()
         output = ops.materialize(ops.add_linear(stream, rows, affine))
     assert isinstance(rows, QuantizedTokens)
@@ -139,7 +147,7 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
 def test_the_compiled_norm_neither_saturates_nor_hides_a_nan(dtype: torch.dtype) -> None:
     ops, width = operators_of(dtype), 640
     norm, weight = LayerNorm("norm", width, EPS), torch.eye(width, device=GPU).to(dtype)
-    affine = Affine(weight, None, (kernels.rounded_weight(weight, FP8),))
+    affine = Affine(weight, None, (rounding.rounded_weight(weight, FP8),))
     gamma, beta = 8 * random(width, dtype=dtype), random(width, dtype=dtype)
     tokens = torch.eye(width, device=GPU).to(dtype) * 100
     exact = exact_layer_norm(tokens, gamma, beta, EPS)

@@ -12,7 +12,6 @@ from exact_operators import relative_error
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
-pytest.importorskip("triton", reason="needs Triton")
 
 from gpu_calls import arguments, called, host
 

@@ -8,12 +8,10 @@ import torch.nn.functional as functional
 from exact_operators import relative_error
 from torch import Tensor
 
-pytest.importorskip("triton", reason="needs Triton")
-
 from lib_onediff.core.operators import Stream
-from lib_onediff.devices.cuda.kernels import group_norm as triton_group_norm
-from lib_onediff.devices.cuda.kernels import images as triton_images
-from lib_onediff.devices.cuda.kernels import tokens as triton_tokens
+from lib_onediff.devices.cuda.kernels import group_norm as native_group_norm
+from lib_onediff.devices.cuda.kernels import images as native_images
+from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -54,7 +52,7 @@ def test_group_norm_of_two_images_side_by_side(
     together = torch.cat([image, skip], dim=1)
     expected = exact.group_norm(together, weight, bias, 32, 1e-5, True)
     torchs = functional.silu(functional.group_norm(together, 32, weight, bias, 1e-5))
-    ours = triton_group_norm.group_norm(channels_last(image), channels_last(skip), weight, bias, 32, 1e-5, True, None)
+    ours = native_group_norm.group_norm(channels_last(image), channels_last(skip), weight, bias, 32, 1e-5, True, None)
     assert_as_good(ours, torchs, expected)
 
 
@@ -77,19 +75,19 @@ def test_an_image_of_more_than_two_to_the_31_elements() -> None:
     weight, bias = random(320, dtype=torch.float16, mean=1.0), random(320, dtype=torch.float16)
     image = channels_last(tile.repeat(1, 1, 100, 100))
     assert image.numel() > 2**31
-    output = triton_group_norm.group_norm(image, None, weight, bias, 32, 1e-5, True, None)
+    output = native_group_norm.group_norm(image, None, weight, bias, 32, 1e-5, True, None)
     # Repeating a picture changes neither its mean nor its variance.
     expected = exact.group_norm(tile, weight, bias, 32, 1e-5, True)
     for corner in (output[..., :26, :26], output[..., -26:, -26:]):
         assert relative_error(corner, expected) < 1e-3
     assert same_in_every_tile(output, output[..., :26, :26].contiguous())
-    triton_images.add_and_measure(image, image, bias, output)
+    native_images.add_and_measure(image, image, bias, output)
     assert same_in_every_tile(output, tile + tile + bias[:, None, None])
     del output
-    triton_images.add_and_measure(None, image, bias, image)
+    native_images.add_and_measure(None, image, bias, image)
     assert same_in_every_tile(image, tile + bias[:, None, None])
     del image
-    large = triton_images.resize(tile, 2600, 2600)
+    large = native_images.resize(tile, 2600, 2600)
     assert large.numel() > 2**31
     assert all(torch.equal(large[:, :, row::100, column::100], tile) for row in (0, 99) for column in (0, 57, 99))
 
@@ -100,11 +98,11 @@ def test_tokens_of_more_than_two_to_the_31_elements() -> None:
     weight, bias = random(1280, dtype=torch.float16, mean=1.0), random(1280, dtype=torch.float16)
     many = few.repeat(1700, 1)
     assert many.numel() > 2**31
-    gated = triton_tokens.geglu(many)
-    assert torch.equal(gated, triton_tokens.geglu(few).repeat(1700, 1))
+    gated = native_tokens.geglu(many)
+    assert torch.equal(gated, native_tokens.geglu(few).repeat(1700, 1))
     assert relative_error(gated[-1000:], exact.geglu(few)) < 1e-3
     del gated
-    stream, normed = triton_tokens.layer_norm(Stream(many, None, bias), weight, bias, 1e-5)
-    assert torch.equal(triton_tokens.materialize(stream)[-1000:], few + bias)
+    stream, normed = native_tokens.layer_norm(Stream(many, None, bias), weight, bias, 1e-5)
+    assert torch.equal(native_tokens.materialize(stream)[-1000:], few + bias)
     assert relative_error(normed[-1000:], exact.layer_norm(few + bias, weight, bias, 1e-5)) < 1e-3
     assert torch.equal(normed[:1000], normed[-1000:])

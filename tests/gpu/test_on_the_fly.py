@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 pytest.importorskip("diffusers")
-pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.bench.models import TIME_IDS, random_unet
 from lib_onediff.core.call import Call

@@ -22,9 +22,9 @@ from lib_onediff.core.operators import Operators, QuantizedTokens, Stream
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
 from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels import products, rounding
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
-from lib_onediff.devices.cuda.kernels.operators import TritonOperators
-from lib_onediff.devices.cuda.low_bit import kernels, products
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
@@ -144,11 +144,11 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     """Products in eight bits on this machine, for networks of any size, and for every product. result: the type in
     which products in float8 come out."""
     for name in NAMES:
-        monkeypatch.setattr(TritonOperators, name, by_torch(name))
-    monkeypatch.setattr(kernels, "layer_norm", layer_norm)
-    monkeypatch.setattr(kernels, "geglu", lambda tokens, kind: rounded(torch_ops.geglu(tokens, None), kind))
-    monkeypatch.setattr(kernels, "rounded", rounded)
-    monkeypatch.setattr(kernels, "rounded_rows", rounded_rows)
+        monkeypatch.setattr(NativeOperators, name, by_torch(name))
+    monkeypatch.setattr(rounding, "layer_norm", layer_norm)
+    monkeypatch.setattr(rounding, "geglu", lambda tokens, kind: rounded(torch_ops.geglu(tokens, None), kind))
+    monkeypatch.setattr(rounding, "rounded", rounded)
+    monkeypatch.setattr(rounding, "rounded_rows", rounded_rows)
     monkeypatch.setattr(products, "int8_product", int8_product)
     fewest_weights(monkeypatch, 0)
     ours = runtime.devices.lossy.low_bit

@@ -165,9 +165,9 @@ def test_what_joins_skips_is_called_as_the_host_calls_it(
     unet = ldm_unet(model_channels=32, num_res_blocks=1, channel_mult=[1, 2], num_heads=2, attention_resolutions=[2])
     if triton:
         pytest.importorskip("triton", reason="needs Triton")
-        from lib_onediff.devices.cuda.kernels.operators import TritonOperators
+        from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
-        ops = TritonOperators()
+        ops = NativeOperators()
     call = a_call(unet, *size, batch=1, tokens=5)
     patches = patches_of({}, FREEU)
     assert patches is not None and patches.structure == ("skips by test_a1111_patches",)

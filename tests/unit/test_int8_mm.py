@@ -11,19 +11,15 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.core.affine import QuantizedWeight
 from lib_onediff.core.operators import QuantizedTokens
-from lib_onediff.devices.cuda.kernels.launch_config import LaunchConfig
-from lib_onediff.devices.cuda.low_bit import products
+from lib_onediff.devices.cuda.kernels import products
+from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, LaunchConfig
 from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Tiles that a CPU does in a moment; the two ways differ in how they load, store and go on.
-SMALL = (products.TILE_BY_TILE, 32, 32, 32, 8, 4, 2, 1)
-PERSISTENT = (products.PERSISTENT, 32, 32, 32, 8, 4, 2, 1), (products.PERSISTENT, 32, 32, 64, 2, 4, 2, 0)
-CONFIGS = [SMALL, (products.TILE_BY_TILE, 16, 64, 32, 2, 4, 2, 1)]
+# Tiles that a CPU does in a moment.
+CONFIGS = [(32, 32, 32, 8, 4, 2), (16, 64, 32, 2, 4, 2)]
 if DEVICE.type == "cuda":
-    CONFIGS = list(products.kernel_for(DEVICE).candidates)
-elif products.TensorDescriptor is not None:
-    CONFIGS += PERSISTENT
+    CONFIGS = list(INT8_PRODUCT.candidates)
 
 
 def factors(rows: int, width: int, out: int) -> tuple[QuantizedTokens, QuantizedWeight]:

@@ -20,8 +20,8 @@ from low_bit_builders import norm_scale, rounded_rows, use_low_bit
 from lib_onediff.core.affine import Affine
 from lib_onediff.core.leaves import LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.devices.cuda.kernels import rounding
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
-from lib_onediff.devices.cuda.low_bit import kernels
 from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators, updated
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, empty_like
@@ -75,7 +75,7 @@ def test_a_layer_norm_comes_in_eight_bits(
     stream = Stream(tokens.clone(), deferred_bias, bias, update, scales) if whole else Stream(tokens.clone())
     added = update.double() if scales is None else update.double() * scales.double()
     total = tokens.double() + added if whole else tokens.double()
-    standing, normed = kernels.layer_norm(stream, weight, bias if whole else None, 1e-5, kind)
+    standing, normed = rounding.layer_norm(stream, weight, bias if whole else None, 1e-5, kind)
     assert normed.scales.shape == ((1, 1) if kind is FP8 else (tokens.numel() // shape[-1], 1))
     if kind is FP8:
         assert torch.equal(normed.scales, norm_scale(weight, bias if whole else None))
@@ -90,8 +90,8 @@ def test_a_layer_norm_comes_in_eight_bits(
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
     tokens, weight = random(7, 96), random(96)
-    _, normed = kernels.layer_norm(Stream(tokens), weight, None, 1e-5, kind, config)
-    _, first = kernels.layer_norm(Stream(tokens), weight, None, 1e-5, kind)
+    _, normed = rounding.layer_norm(Stream(tokens), weight, None, 1e-5, kind, config)
+    _, first = rounding.layer_norm(Stream(tokens), weight, None, 1e-5, kind)
     assert torch.allclose(normed.scales, first.scales, rtol=1e-5)
     # Sums in another order may move a value over the middle between two of these.
     assert float((normed.values.float() == first.values.float()).double().mean()) > 0.99
@@ -100,10 +100,10 @@ def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> N
 @grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
 def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind) -> None:
     hidden = random(2, 5, 2 * 96, dtype=dtype)
-    gated = kernels.geglu(hidden, kind)
+    gated = rounding.geglu(hidden, kind)
     assert_rounded(gated, exact_geglu(hidden))
     rows = random(6, 64, dtype=dtype)
-    rounded = kernels.rounded(rows, kind)
+    rounded = rounding.rounded(rows, kind)
     assert_rounded(rounded, rows.double())
     values, scales = exact_rows(rows, kind)
     assert torch.allclose(rounded.scales, scales, rtol=1e-6)
@@ -120,20 +120,20 @@ def test_a_weight_has_the_scales_that_it_needs(dtype: torch.dtype, factor: float
     weight[3] *= factor
     weight = weight.clamp(-6e4, 6e4).to(dtype)
     far = factor > 1000
-    values, scales = kernels.rounded_weight(weight, FP8)
+    values, scales = rounding.rounded_weight(weight, FP8)
     assert scales.shape == ((1, 48) if far else (1, 1))
     expected = exact_rows(weight, FP8)[1].t() if far else one_scale_of(weight, FP8)
     assert torch.allclose(scales, expected, rtol=1e-6)
     assert relative_error(values.double() * scales.double().t(), weight.double()) < INTERPRETED
-    assert kernels.rounded_weight(weight, INT8).scales.shape == (1, 48)
-    assert kernels.rounded_weight(torch.zeros_like(weight), FP8).values.float().abs().max() == 0
+    assert rounding.rounded_weight(weight, INT8).scales.shape == (1, 48)
+    assert rounding.rounded_weight(torch.zeros_like(weight), FP8).values.float().abs().max() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_zeros_stay_zeros_and_a_nan_is_not_hidden(kind: Kind) -> None:
     rows = torch.zeros(2, 32, device=DEVICE)
     rows[1, 3] = float("nan")
-    back = given_back(kernels.rounded(rows, kind))
+    back = given_back(rounding.rounded(rows, kind))
     assert bool((back[0] == 0).all())
     if DEVICE.type == "cuda" or kind is INT8:
         # The interpreter makes a number of float8's.

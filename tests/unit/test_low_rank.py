@@ -32,9 +32,9 @@ def ops(request: pytest.FixtureRequest) -> Operators:
     if request.param == "torch":
         return torch_ops
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
-    return TritonOperators()
+    return NativeOperators()
 
 
 def with_loras(out: int, into: tuple[int, ...], biased: bool = True, members: tuple[int, ...] = ()) -> Affine:

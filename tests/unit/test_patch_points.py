@@ -126,14 +126,14 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
 def test_so_do_our_kernels(case: str) -> None:
     """They hand each other more than tensors: joined skips that were never joined, and what they know of an image."""
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
     unet = tiny_ldm_unet()
     call = a_call(unet, 4, 8, 1, 5)
     options = CASES[case]
     made = ours(unet, call, copied(options))
     with torch.no_grad():
-        output, expected = our_output(unet, made, TritonOperators()), patched_output(unet, call, copied(options))
+        output, expected = our_output(unet, made, NativeOperators()), patched_output(unet, call, copied(options))
     assert relative_error(output, expected) < CLOSE
     assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 

@@ -66,13 +66,13 @@ def test_ours_is_the_hosts(half: tuple[str, str], size: int) -> None:
 @grid(part=PARTS, dtype=[torch.float32, torch.float16])
 def test_so_do_our_kernels(part: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="needs Triton")
-    from lib_onediff.devices.cuda.kernels.operators import TritonOperators
+    from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = half_of("SD" if WHOLE else "one layer", part).to(device, dtype)
     sizes = {"encoder": (40, 24), "decoder": (5, 3)} if WHOLE else {"encoder": (12, 8), "decoder": (3, 2)}
     given = a_latent(module, *sizes[part])
-    ours = computed(module, given, TritonOperators(), fold_biases=True)
+    ours = computed(module, given, NativeOperators(), fold_biases=True)
     assert relative_error(ours, host_picture(module, given)) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 

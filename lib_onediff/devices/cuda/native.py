@@ -1,4 +1,4 @@
-"""Our own kernels, in Triton: compiled in a thread, tuned on the machine, captured as CUDA graphs."""
+"""Our own kernels: loaded ahead of the first call, tuned on the machine, captured as CUDA graphs."""
 from __future__ import annotations
 
 import logging
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,21 +25,23 @@ from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention
 from ..torch.device import refuse_without_gpu
 from ..torch.sage import SageAttention, why_no_sage
+from .kernels.attention import DTYPES
+from .kernels.contents import sums_of
+from .kernels.driver import why_nothing_is_kept
 from .kernels.launch_config import Launches, time_on_gpu
+from .kernels.launching import is_ahead, why_not
 from .low_bit.choice import LowBit
-from .requirements import why_no_triton
+from .tuning import load_kernels, tune_gated, tune_kernels
 
 log = logging.getLogger("onediff")
 
 
 def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
     """See weights.contents.Reader."""
-    from .kernels.contents import sums_of
-
     try:
         launch = sums_of(places, part)
         if launch is not None:
-            # It compiles now.
+            # It is loaded now.
             launch()
         return launch
     except Exception:
@@ -59,14 +61,16 @@ class Native(Device):
         self.low_bit = LowBit(tuning_cache, self._launches)
         # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
-        # Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way.
-        self.why_not = cache(why_no_triton)
-        # By the kind of network, what the compiler says; "" where all went well. Not its exception: the traceback would
-        # keep the UNet that was being called.
-        self._compiling: dict[Hashable, Future[str]] = {}
+        # By the kind of network: why its kernels cannot be loaded, "" where they were. Whoever needs the same ones waits
+        # for those who load them. Not an exception: its traceback would keep the UNet that was being called.
+        self._loading: dict[Hashable, Future[str]] = {}
         self._tuned: set[Hashable] = set()
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
+        return why_not(device)
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
         refuse_without_gpu(device)
@@ -94,11 +98,11 @@ class Native(Device):
     def prepare(self, network: Network, measures: bool = False) -> None:
         kind = self._kind(network)
         with self._lock:
-            if kind not in self._compiling:
-                self._compiling[kind] = self._worker.submit(self._compile, network, kind[1])
-        failure = self._compiling[kind].result()
+            if kind not in self._loading:
+                self._loading[kind] = self._worker.submit(self._load, network, kind[1])
+        failure = self._loading[kind].result()
         if failure:
-            raise RuntimeError(failure)
+            raise Refusal(failure)
         if measures and kind not in self._tuned:
             # Before the first use is checked, so that what is checked is what will run.
             self._tuned.add(kind)
@@ -109,29 +113,29 @@ class Native(Device):
         low_bit = self.low_bit.kinds(KINDS_OF.get(network.low_bit, ()), network.device, network.dtype)
         return (network.architecture, network.dtype, network.device), low_bit
 
-    def _compile(self, network: Network, low_bit: Collection[Kind]) -> str:
+    def _load(self, network: Network, low_bit: Collection[Kind]) -> str:
         """In the worker's thread. Returns why it is not possible."""
         began = time.perf_counter()
+        warning = why_nothing_is_kept() if len(self._loading) == 1 and is_ahead(network.device) else ""
+        if warning:
+            log.warning("OneDiff: %s", warning)
         try:
-            # Here, and not where the first call would wait: to import Triton takes half a second.
-            self.operators()
-            from .tuning import compile_kernels
-
             with on_card(network.device):
-                compile_kernels(network.users, network.dtype, network.device, self._launches, low_bit)
-        except ImportError as error:
-            # A half-removed Triton.
-            log.debug("Triton cannot be imported", exc_info=True)
-            return f"Triton cannot be imported ({error})"
+                load_kernels(network.users, network.dtype, network.device, self._launches, low_bit)
         except Exception as error:
-            log.exception("the kernels for %s do not compile", network.dtype)
+            log.debug("the kernels for %s cannot be loaded", network.dtype, exc_info=True)
             return first_line(error)
-        log.debug("kernels for %s ready in %.1f s", network.dtype, time.perf_counter() - began)
+        log.debug("kernels for %s loaded in %.1f s", network.dtype, time.perf_counter() - began)
         return ""
 
     def tune(self, attentions: Sequence[AttentionShapes], call: Call) -> bool:
-        dtype = torch.float32 if call.upcast_attention else call.latent.dtype
-        return any([self.attention.measure(*pair, dtype, call.latent.device) for pair in attentions])
+        dtype, device = torch.float32 if call.upcast_attention else call.latent.dtype, call.latent.device
+        measured = [self.attention.measure(*pair, dtype, device) for pair in attentions]
+        if device.type == "cuda" and call.latent.dtype in DTYPES:
+            # A self attention of several heads has a feed-forward beside it.
+            sizes = {(q[0] * q[2], q[1] * q[3]) for q, k in attentions if q == k and q[1] > 1}
+            measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_on_gpu) for size in sizes]
+        return any(measured)
 
     def measure_anew(self) -> None:
         """Trust no choice that was made before: those that are still there are read again, the others measured."""
@@ -146,8 +150,6 @@ class Native(Device):
         """
         began = time.perf_counter()
         try:
-            from .tuning import tune_kernels
-
             with on_card(network.device):
                 count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)
             log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)

@@ -1,10 +1,10 @@
 """The kernels that a network launches: measured at its shapes, for how they are best cut on this GPU, and for whether
-products in eight bits gain; and compiled side by side by a launch on a few numbers, before its first call waits for one
+products in eight bits gain; and loaded side by side by a launch on a few numbers, before its first call waits for one
 after the other."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,21 +17,19 @@ from ...core.affine import Affine, QuantizedWeight
 from ...core.device import TimeMs
 from ...core.leaves import Convolution, CrossAttention, GroupNorm, LayerNorm
 from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
-from ...core.tuning_cache import TuningCache
 from ...weights import low_bit
 from ...weights.low_bit import FP8, GATED, INT8, KERNEL, Kind, Product
-from .kernels import attention as triton_attention
-from .kernels import group_norm as triton_group_norm
-from .kernels import images as triton_images
+from .kernels import attention as native_attention
+from .kernels import group_norm, images, products, rounding
 from .kernels import launch_config as cuts
-from .kernels import tokens as triton_tokens
+from .kernels import tokens as native_tokens
 from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
-from .low_bit import float8, kernels, products
+from .low_bit import float8
 
 GROUPS, EPS = 32, 1e-5
 # Of random numbers in int8.
 SPREAD = 32.0
-# Rows of tokens in eight bits, and sides of an image, that are compiled for.
+# Rows of tokens in eight bits, and sides of an image, that kernels are loaded with.
 FEW = 4
 MOST_THREADS = 8
 
@@ -49,7 +47,7 @@ class Sizes(NamedTuple):
 
 # What takes the most time in its class, and what takes none.
 MEASURED = Sizes(2, {cuts.SMALL: 32, cuts.LARGE: 64}, 4096, 1024, 77)
-COMPILED = Sizes(1, {cuts.SMALL: 4, cuts.LARGE: 4}, 4, 16, 16)
+LOADED = Sizes(1, {cuts.SMALL: 4, cuts.LARGE: 4}, 4, 16, 16)
 
 
 def tune_kernels(
@@ -58,7 +56,7 @@ def tune_kernels(
     """Measure every kernel and class of a network with these layers (its layout's kernel_users), where that was not
     done on this GPU.
 
-    Returns how many there were. Each compiles a few variants: seconds, once on a machine. Raises what Triton raises.
+    Returns how many there were. Each loads a few variants: seconds, once on a machine. Raises what a launch raises.
     """
     return sum(
         tuned(launches, trial, dtype, time_ms) for trial in trials(list(users), random_on(device, dtype), MEASURED)
@@ -71,17 +69,17 @@ def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Itera
     vector = make(widest)
     for shape_class, side in sizes.sides.items():
         image = make(sizes.batch, widest, side, side).to(memory_format=torch.channels_last)
-        norm = partial(triton_group_norm.large_group_norm, image, None, vector, vector, GROUPS, 1e-5, True, None)
+        norm = partial(group_norm.large_group_norm, image, None, vector, vector, GROUPS, 1e-5, True, None)
         yield Trial(cuts.STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
         yield Trial(cuts.APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
         added = image, image, vector, torch.empty_like(image)
-        yield Trial(cuts.ADDITION, shape_class, partial(triton_images.add_and_measure, *added))
+        yield Trial(cuts.ADDITION, shape_class, partial(images.add_and_measure, *added))
     for width in widths(users):
         tokens, hidden, vector = make(sizes.rows, width), make(sizes.rows, 2 * cuts.FEED_FORWARD * width), make(width)
-        normed = partial(triton_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, 1e-5)
+        normed = partial(native_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, 1e-5)
         yield Trial(cuts.LAYER_NORM, row_class(width), normed)
-        yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(triton_tokens.geglu, hidden))
-    if vector.dtype in triton_attention.DTYPES:
+        yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
+    if vector.dtype in native_attention.DTYPES:
         heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
         for width, count in heads.items():
             # As a network hands them over.
@@ -90,10 +88,10 @@ def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Itera
             yield Trial(attention_kernel(width), str(width), partial(attend, query, key, value))
 
 
-def compilations(
+def launches_of(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches
 ) -> list[Callable[[], object]]:
-    """One launch for each kernel as Triton specialises it: by block sizes, not by sizes of images or layers."""
+    """One launch of each kernel: it is there for block sizes, not for sizes of images or layers."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def image(channels: int) -> Tensor:
@@ -102,7 +100,7 @@ def compilations(
     def large(norm: GroupNorm, shape_class: str) -> object:
         statistics = launches.of(cuts.STATISTICS, shape_class, dtype)
         application = launches.of(cuts.APPLICATION, shape_class, dtype)
-        return triton_group_norm.large_group_norm(*of_norm(norm), (None, None), statistics, application)
+        return group_norm.large_group_norm(*of_norm(norm), (None, None), statistics, application)
 
     def of_norm(norm: GroupNorm) -> tuple[Tensor, None, Tensor, Tensor, int, float, bool, None]:
         vector = make(norm.channels)
@@ -110,25 +108,25 @@ def compilations(
 
     def materialize(width: int) -> object:
         deferred = torch.zeros(width, dtype=torch.float32, device=device)
-        return triton_tokens.materialize(
+        return native_tokens.materialize(
             Stream(make(4, width), deferred), launches.of(cuts.LAYER_NORM, row_class(width), dtype)
         )
 
     norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
     by_width = {norm.channels // norm.groups: norm for norm in norms}
-    by_block = {triton_group_norm.join_block(width): norm for width, norm in by_width.items()}
+    by_block = {group_norm.join_block(width): norm for width, norm in by_width.items()}
     chosen = (
-        (trial, launches.of(trial.kernel, trial.shape_class, dtype)) for trial in trials(users, make, COMPILED)
+        (trial, launches.of(trial.kernel, trial.shape_class, dtype)) for trial in trials(users, make, LOADED)
         if trial.kernel not in (cuts.STATISTICS, cuts.APPLICATION)
     )
     return [
         *(partial(trial.run, config) for trial, config in chosen if config != cuts.LIBRARY),
-        lambda: triton_images.resize(image(norms[0].channels), 8, 8),
+        lambda: images.resize(image(norms[0].channels), 8, 8),
         partial(large, norms[0], cuts.LARGE),
         *(partial(large, norm, cuts.SMALL) for norm in by_block.values()),
         *(
-            partial(triton_group_norm.small_image_group_norm, *of_norm(norm)) for width, norm in by_width.items()
-            if width >= triton_group_norm.SMALL_IMAGE_GROUP_WIDTH
+            partial(group_norm.small_image_group_norm, *of_norm(norm)) for width, norm in by_width.items()
+            if width >= group_norm.SMALL_IMAGE_GROUP_WIDTH
         ),
         *(partial(materialize, width) for width in widths(users)),
     ]
@@ -143,7 +141,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> T
     """By our kernel, or by torch's, as the configuration says."""
     if config == cuts.LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
-    return triton_attention.attention(query, key, value, config)
+    return native_attention.attention(query, key, value, config)
 
 
 def by_keyword(work: Callable[..., object], name: str, config: LaunchConfig) -> object:
@@ -158,7 +156,7 @@ def tune_product(
     time_ms: TimeMs,
 ) -> None:
     """Choose how a product is cut, where it is one of our own and that was not measured on this GPU. result: see
-    float8.product. Raises what Triton raises."""
+    float8.product. Raises what a launch raises."""
     trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
     if trial is not None:
         tuned(launches, trial, dtype, time_ms)
@@ -181,13 +179,13 @@ def trial_of(
         weight = QuantizedWeight(values(out, width), torch.ones((1, out), device=device))
         shape_class = products.product_class(rows, out, width)
         run = partial(products.int8_product, tokens, weight, None, dtype)
-        return Trial(products.kernel_for(device), shape_class, run)
+        return Trial(cuts.INT8_PRODUCT, shape_class, run)
     if product.size is not None:
         height, across = product.size
         image = QuantizedImage(values(rows // (height * across), height, across, width // KERNEL**2), one)
         run = partial(products.convolution, image, QuantizedWeight(values(out, width), one), dtype)
         return Trial(cuts.CONVOLUTION, products.convolution_class(image, out), run)
-    if product.source != GATED or not products.copies_tiles(device):
+    if product.source != GATED:
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
     tokens, weight = QuantizedTokens(values(rows, out), one, (rows,)), QuantizedWeight(values(2 * width, out), one)
@@ -195,7 +193,7 @@ def trial_of(
 
     def gate(config: LaunchConfig) -> object:
         if config == cuts.LIBRARY:
-            return kernels.geglu(float8.product(tokens, weight, bias, result), FP8)
+            return rounding.geglu(float8.product(tokens, weight, bias, result), FP8)
         return products.gated_product(tokens, weight, bias, one, config)
 
     return Trial(cuts.GATED_PRODUCT, products.product_class(rows, 2 * width, out), gate)
@@ -211,7 +209,7 @@ def way_of(
     if product.size is not None:
         return way_of_convolution(product, product.size, random)
     weight = random(product.out, product.width)
-    affine = Affine(weight, None, (kernels.rounded_weight(weight, kind),))
+    affine = Affine(weight, None, (rounding.rounded_weight(weight, kind),))
     if product.source == low_bit.NORMED:
         tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)
@@ -221,18 +219,18 @@ def way_of(
         # A feed-forward from norm to norm: its first product may make what this one reads.
         parameters, norm = Affine(vector, None), LayerNorm("norm", product.out, EPS)
         matrix, bias = random(2 * product.width, product.out), random(2 * product.width)
-        rounded = kernels.rounded_weight(matrix, kind)
+        rounded = rounding.rounded_weight(matrix, kind)
         into = Affine(matrix, bias, (rounded,), gated_scale=low_bit.gated_scale(matrix, bias, parameters).view(1, 1))
 
         def fed_forward(ops: Operators) -> object:
             now, normed = ops.layer_norm(stream, parameters, norm, into)
-            return kernels.layer_norm(
+            return rounding.layer_norm(
                 ops.add_linear(now, ops.gated_linear(normed, into, affine), affine), vector, None, EPS, kind
             )
 
         return fed_forward
     hidden = random(product.rows, product.width)
-    return lambda ops: kernels.layer_norm(ops.add_linear(stream, hidden, affine), vector, None, EPS, kind)
+    return lambda ops: rounding.layer_norm(ops.add_linear(stream, hidden, affine), vector, None, EPS, kind)
 
 
 def way_of_convolution(
@@ -242,89 +240,89 @@ def way_of_convolution(
     image = random(batch, channels, *size).to(memory_format=torch.channels_last)
     weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
     parameters = Affine(random(channels), random(channels))
-    rounded = kernels.rounded_weight(low_bit.as_rows(weight), FP8)
+    rounded = rounding.rounded_weight(low_bit.as_rows(weight), FP8)
     affine = Affine(weight, None, (rounded,), normed_scale=low_bit.normed_scale(parameters).view(1, 1))
     norm = GroupNorm("norm", channels, GROUPS, EPS)
     shape = Convolution("convolution", channels, product.out, KERNEL, low_bit.STRIDE, low_bit.PADDING)
     return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)
 
 
-def low_bit_compilations(
+def low_bit_launches(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
 ) -> list[Callable[[], object]]:
-    """As compilations: for what makes tokens of a kind of eight bits, and for every cut of a product of our own, of
-    which the fastest is measured for each shape."""
+    """As launches_of: for what makes tokens of a kind of eight bits, and the images of its convolutions."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def tokens_of(width: int) -> None:
         tokens, weight = make(FEW, width), make(width)
         config = launches.of(cuts.LAYER_NORM, row_class(width), dtype)
         for update in (make(FEW, width), tokens.to(torch.bfloat16)):
-            kernels.layer_norm(Stream(tokens, None, weight, update), weight, weight, EPS, kind, config)
+            rounding.layer_norm(Stream(tokens, None, weight, update), weight, weight, EPS, kind, config)
         hidden = make(FEW, 2 * cuts.FEED_FORWARD * width)
-        kernels.geglu(hidden, kind)
+        rounding.geglu(hidden, kind)
         for features in (cuts.FEED_FORWARD * width, width):
-            kernels.rounded(hidden[:, :features], kind)
+            rounding.rounded(hidden[:, :features], kind)
             if kind is FP8:
                 rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
-                kernels.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
+                rounding.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
 
     def norm(channels: int) -> object:
         image, vector, one = make(1, channels, FEW, FEW), make(channels), torch.ones(1, 1, device=device)
         image = image.to(memory_format=torch.channels_last)
-        rounding = triton_group_norm.Rounding(one, 1.0, kind.dtype)
         given = image, None, vector, vector, channels, EPS, True, None
-        return triton_group_norm.large_group_norm(*given, rounding=rounding)
+        config = launches.of(cuts.APPLICATION, cuts.SMALL, dtype)
+        rounded = group_norm.Rounding(one, 1.0, kind.dtype)
+        return group_norm.large_group_norm(*given, application_cut=config, rounding=rounded)
 
     found: list[Callable[[], object]] = [partial(tokens_of, width) for width in widths(users)]
-    # Sizes are multiples of this in every network: Triton compiles another kernel for others.
-    width = low_bit.ALIGNED
-    wanted = [Product(FEW, width, width, low_bit.PLAIN if kind is INT8 else GATED)]
-    if kind is FP8 and products.copies_tiles(device):
-        found.append(partial(norm, width))
-        wanted.append(Product(FEW * FEW, KERNEL**2 * width, width, low_bit.GROUP_NORMED, (FEW, FEW)))
-    for product in wanted:
-        trial = trial_of(product, make, device, dtype, kind, torch.bfloat16)
-        if trial is not None:
-            found += [partial(attempted, trial, config) for config in trial.kernel.candidates if config != cuts.LIBRARY]
-    return found
+    return [*found, partial(norm, low_bit.ALIGNED)] if kind is FP8 else found
 
 
-def attempted(trial: Trial, config: LaunchConfig) -> None:
-    """Launch; but for the first, a GPU need not have every cut."""
-    try:
-        trial.run(config)
-    except Exception:
-        if config == trial.kernel.candidates[0]:
-            raise
+# --- a feed-forward's first product, exact ----------------------------------------------------------------------------
+
+
+def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+) -> bool:
+    """Choose whether a product of so many tokens with a weight (8 width, width) has its GEGLU in it, where that was not
+    measured on this GPU; whether it was now."""
+    make, shape_class = random_on(device, dtype), products.product_class(rows, 2 * cuts.FEED_FORWARD * width, width)
+    if launches.chosen(cuts.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
+        return False
+    return tuned(launches, gated_trial(make, rows, width, shape_class), dtype, time_ms)
+
+
+def gated_trial(make: Callable[..., Tensor], rows: int, width: int, shape_class: str = "") -> Trial:
+    tokens, weight, bias = make(rows, width), make(2 * cuts.FEED_FORWARD * width, width), make(8 * width)
+
+    def run(config: LaunchConfig) -> object:
+        if config == cuts.LIBRARY:
+            return native_tokens.geglu(functional.linear(tokens, weight, bias))
+        return products.exact_gated_product(tokens, weight, bias, config)
+
+    return Trial(cuts.EXACT_GATED_PRODUCT, shape_class, run)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def compile_kernels(
-    users: Iterable[Any], dtype: torch.dtype, device: torch.device, configs: Launches | None = None,
-    kinds: Collection[Kind] = (),
+def load_kernels(
+    users: Sequence[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kinds: Collection[Kind] = ()
 ) -> None:
     """Launch every kernel that a network with these layers (kernel_users of its layout) needs once, on a few numbers.
 
-    configs: how they are launched, None for each one's first candidate. kinds: of eight bits, also those for these.
-    What was compiled before costs a millisecond. Raises what Triton raises.
+    kinds: of eight bits, also those for these. Raises what a launch raises.
     """
-    network, chosen = list(users), configs or Launches(TuningCache())
-    first, *others = compilations(network, dtype, device, chosen)
+    works = launches_of(list(users), dtype, device, launches)
     for kind in kinds:
-        others += low_bit_compilations(network, dtype, device, chosen, kind)
-    # Triton sets itself up in the first launch of all, and not for several threads at once.
-    launch(first, device)
+        works += low_bit_launches(list(users), dtype, device, launches, kind)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
-        for done in [pool.submit(launch, other, device) for other in others]:
+        for done in [pool.submit(launch, work, device) for work in works]:
             done.result()
 
 
 def launch(work: Callable[[], object], device: torch.device) -> None:
     with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
-        # A thread that has done nothing on this card yet has no context there, and a kernel's descriptors need one.
+        # A thread that has done nothing on this card yet has no context there, and loading needs one.
         torch.cuda.current_stream().synchronize()
         work()
         torch.cuda.current_stream().synchronize()

@@ -7,35 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ....weights.contents import PIECE, WORD, Place
+from .launching import launch
 
 # Of one program, and of one of its loads.
 WORDS, BLOCK, WARPS = 1 << 13, 1024, 4
-
-
-@triton.jit
-def sum_words(
-    addresses, counts, steps, tensors, starts, sums, PIECE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
-):
-    """sums[tensor] += a stretch of the words of a tensor that are read, each times an odd number of its place.
-
-    addresses, counts: of all words of each tensor; of these, each steps-th piece is read. tensors, starts: which
-    stretch each program has, (programs,).
-    """
-    program = tl.program_id(0)
-    tensor, start = tl.load(tensors + program), tl.load(starts + program)
-    memory = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
-    count, step = tl.load(counts + tensor), tl.load(steps + tensor)
-    total = tl.zeros((BLOCK,), tl.int64)
-    for offset in range(0, WORDS, BLOCK):
-        place = start + offset + tl.arange(0, BLOCK)
-        word = (place // PIECE) * PIECE * step + place % PIECE
-        total += tl.load(memory + word, word < count, 0).to(tl.int64) * (2 * place + 1)
-    tl.atomic_add(sums + tensor, tl.sum(total, 0))
 
 
 def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
@@ -53,9 +31,11 @@ def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
     table = [on_device(numbers) for numbers in ([place.address for place in places], counts, steps)]
     table += [on_device([index for index, _ in stretches]), on_device([start for _, start in stretches])]
 
-    def launch() -> Tensor:
+    def read() -> Tensor:
         sums = torch.zeros(len(counts), dtype=torch.int64, device=device)
-        sum_words[(len(stretches),)](*table, sums, PIECE, BLOCK, WORDS, num_warps=WARPS)
+        launch(
+            "contents.sum_words", (len(stretches),), *table, sums, warps=WARPS, PIECE=PIECE, BLOCK=BLOCK, WORDS=WORDS
+        )
         return sums
 
-    return launch
+    return read

@@ -13,13 +13,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ....core.operators import QuantizedImage
 from .images import CHANNEL_BLOCK, PartialStatistics, measure
 from .launch_config import APPLICATION, STATISTICS, LaunchConfig
+from .launching import ceil_div, launch, power_of_two
 
 JOINED_STRIPS = 64
 SMALL_IMAGE_PIXELS = 256
@@ -35,149 +34,6 @@ class Rounding(NamedTuple):
     normed_scale: Tensor
     farthest: float
     dtype: torch.dtype
-
-
-@triton.jit
-def beside(first, second, pixel, channel, first_channels, second_channels):
-    """Where the channels of two images that lie side by side are."""
-    here = first + pixel * first_channels + channel
-    there = second + pixel * second_channels + (channel - first_channels)
-    return tl.where(channel < first_channels, here, there)
-
-
-@triton.jit
-def with_strips(
-    total, squares, place, partial_statistics, strip_pixels, channels, pixels, offset, inside, STRIPS: tl.constexpr
-):
-    """The sums of distances from a centre and of their squares, with an image's strips added. offset: from centre."""
-    strip = tl.arange(0, STRIPS)[:, None]
-    for chunk in range(0, partial_statistics, STRIPS):
-        number = tl.minimum(pixels - (chunk + strip) * strip_pixels, strip_pixels).to(tl.float32)
-        valid = (chunk + strip < partial_statistics) & inside
-        means = place + (chunk + strip) * 2 * channels
-        distance = tl.load(means, valid, 0.0) + offset
-        deviations = tl.load(means + channels, valid, 0.0)
-        total += tl.where(valid, number * distance, 0.0)
-        squares += tl.where(valid, deviations + number * distance * distance, 0.0)
-    return total, squares
-
-
-@triton.jit(do_not_specialize=[
-    "pixels", "first_strips", "second_strips", "first_strip_pixels", "second_strip_pixels", "shift_stride", "has_shift",
-    "width",
-])
-def join_statistics(
-    first, second, shift, weight, bias, scales, pixels, first_strips, second_strips, first_strip_pixels,
-    second_strip_pixels, shift_stride, has_shift, eps, first_channels, second_channels, width, BLOCK: tl.constexpr,
-    STRIPS: tl.constexpr,
-):
-    """scales (sample, scale then offset, channels): what the norm does to each channel of the unshifted image.
-
-    first, second: the statistics of two images that lie side by side.
-    """
-    group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    channels = first_channels + second_channels
-    lane = tl.arange(0, BLOCK)[None, :]
-    inside = lane < width
-    channel = group * width + lane
-    in_first = inside & (channel < first_channels)
-    in_second = inside & (channel >= first_channels)
-    added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
-    factor = tl.load(weight + channel, inside, 0.0).to(tl.float32)
-    addend = tl.load(bias + channel, inside, 0.0).to(tl.float32)
-    here = first + sample * first_strips * 2 * first_channels + channel
-    there = second + sample * second_strips * 2 * second_channels + (channel - first_channels)
-    some = tl.load(here, in_first, 0.0) + tl.load(there, in_second, 0.0) + added
-    centre = tl.sum(tl.sum(some, 1), 0) / width
-    total = tl.zeros((STRIPS, BLOCK), tl.float32)
-    squares = tl.zeros((STRIPS, BLOCK), tl.float32)
-    if group * width < first_channels:
-        total, squares = with_strips(
-            total, squares, here, first_strips, first_strip_pixels, first_channels, pixels, added - centre, in_first,
-            STRIPS,
-        )
-    if (group + 1) * width > first_channels:
-        total, squares = with_strips(
-            total, squares, there, second_strips, second_strip_pixels, second_channels, pixels, added - centre,
-            in_second, STRIPS,
-        )
-    members = pixels.to(tl.float32) * width
-    moved = tl.sum(tl.sum(total, 1), 0) / members
-    variance = tl.sum(tl.sum(squares, 1), 0) / members - moved * moved
-    scale = tl.rsqrt(variance + eps) * factor
-    target = scales + sample * 2 * channels + channel
-    tl.store(target, scale, inside)
-    tl.store(target + channels, addend + (added - centre - moved) * scale, inside)
-
-
-@triton.jit(do_not_specialize=["pixels", "silu", "farthest"])
-def scale_and_shift(
-    first, second, scales, output, normed_scale, output_scale, pixels, first_channels, second_channels, silu, farthest,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUNDED: tl.constexpr,
-):
-    """What the norm and the SiLU make of two images that lie side by side. scales: see join_statistics. ROUNDED: in
-    float8, as multiples of output_scale, which is written: normed_scale * farthest."""
-    sample = tl.program_id(2).to(tl.int64)
-    channels = first_channels + second_channels
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = channel < channels
-    valid = (row < pixels) & inside
-    pixel = sample * pixels + row
-    scale = tl.load(scales + sample * 2 * channels + channel, inside, 0.0)
-    offset = tl.load(scales + sample * 2 * channels + channels + channel, inside, 0.0)
-    place = beside(first, second, pixel, channel, first_channels, second_channels)
-    values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
-    if silu != 0:
-        values = values * tl.sigmoid(values)
-    if ROUNDED:
-        nothing = tl.zeros((1, 1), tl.int32)
-        unit = tl.load(normed_scale + nothing) * farthest
-        is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
-        tl.store(output_scale + nothing, unit, nothing == tl.where(is_first, 0, 1))
-        values = values / unit
-    tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
-
-
-@triton.jit(do_not_specialize=["pixels", "shift_stride", "has_shift", "silu"])
-def small_group_norm(
-    first, second, shift, weight, bias, output, pixels, shift_stride, has_shift, silu, eps, first_channels,
-    second_channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):
-    """The whole norm of one group of one sample; the second reading of the image comes from the cache."""
-    group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    channels = first_channels + second_channels
-    lane = tl.arange(0, BLOCK)[None, :]
-    inside = lane < WIDTH
-    channel = group * WIDTH + lane
-    added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, pixels, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        valid = (row < pixels) & inside
-        place = beside(first, second, sample * pixels + row, channel, first_channels, second_channels)
-        total += tl.where(valid, tl.load(place, valid, 0.0).to(tl.float32) + added, 0.0)
-    members = pixels.to(tl.float32) * WIDTH
-    mean = tl.sum(tl.sum(total, 1), 0) / members
-    squares = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, pixels, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        valid = (row < pixels) & inside
-        place = beside(first, second, sample * pixels + row, channel, first_channels, second_channels)
-        distance = tl.where(valid, tl.load(place, valid, 0.0).to(tl.float32) + added - mean, 0.0)
-        squares += distance * distance
-    variance = tl.sum(tl.sum(squares, 1), 0) / members
-    scale = tl.rsqrt(variance + eps) * tl.load(weight + channel, inside, 0.0).to(tl.float32)
-    offset = tl.load(bias + channel, inside, 0.0).to(tl.float32) + (added - mean) * scale
-    for start in range(0, pixels, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        valid = (row < pixels) & inside
-        pixel = sample * pixels + row
-        place = beside(first, second, pixel, channel, first_channels, second_channels)
-        values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
-        if silu != 0:
-            values = values * tl.sigmoid(values)
-        tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
 
 
 def group_norm(
@@ -207,10 +63,10 @@ def small_image_group_norm(
     output, images, of_channels = arrange(first, second)
     batch, channels, height, width = output.shape
     group_width = channels // groups
-    small_group_norm[(groups, batch)](
-        *images, *shifting(first, shift)[:1], weight, bias, output, height * width, *shifting(first, shift)[1:],
-        int(silu), eps, *of_channels, group_width, max(16, triton.next_power_of_2(group_width)), SMALL_ROWS,
-        num_warps=8,
+    launch(
+        "group_norm.small_group_norm", (groups, batch), *images, *shifting(first, shift)[:1], weight, bias, output,
+        height * width, *shifting(first, shift)[1:], int(silu), eps, *of_channels, warps=8, WIDTH=group_width,
+        BLOCK=max(16, power_of_two(group_width)), ROWS=SMALL_ROWS,
     )
     return output
 
@@ -231,17 +87,18 @@ def large_group_norm(
     # What the norm does to each channel.
     scales = torch.empty((batch, 2, channels), device=first.device, dtype=torch.float32)
     added, added_stride, has_shift = shifting(first, shift)
-    join_statistics[(groups, batch)](
-        here.statistics, there.statistics, added, weight, bias, scales, pixels, here.count, there.count, here.pixels,
-        there.pixels, added_stride, has_shift, eps, *of_channels, group_width, join_block(group_width), JOINED_STRIPS,
-        num_warps=8,
+    launch(
+        "group_norm.join_statistics", (groups, batch), here.statistics, there.statistics, added, weight, bias, scales,
+        pixels, here.count, there.count, here.pixels, there.pixels, added_stride, has_shift, eps, *of_channels,
+        group_width, warps=8, BLOCK=join_block(group_width), STRIPS=JOINED_STRIPS,
     )
     rows, warps = application_cut
     output_scale = scales if rounding is None else torch.empty((1, 1), device=first.device, dtype=torch.float32)
-    scale_and_shift[(triton.cdiv(pixels, rows), triton.cdiv(channels, CHANNEL_BLOCK), batch)](
-        *images, scales, output, scales if rounding is None else rounding.normed_scale, output_scale, pixels,
-        *of_channels, int(silu), 1.0 if rounding is None else rounding.farthest, CHANNEL_BLOCK, rows,
-        rounding is not None, num_warps=warps,
+    launch(
+        "group_norm.scale_and_shift", (ceil_div(pixels, rows), ceil_div(channels, CHANNEL_BLOCK), batch), *images,
+        scales, output, scales if rounding is None else rounding.normed_scale, output_scale, pixels, *of_channels,
+        int(silu), 1.0 if rounding is None else rounding.farthest, warps=warps, BLOCK=CHANNEL_BLOCK, ROWS=rows,
+        ROUNDED=rounding is not None,
     )
     return output if rounding is None else QuantizedImage(output.permute(0, 2, 3, 1), output_scale)
 
@@ -266,4 +123,4 @@ def shifting(image: Tensor, shift: Tensor | None) -> tuple[Tensor, int, int]:
 
 def join_block(group_width: int) -> int:
     """Each is a kernel to compile, so there are few."""
-    return max(32, int(triton.next_power_of_2(group_width)))
+    return max(32, power_of_two(group_width))

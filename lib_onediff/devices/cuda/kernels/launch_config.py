@@ -56,29 +56,32 @@ ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), 
 WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
 # (columns, warps)
 GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
-# (way, rows, columns, depth of a tile, tiles of a group, warps, stages, programs a processor or 0 for one a tile): see
-# low_bit.products. The first fits into the memory of any processor that multiplies int8.
+# (rows, columns, depth of a tile, tiles of a group, warps, stages): see kernels.products. The first fits into the
+# memory of any processor that multiplies int8.
 INT8_PRODUCT = Kernel("int8 product", (
-    (0, 128, 128, 64, 8, 8, 3, 0), (0, 64, 128, 64, 8, 4, 4, 0), (0, 128, 64, 64, 8, 4, 4, 0),
-    (0, 128, 128, 128, 8, 8, 3, 0), (0, 64, 256, 64, 8, 8, 3, 0), (0, 64, 64, 128, 8, 4, 3, 0),
-    (0, 128, 256, 64, 8, 8, 3, 0), (0, 128, 128, 128, 8, 4, 3, 0), (0, 64, 128, 128, 8, 4, 3, 0),
+    (128, 128, 64, 8, 8, 3), (64, 128, 64, 8, 4, 4), (128, 64, 64, 8, 4, 4), (128, 128, 128, 8, 8, 3),
+    (64, 256, 64, 8, 8, 3), (64, 64, 128, 8, 4, 3), (128, 256, 64, 8, 8, 3), (128, 128, 128, 8, 4, 3),
+    (64, 128, 128, 8, 4, 3),
 ))
-INT8_PRODUCT_HOPPER = Kernel("int8 product", (
-    (0, 128, 128, 128, 8, 4, 3, 0), (0, 64, 128, 128, 8, 4, 3, 0), (1, 128, 128, 64, 8, 4, 4, 2),
-    (1, 128, 128, 64, 8, 4, 6, 2), (1, 128, 128, 128, 8, 4, 3, 0), (1, 128, 128, 64, 8, 4, 4, 0),
-    (1, 64, 128, 128, 8, 4, 3, 0), (1, 64, 128, 64, 8, 4, 3, 4), (1, 128, 256, 128, 8, 8, 4, 1),
-    (1, 256, 128, 128, 8, 8, 3, 1), (0, 64, 64, 128, 8, 4, 3, 0),
-))
-# (rows, columns of the output, depth of a tile, tiles of a group, warps, stages), or the library's product and a GEGLU.
+# (whether the GPU copies tiles by itself, which needs compute capability 9.0; rows, columns of the output, depth of a
+# tile, tiles of a group, warps, stages), or the library's product and a GEGLU. The others fit into 99 KB.
 GATED_PRODUCT = Kernel("gated fp8 product", (
-    LIBRARY, (128, 128, 128, 8, 8, 3), (128, 64, 128, 8, 4, 3), (128, 64, 128, 16, 4, 3), (128, 128, 64, 8, 8, 5),
-    (64, 64, 128, 8, 4, 4),
+    LIBRARY, (1, 128, 128, 128, 8, 8, 3), (1, 128, 64, 128, 8, 4, 3), (1, 128, 64, 128, 16, 4, 3),
+    (1, 128, 128, 64, 8, 8, 5), (1, 64, 64, 128, 8, 4, 4),
+    (0, 128, 64, 128, 8, 4, 3), (0, 128, 128, 64, 8, 8, 4), (0, 64, 64, 128, 8, 4, 4),
 ))
-# (pixels down and across, channels of the output, depth of a tile, tiles of a group, warps, stages): see
-# low_bit.products.
+# As GATED_PRODUCT, in half precision.
+EXACT_GATED_PRODUCT = Kernel("gated product", (
+    LIBRARY, (1, 128, 128, 64, 8, 8, 3), (1, 128, 128, 64, 16, 8, 4), (0, 128, 64, 64, 8, 4, 3),
+    (0, 128, 64, 64, 8, 8, 3), (0, 128, 128, 32, 8, 8, 4), (0, 64, 64, 64, 8, 4, 3),
+))
+# (as above; pixels down and across, channels of the output, depth of a tile, tiles of a group, warps, stages): see
+# kernels.products.
 CONVOLUTION = Kernel("fp8 convolution", (
-    (8, 16, 128, 128, 8, 4, 3), (16, 16, 128, 128, 8, 8, 3), (16, 16, 64, 128, 8, 8, 3), (8, 16, 64, 128, 8, 4, 4),
-    (8, 16, 128, 64, 8, 4, 4), (8, 8, 128, 128, 8, 4, 3),
+    (0, 8, 16, 128, 128, 8, 4, 3), (1, 8, 16, 128, 128, 8, 4, 3), (1, 16, 16, 128, 128, 8, 8, 3),
+    (1, 16, 16, 64, 128, 8, 8, 3), (1, 8, 16, 64, 128, 8, 4, 4), (1, 8, 16, 128, 64, 8, 4, 4),
+    (1, 8, 8, 128, 128, 8, 4, 3), (0, 8, 16, 128, 128, 8, 8, 3), (0, 8, 16, 64, 128, 8, 4, 3),
+    (0, 8, 16, 128, 64, 8, 8, 4),
 ))
 
 

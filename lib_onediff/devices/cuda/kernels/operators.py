@@ -2,6 +2,7 @@
 twice."""
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
@@ -13,19 +14,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....core.affine import Affine, LowRank
 from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import Rows, Stream
+from ....core.refusal import Refusal
 from ....core.tuning_cache import TuningCache
 from ...torch import operators as torch_ops
 from ...torch.attention import FEW_KEYS
 from ...torch.operators import bias_or_zeros, channels_last
-from . import attention as triton_attention
-from . import group_norm as triton_group_norm
-from . import images as triton_images
+from . import attention as native_attention
+from . import group_norm as native_group_norm
+from . import images as native_images
 from . import launch_config as cuts
-from . import tokens as triton_tokens
+from . import products
+from . import tokens as native_tokens
 from .launch_config import Kernel, LaunchConfig, Launches, attention_kernel, image_class, row_class
-
-# Triton compiles another kernel for a number of channels that is no multiple of this.
-ALIGNED_CHANNELS = 16
+from .launching import ALIGNED
 
 
 class VirtualConcatenation(NamedTuple):
@@ -43,7 +44,7 @@ class VirtualConcatenation(NamedTuple):
 Image = Tensor | VirtualConcatenation
 
 
-class TritonOperators:
+class NativeOperators:
     """See core.operators. Images are made channels-last where they are not."""
 
     def __init__(
@@ -54,7 +55,7 @@ class TritonOperators:
         self._launches = launches or Launches(TuningCache())
         self._attention = attention
         # Of images that were made by an addition, as long as they live.
-        self._strips: MutableMapping[Tensor, triton_images.PartialStatistics] = WeakIdKeyDictionary()
+        self._strips: MutableMapping[Tensor, native_images.PartialStatistics] = WeakIdKeyDictionary()
 
     # What torch does in one launch.
     sinusoids = staticmethod(torch_ops.sinusoids)
@@ -83,7 +84,7 @@ class TritonOperators:
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
     def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
-        if affine.bias is None or shape.out_channels % ALIGNED_CHANNELS:
+        if affine.bias is None or shape.out_channels % ALIGNED:
             return torch_ops.convolution(channels_last(image), affine, shape)
         # torch adds a bias in another pass, and a slower one.
         output = channels_last(torch_ops.convolution(channels_last(image), affine._replace(bias=None), shape))
@@ -95,7 +96,7 @@ class TritonOperators:
         reader: Affine | None = None,
     ) -> Any:
         first, second = halves(image)
-        return triton_group_norm.group_norm(
+        return native_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
             self._measured(image),
             statistics_cut=self._cut(cuts.STATISTICS, first), application_cut=self._cut(cuts.APPLICATION, first),
@@ -104,7 +105,7 @@ class TritonOperators:
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
         config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
-        return triton_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
+        return native_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
 
     def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
@@ -118,22 +119,30 @@ class TritonOperators:
 
     def materialize(self, stream: Stream) -> Tensor:
         config = self._launches.of(cuts.LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
-        return triton_tokens.materialize(stream, config)
+        return native_tokens.materialize(stream, config)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         given = query, key, value
-        few = key.shape[2] <= FEW_KEYS and query.dtype in triton_attention.DTYPES and not upcast
-        if few and all(map(triton_attention.heads_lie_beside, given)):
+        few = key.shape[2] <= FEW_KEYS and query.dtype in native_attention.DTYPES and not upcast
+        if few and all(map(native_attention.heads_lie_beside, given)):
             config = self._launches.of(attention_kernel(query.shape[3]), str(query.shape[3]), query.dtype)
             if config != cuts.LIBRARY:
-                return triton_attention.attention(*given, config)
+                # What is not there for this card or this width of heads, PyTorch has.
+                with contextlib.suppress(Refusal):
+                    return native_attention.attention(*given, config)
         return self._attention(query, key, value, upcast)
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
         config = self._launches.of(cuts.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
-        return triton_tokens.geglu(tokens.contiguous(), config)
+        return native_tokens.geglu(tokens.contiguous(), config)
 
     def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
+        width = x.shape[-1]
+        shape_class = products.product_class(x.numel() // width, *affine.weight.shape)
+        config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, affine.weight.dtype)
+        if config != cuts.LIBRARY and affine.bias is not None and affine.low_rank is None:
+            tokens = x.contiguous().view(-1, width)
+            return products.exact_gated_product(tokens, affine.weight, affine.bias, config).view(*x.shape[:-1], -1)
         return self.geglu(self.linear(x, affine), reader)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
@@ -146,18 +155,18 @@ class TritonOperators:
         return VirtualConcatenation(image, skip)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
-        return triton_images.resize(channels_last(image), height, width)
+        return native_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """output = image + update + bias, measured on the way, where a norm that follows will want to know."""
         config = self._cut(cuts.ADDITION, output)
-        measured = triton_images.add_and_measure(image, update, bias, output, config)
-        if output.shape[2] * output.shape[3] > triton_group_norm.SMALL_IMAGE_PIXELS:
+        measured = native_images.add_and_measure(image, update, bias, output, config)
+        if output.shape[2] * output.shape[3] > native_group_norm.SMALL_IMAGE_PIXELS:
             self._strips[output] = measured
 
     def _measured(
         self, image: Image
-    ) -> tuple[triton_images.PartialStatistics | None, triton_images.PartialStatistics | None]:
+    ) -> tuple[native_images.PartialStatistics | None, native_images.PartialStatistics | None]:
         """The statistics of its two halves, where they were measured on the way."""
         first, second = halves(image)
         return self._strips.get(first), None if second is None else self._strips.get(second)

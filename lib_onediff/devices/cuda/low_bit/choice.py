@@ -33,8 +33,11 @@ from ....weights.low_bit import (
     low_bit_products,
 )
 from ...torch import operators as torch_ops
+from ..kernels import rounding
 from ..kernels.launch_config import Launches
+from ..tuning import tune_product, way_of
 from .float8 import float8_support, why_not
+from .operators import LowBitOperators
 
 log = logging.getLogger("onediff")
 Answer = TypeVar("Answer")
@@ -83,16 +86,12 @@ class LowBit:
 
     def quantizer(self) -> Round:
         """By what weights are rounded."""
-        from .kernels import rounded_rows
-
-        return rounded_rows
+        return rounding.rounded_rows
 
     def operators(
         self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any = None
     ) -> Operators:
         """Our own. The weights that are there in eight bits tell what is done in them. choose: in the place of best."""
-        from .operators import LowBitOperators
-
         # None where there are no products in float8: then nobody asks.
         result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
         return LowBitOperators(self._launches, attention, result, choose or self.best)
@@ -149,13 +148,7 @@ class LowBit:
 
     def _convolves(self, lossy: Lossy, call: Call) -> bool:
         """Whether convolutions may be in eight bits. What takes the place of the host's weights is linear layers'."""
-        device = call.latent.device
-        if device.type != "cuda" or lossy.only or FP8 not in self._kinds_for(lossy, call):
-            return False
-        # Without Triton, this cannot be imported.
-        from .products import copies_tiles
-
-        return copies_tiles(device)
+        return call.latent.device.type == "cuda" and not lossy.only and FP8 in self._kinds_for(lossy, call)
 
     def _once(self, what: str, question: object, find: Callable[[], Answer]) -> Answer:
         """What find returns, which is asked when the question is another one than last time."""
@@ -228,8 +221,6 @@ class LowBit:
         self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, time_ms: TimeMs
     ) -> None:
         """Measure what a product gains by a kind."""
-        from ..tuning import tune_product, way_of
-
         result: Any = self._float8_support(device, dtype).result
         tune_product(self._launches, product, dtype, device, kind, result, time_ms)
         way = way_of(product, dtype, device, kind)

@@ -16,11 +16,8 @@ from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedTokens
 from ....core.version import release, written
 from ....weights.low_bit import FP8, INT8, Kind
-from ..requirements import LAST_TRITON_FOR_TURING, TURING, oldest_int8_capability, triton_here
 
-# A row of zeros has this for its largest value.
-SMALLEST_MAXIMUM = 1e-12
-FP8_CAPABILITY = (8, 9)
+OLDEST_CAPABILITY = {FP8: (8, 9), INT8: (7, 5)}
 # Older ones answer with a pair.
 OLDEST_TORCH = (2, 5)
 PROBE_ROWS = 64
@@ -76,20 +73,13 @@ def why_not(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"FP8 needs torch {written(OLDEST_TORCH)} or newer, and this is torch {torch.__version__}"
     if device.type == "cuda" and not torch.version.hip:
         capability, card = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        return too_old(kind, capability, card, triton_here())
+        oldest, example = OLDEST_CAPABILITY[kind], ", such as RTX 40 and H100" if kind is FP8 else ""
+        if kind is INT8 and dtype == torch.bfloat16 and capability < (8, 0):
+            return f"INT8 is for models in float16 on the {card}, and this one is in bfloat16"
+        if capability < oldest:
+            needed = f"{name} needs a GPU of compute capability {written(oldest)} or higher{example}"
+            return f"{needed}, and the {card} has {written(capability)}"
     return None
-
-
-def too_old(kind: Kind, capability: tuple[int, int], card: str, triton: str | None) -> str | None:
-    """Why a GPU has no products of a kind, by a release of Triton; None if it has."""
-    oldest = oldest_int8_capability(triton) if kind is INT8 else FP8_CAPABILITY
-    if capability >= oldest:
-        return None
-    example = ", such as RTX 40 and H100" if kind is FP8 else ""
-    needed = f"{kind.name.upper()} needs a GPU of compute capability {written(oldest)} or higher{example}"
-    if kind is INT8 and capability >= TURING:
-        needed += f" with Triton {triton} ({written(TURING)} with {written(LAST_TRITON_FOR_TURING)})"
-    return f"{needed}, and the {card} has {written(capability)}"
 
 
 def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:

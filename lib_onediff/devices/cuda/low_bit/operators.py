@@ -26,10 +26,11 @@ from ....weights.low_bit import (
 )
 from ...torch.operators import bias_or_zeros
 from ..kernels import launch_config as cuts
+from ..kernels import products, rounding
 from ..kernels.group_norm import Rounding, large_group_norm
 from ..kernels.launch_config import Launches, row_class
-from ..kernels.operators import Image, TritonOperators, halves
-from . import float8, kernels, products
+from ..kernels.operators import Image, NativeOperators, halves
+from . import float8
 
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
 # What a layer norm or a GEGLU makes for a linear layer.
@@ -38,7 +39,7 @@ Rows = Tensor | QuantizedTokens
 Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
-class LowBitOperators(TritonOperators):
+class LowBitOperators(NativeOperators):
     """See core.operators. What is for a layer whose weight is there in eight bits is made in eight bits where it is
     computed, if that pays. A weight that is there in eight bits alone is on torch's meta device."""
 
@@ -64,14 +65,14 @@ class LowBitOperators(TritonOperators):
             return super().layer_norm(updated(stream), affine, norm, reader)
         config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
         stream = stream._replace(tokens=stream.tokens.contiguous())
-        return kernels.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
+        return rounding.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
 
     def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
         if not isinstance(x, QuantizedTokens):
             kind = self._kind(x, affine, PLAIN)
             if kind is None:
                 return super().add_linear(updated(stream), x, affine)
-            x = kernels.rounded(x, kind)
+            x = rounding.rounded(x, kind)
         if stream.bias is not None or stream.update is not None:
             stream = Stream(self.materialize(stream))
         # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
@@ -120,16 +121,18 @@ class LowBitOperators(TritonOperators):
         if kind is None:
             plain: Tensor = super().geglu(tokens, reader)
             return plain
-        return kernels.geglu(tokens.contiguous(), kind)
+        return rounding.geglu(tokens.contiguous(), kind)
 
     def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
         scale = affine.gated_scale
         if isinstance(x, QuantizedTokens) and x.values.dtype == FP8.dtype and scale is not None:
             rows, dtype = len(x.values), affine.weight.dtype
             config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(rows, *affine.weight.shape), dtype)
-            if config != cuts.LIBRARY and self._kind_of(rows, reader, GATED) is FP8:
+            if config != cuts.LIBRARY and affine.bias is not None and self._kind_of(rows, reader, GATED) is FP8:
                 return products.gated_product(x, weight_like(x, affine), affine.bias, scale, config)
-        return self.geglu(self.linear(x, affine), reader)
+        if isinstance(x, QuantizedTokens) or reader.low_bit:
+            return self.geglu(self.linear(x, affine), reader)
+        return super().gated_linear(x, affine, reader)
 
     def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
         return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
@@ -154,8 +157,8 @@ class LowBitOperators(TritonOperators):
         weight, dtype = weight_like(x, affine), affine.weight.dtype
         if x.values.dtype != INT8.dtype:
             return float8.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
-        kernel = products.kernel_for(x.values.device)
-        config = self._launches.of(kernel, products.product_class(len(x.values), *affine.weight.shape), dtype)
+        shape_class = products.product_class(len(x.values), *affine.weight.shape)
+        config = self._launches.of(cuts.INT8_PRODUCT, shape_class, dtype)
         return products.int8_product(x, weight, bias, dtype, config)
 
 

@@ -1,4 +1,4 @@
-"""Whole UNets by TritonOperators against the hosts' own forwards, in float32; interpreted without a GPU."""
+"""Whole UNets by NativeOperators against the hosts' own forwards, in float32; interpreted without a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from torch import nn
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.core.call import Call
-from lib_onediff.devices.cuda.kernels.operators import TritonOperators
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,7 +60,7 @@ def call_of(unet: nn.Module, height: int, width: int, batch: int, tokens: int = 
 
 
 def error(unet: nn.Module, call: Call) -> float:
-    return relative_error(our_output(unet, call, TritonOperators()), host_output(unet, call))
+    return relative_error(our_output(unet, call, NativeOperators()), host_output(unet, call))
 
 
 @pytest.mark.parametrize("name", UNETS)
@@ -75,7 +75,7 @@ def test_weights_and_latents_in_channels_last_give_the_same() -> None:
     expected = host_output(unet, call)
     unet.to(memory_format=torch.channels_last)
     call = replace(call, latent=call.latent.to(memory_format=torch.channels_last))
-    assert relative_error(our_output(unet, call, TritonOperators()), expected) < CLOSE
+    assert relative_error(our_output(unet, call, NativeOperators()), expected) < CLOSE
 
 
 def test_tiling_wraps_round_the_edges() -> None:

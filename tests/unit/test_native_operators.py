@@ -1,4 +1,4 @@
-"""TritonOperators against torch's, images in any memory format; and our attention to few keys against float64."""
+"""NativeOperators against torch's, images in any memory format; and our attention to few keys against float64."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lib_onediff.core.leaves import Convolution, GroupNorm, LayerNorm
 from lib_onediff.core.operators import Stream
 from lib_onediff.devices.cuda.kernels.attention import attention, heads_lie_beside
 from lib_onediff.devices.cuda.kernels.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
-from lib_onediff.devices.cuda.kernels.operators import TritonOperators, VirtualConcatenation
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.attention import random_inputs
 
@@ -37,8 +37,8 @@ IN_ANY_FORMAT = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 @pytest.fixture
-def native() -> TritonOperators:
-    return TritonOperators()
+def native() -> NativeOperators:
+    return NativeOperators()
 
 
 def random(*shape: int) -> Tensor:
@@ -50,7 +50,7 @@ def affine(*shape: int, biased: bool = True) -> Affine:
 
 
 @IN_ANY_FORMAT
-def test_an_image_may_lie_in_memory_as_it_likes(native: TritonOperators, form: Callable[[Tensor], Tensor]) -> None:
+def test_an_image_may_lie_in_memory_as_it_likes(native: NativeOperators, form: Callable[[Tensor], Tensor]) -> None:
     image, other, bias = random(2, 24, 5, 6), random(2, 24, 5, 6), random(24)
     norm, given = GroupNorm("norm", 24, 4, 1e-5), form(image)
     parameters = affine(24)
@@ -65,7 +65,7 @@ def test_an_image_may_lie_in_memory_as_it_likes(native: TritonOperators, form: C
 
 @IN_ANY_FORMAT
 def test_two_images_side_by_side_are_their_concatenation(
-    native: TritonOperators, form: Callable[[Tensor], Tensor]
+    native: NativeOperators, form: Callable[[Tensor], Tensor]
 ) -> None:
     image, skip = random(2, 40, 5, 6), random(2, 24, 5, 6)
     beside, together = native.concatenate(form(image), form(skip)), torch.cat([image, skip], dim=1)
@@ -77,7 +77,7 @@ def test_two_images_side_by_side_are_their_concatenation(
 
 
 @grid(kind=list(product([(1, 32), (1, 20), (2, 32)], [False, True])), form=list(FORMATS), biased=[True, False])
-def test_convolution(native: TritonOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool) -> None:
+def test_convolution(native: NativeOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool) -> None:
     (stride, channels), circular = kind
     shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
     image, weights = random(2, 12, 7, 6), affine(channels, 12, 3, 3, biased=biased)
@@ -88,7 +88,7 @@ def test_convolution(native: TritonOperators, kind: tuple[tuple[int, int], bool]
     assert relative_error(native.convolution(given, arranged, shape), expected) < CLOSE
 
 
-def test_tokens_may_be_slices_and_transposed(native: TritonOperators) -> None:
+def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
     tokens, hidden = random(24, 14, 2).permute(2, 1, 0)[:, 3:10], random(2, 7, 96)[..., ::2]
     norm, parameters, out = LayerNorm("norm", 24, 1e-5), affine(24), affine(24, 48)
     outputs = []

@@ -1,0 +1,349 @@
+"""Compiles OneDiff's kernels ahead: lib_onediff/devices/cuda/kernels/source to kernels.zip beside it. See .ci/kernels.
+
+    build_kernels.py specify           what is to be compiled, as JSON; no Triton is asked
+    build_kernels.py compile           of what comes in as JSON, what this Python's Triton is for; the results as JSON
+    build_kernels.py pack FILE ...     results into the archive
+    build_kernels.py compare FILE ...  results with the archive: ends with 1 where they differ
+    build_kernels.py table CARD ...    registers, spills and shared memory of the archive's kernels, by ptxas
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+KERNELS = REPOSITORY / "lib_onediff" / "devices" / "cuda" / "kernels"
+# The last Triton that reaches Turing's matrix units, and the one for everything else.
+TURING, TRITON_OF_TURING, TRITON = 75, "3.2", "3.8"
+PTX_OF = {75: 80, 80: 80, 89: 81, 90: 86}
+# What an architecture's matrix units do, by instruction: a kernel that multiplies must have it.
+MATRIX_UNITS = {75: "mma.sync", 80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
+SHARED_OF_CARD = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+# Widths of tokens, of groups, and of heads (and how many) of the networks that are served, and of tiny ones.
+TOKEN_WIDTHS = (32, 64, 128, 256, 320, 384, 640, 768, 1280, 1536)
+NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
+ROUNDED_WIDTHS = tuple(1 << power for power in range(5, 16))
+HEADS = {8: 4, 16: 4, 32: 2, 40: 8, 64: 10, 80: 8, 96: 4, 128: 4, 160: 8}
+
+
+# --- what is to be compiled -------------------------------------------------------------------------------------------
+
+
+def specifications() -> list[dict[str, Any]]:
+    """Every launch of a network's kernels at every launch configuration, once, with each architecture."""
+    sys.path.insert(0, str(REPOSITORY))
+    import torch
+
+    from lib_onediff.devices.cuda.kernels import archive, launching
+
+    found: dict[str, dict[str, Any]] = {}
+
+    def note(
+        kernel: str, grid: Any, arguments: Any, warps: int, stages: int, constants: dict[str, int]
+    ) -> None:
+        key = archive.key_name(archive.key_of(kernel, arguments, warps, stages, constants))
+        types = [type_of(argument, archive.TYPE_NAMES) for argument in arguments]
+        found[key] = {
+            "key": key, "kernel": kernel, "types": types, "warps": warps, "stages": stages, "constants": constants
+        }
+
+    launching.launch_source = note
+    for work in every_launch((torch.float16, torch.bfloat16, torch.float32), torch.device("meta")):
+        work()
+    return [{**one, "architecture": arch} for _, one in sorted(found.items()) for arch in architectures(one)]
+
+
+def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
+    """On tensors without memory."""
+    import torch
+
+    from lib_onediff.core.leaves import CrossAttention, GroupNorm, LayerNorm, Linear
+    from lib_onediff.devices.cuda import tuning
+    from lib_onediff.devices.cuda.kernels import contents, launch_config, rounding
+    from lib_onediff.weights.contents import Place
+    from lib_onediff.weights.low_bit import ALIGNED, FP8, GATED, GROUP_NORMED, INT8, KERNEL, PLAIN, Product
+
+    users: list[Any] = [
+        *(GroupNorm("", channels, 32, 1e-5) for channels in NORM_CHANNELS),
+        *(LayerNorm("", width, 1e-5) for width in TOKEN_WIDTHS),
+        *(CrossAttention(Linear("", 0, heads * width), None, None, heads) for width, heads in HEADS.items()),
+    ]
+
+    class Nth:
+        """Every kernel's candidate of a number."""
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def of(self, kernel: Any, *given: Any) -> Any:
+            return kernel.candidates[self.number % len(kernel.candidates)]
+
+    yield contents.sums_of([Place.of(torch.empty(1 << 10, device=meta))], 1)
+    tunable = [one for one in vars(launch_config).values() if isinstance(one, launch_config.Kernel)]
+    for dtype in dtypes:
+        make = lambda *shape: torch.empty(shape, device=meta, dtype=dtype)  # noqa: B023, E731
+        for number in range(max(len(kernel.candidates) for kernel in tunable)):
+            yield from tuning.launches_of(users, dtype, meta, Nth(number))
+            if dtype != torch.float32:
+                for kind in (FP8, INT8):
+                    yield from tuning.low_bit_launches(users, dtype, meta, Nth(number), kind)
+        if dtype == torch.float32:
+            continue
+        for width in ROUNDED_WIDTHS:
+            # Weights, a convolution's among them.
+            for kind in (FP8, INT8):
+                yield partial(rounding.rounded, make(4, width), kind)
+            yield partial(rounding.rounded_rows, make(4, width), make(4, width).to(FP8.dtype), make(1, 1).float())
+        trials = [
+            tuning.trial_of(Product(16, ALIGNED, ALIGNED, PLAIN), make, meta, dtype, INT8, dtype),
+            tuning.trial_of(Product(16, ALIGNED, ALIGNED, GATED), make, meta, dtype, FP8, dtype),
+            tuning.trial_of(
+                Product(16, KERNEL**2 * ALIGNED, ALIGNED, GROUP_NORMED, (4, 4)), make, meta, dtype, FP8, dtype
+            ),
+            tuning.gated_trial(make, 16, ALIGNED),
+        ]
+        yield from (
+            partial(trial.run, config) for trial in trials for config in trial.kernel.candidates
+            if config != launch_config.LIBRARY
+        )
+
+
+def type_of(argument: Any, names: dict[Any, str]) -> str:
+    """As Triton writes it; of a whole number, nothing but that."""
+    if hasattr(argument, "block"):
+        return f"tensordesc<{names[argument.tensor.dtype]}{list(argument.block)}>"
+    if hasattr(argument, "dtype"):
+        return f"*{names[argument.dtype]}"
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def architectures(one: dict[str, Any]) -> tuple[int, ...]:
+    if "COPIED" in one["constants"]:
+        return (90,) if one["constants"]["COPIED"] else (89,) if one["constants"].get("SCALED", True) else (80,)
+    if multiplies(one):
+        # Turing has no bfloat16.
+        return (80, 90) if any("bf16" in name for name in one["types"]) else (75, 80, 90)
+    return (89,) if any("fp8" in name for name in one["types"]) else (75, 80)
+
+
+def architecture_name(number: int) -> str:
+    """As PTX has it: what is made for 9.0 uses what that has alone."""
+    return f"{number}a" if number == 90 else str(number)
+
+
+def multiplies(one: dict[str, Any]) -> bool:
+    return one["kernel"].startswith(("products.", "attention."))
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+def compiled(specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that this Triton is for, each in a process of its own: what one leaves behind names the next one's parts
+    differently."""
+    import triton
+
+    is_old = triton.__version__.startswith(TRITON_OF_TURING)
+    mine = [one for one in specs if (multiplies(one) and one["architecture"] == TURING) == is_old]
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1"}
+        pool = ProcessPoolExecutor(os.cpu_count(), get_context("fork"), max_tasks_per_child=None)
+        with pool:
+            return list(pool.map(one_compiled, mine, chunksize=4))
+
+
+def one_compiled(one: dict[str, Any]) -> dict[str, Any]:
+    """In a fork of this fork, so that it begins with nothing."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            done = json.dumps(by_triton(one)).encode()
+        except BaseException as error:
+            done = json.dumps({**one, "failure": f"{type(error).__name__}: {str(error)[:300]}"}).encode()
+        with os.fdopen(write, "wb") as out:
+            out.write(done)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as back:
+        text = back.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else {**one, "failure": "Triton ended its process"}
+
+
+def by_triton(one: dict[str, Any]) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import ASTSource
+
+    sys.path.insert(0, str(KERNELS))
+    CUDABackend.make_cubin = lambda *given, **named: b""  # the driver's to make
+    file, name = one["kernel"].split(".")
+    function = getattr(__import__(f"source.{file}", fromlist=[name]), name)
+    arch, constants = one["architecture"], one["constants"]
+    signature, aligned = {}, []
+    names = [parameter for parameter in function.arg_names if parameter not in constants]
+    for parameter, kind in zip(names, one["types"], strict=True):
+        index = function.arg_names.index(parameter)
+        whole = kind == "i32" and not function.params[index].do_not_specialize
+        if kind.startswith("*") or whole:
+            aligned.append(index)
+        signature[parameter] = kind
+    letters = [
+        "T" if kind.startswith("tensordesc") else "P" if kind.startswith("*") else "F" if kind == "fp32"
+        else "A" if function.arg_names.index(parameter) in aligned else "I" for parameter, kind in signature.items()
+    ]
+    source = ASTSource(function, *specialised(function, signature, constants, aligned))
+    options = {"num_warps": one["warps"], "num_stages": one["stages"], "ptx_version": PTX_OF[arch]}
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    meta, ptx = kernel.metadata, kernel.asm["ptx"]
+    ptx = re.sub(r"(?m)^\s*//.*\n|\s*//[^\n]*$", "", ptx if isinstance(ptx, str) else ptx.decode())
+    assert not getattr(meta, "global_scratch_size", 0) and not getattr(meta, "profile_scratch_size", 0), one["key"]
+    if multiplies(one):
+        assert MATRIX_UNITS[arch] in ptx or MATRIX_UNITS[80] in ptx, f"{one['key']} does not use the matrix units"
+    maps = [
+        [m["elem_size"], host_type(m["elem_type"]), m["swizzle"], m["block_size"]]
+        for m in getattr(meta, "tensordesc_meta", None) or ()
+    ]
+    expected, boxes = [], [box for *_, box in maps]
+    for letter in letters:
+        rank = len(boxes.pop(0)) if letter == "T" else 0
+        expected += [128, *[4] * rank, *[8] * rank] if rank else [8] if letter == "P" else [4]
+    parameters = parameter_sizes(ptx)
+    scratch = len(parameters) - len(expected)
+    assert parameters == expected + [8] * scratch, (one["key"], parameters, expected)
+    return {
+        "key": one["key"], "kernel": one["kernel"], "architecture": architecture_name(arch),
+        "name": meta.name, "threads": 32 * meta.num_warps, "shared": meta.shared,
+        "arguments": "".join(letters) + "S" * scratch, "maps": maps, "ptx": ptx,
+    }
+
+
+def specialised(function: Any, signature: dict[str, str], constants: dict[str, Any], aligned: list[int]) -> Any:
+    """What ASTSource takes, which differs among Tritons."""
+    try:
+        from triton.backends.compiler import AttrsDescriptor
+    except ImportError:
+        ordered = {name: signature.get(name, "constexpr") for name in function.arg_names}
+        return ordered, constants, {(index,): [["tt.divisibility", 16]] for index in aligned}
+    data = {"arg_properties": {"tt.divisibility": tuple(aligned), "tt.equal_to": ()}, "cls": "AttrsDescriptor"}
+    return signature, constants, AttrsDescriptor.from_dict(data)
+
+
+def host_type(number: int) -> int:
+    """A tile's type as the driver numbers it; Triton's compiler swaps three."""
+    return {8: 10, 9: 8, 10: 9}.get(number, number)
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of the one entry in a PTX."""
+    head = ptx[ptx.index(".entry"):ptx.index("{", ptx.index(".entry"))]
+    bits = {"u64": 8, "u32": 4, "s32": 4, "f32": 4, "u8": 1, "s8": 1, "b64": 8, "b32": 4, "s64": 8, "u16": 2, "b8": 1}
+    return [
+        int(match[3]) if match[3] else bits[match[1]]
+        for match in re.finditer(r"\.param(?: \.align \d+)? \.(\w+)(?: \.ptr[^,\n]*?)? (\w+)(?:\[(\d+)\])?", head)
+    ]
+
+
+# --- the archive ------------------------------------------------------------------------------------------------------
+
+
+def digest() -> str:
+    """Of the sources. Line ends are git's."""
+    files = sorted((KERNELS / "source").glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes().replace(b"\r\n", b"\n") for path in files)).hexdigest()
+
+
+def results(files: list[str]) -> list[dict[str, Any]]:
+    found = [one for file in files for one in json.loads(Path(file).read_text())]
+    failures = [f"{one['key']} for {one['architecture']}: {one['failure']}" for one in found if "failure" in one]
+    if failures:
+        sys.exit("\n".join([*failures, f"{len(failures)} of {len(found)} kernels cannot be compiled"]))
+    return sorted(found, key=lambda one: (one["architecture"], one["kernel"], one["key"]))
+
+
+def members(found: list[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    """Files of the archive: all PTX of a kernel for an architecture is one, which packs five times as small."""
+    texts: dict[str, bytes] = {}
+    kernels: dict[str, dict[str, Any]] = {}
+    for one in found:
+        file, text = f"{one['architecture']}/{one['kernel']}", one["ptx"].encode()
+        start = len(texts.setdefault(file, b""))
+        texts[file] += text
+        kernels.setdefault(one["key"], {})[one["architecture"]] = [
+            file, start, len(text), one["name"], one["threads"], one["shared"], one["arguments"], one["maps"]
+        ]
+    yield "manifest.json", json.dumps({"digest": digest(), "kernels": kernels}, separators=(",", ":")).encode()
+    yield from sorted(texts.items())
+
+
+def pack(files: list[str]) -> None:
+    with zipfile.ZipFile(KERNELS / "kernels.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, content in members(results(files)):
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
+    print(f"{KERNELS / 'kernels.zip'}: {(KERNELS / 'kernels.zip').stat().st_size:,} bytes")
+
+
+def compare(files: list[str]) -> None:
+    with zipfile.ZipFile(KERNELS / "kernels.zip") as archive:
+        there = {name: archive.read(name) for name in archive.namelist()}
+    new = dict(members(results(files)))
+    different = sorted(name for name in new.keys() | there.keys() if new.get(name) != there.get(name))
+    sys.exit(f"kernels.zip is not what its sources give: {', '.join(different)}" if different else 0)
+
+
+def table(cards: list[str]) -> None:
+    """By ptxas, for each card (86, say): of every kernel the most registers, spills and shared memory."""
+    sys.path.insert(0, str(REPOSITORY))
+    import triton
+
+    from lib_onediff.devices.cuda.kernels import archive
+
+    tools, total = Path(triton.__file__).parent / "backends" / "nvidia" / "bin", Counter[str]()
+    for card in map(int, cards):
+        worst: dict[str, list[int]] = {}
+        capability = divmod(card, 10)
+        for key, by_architecture in archive.manifest()["kernels"].items():
+            serving = [one for one in by_architecture if archive.serves(one, capability)]
+            if not serving:
+                continue
+            found = archive.Variant(*by_architecture[max(serving, key=archive.number)])
+            with tempfile.NamedTemporaryFile(suffix=".ptx") as ptx:
+                Path(ptx.name).write_bytes(archive.text_of(found.file)[found.start:found.start + found.bytes])
+                command = [tools / ("ptxas-blackwell" if card >= 100 else "ptxas"), "-v", "-o", os.devnull, ptx.name]
+                command.append(f"-arch=sm_{card}{'a' if card == 90 else ''}")
+                said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            registers = int(re.search(r"Used (\d+) registers", said)[1])
+            spills = int(re.search(r"(\d+) bytes spill stores", said)[1])
+            row = worst.setdefault(key.split()[0], [0, 0, 0, 0, 0])
+            row[:] = [row[0] + 1, max(row[1], registers), row[2] + (spills > 0), max(row[3], spills),
+                      max(row[4], found.shared)]
+            total["spilling"] += spills > 0
+        print(f"\nsm_{card}, {SHARED_OF_CARD[card]} KB of shared memory for a block\n| kernel | variants | registers | "
+              "that spill | most spilled, bytes | shared, KB |\n| --- | --- | --- | --- | --- | --- |")
+        for name, (count, registers, spilling, spills, shared) in sorted(worst.items()):
+            print(f"| {name} | {count} | {registers} | {spilling} | {spills} | {shared / 1024:.0f} |")
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:]
+    if command == "specify":
+        print(json.dumps(specifications()))
+    elif command == "compile":
+        print(json.dumps(compiled(json.load(sys.stdin))))
+    else:
+        {"pack": pack, "compare": compare, "table": table}[command](rest)

@@ -1,0 +1,104 @@
+"""The CUDA driver, as far as kernels need it: it loads them, launches them, and describes tensors that it copies in
+tiles. Names and numbers are those of NVIDIA's CUDA Driver API."""
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....core.refusal import Refusal
+
+LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+OUT_OF_MEMORY = 2
+MAX_DYNAMIC_SHARED_SIZE_BYTES, USUAL_SHARED_BYTES = 8, 48 << 10
+PARAMETERS, PARAMETER_BYTES = c_void_p(1), c_void_p(2)
+# A CUtensorMap, and where it may lie.
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+L2_PROMOTION_128 = 2
+
+
+class Driver:
+    """Every call is for the context of the current thread, which torch has made. Raises RuntimeError with the driver's
+    reason, and torch.cuda.OutOfMemoryError."""
+
+    def __init__(self, library: Any) -> None:
+        """library: what ctypes has loaded."""
+        self._library = library
+        library.cuLaunchKernel.argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, POINTER(c_void_p))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            text = c_char_p()
+            self._library.cuGetErrorString(status, byref(text))
+            reason = f"{name}: {text.value.decode() if text.value else status}"
+            raise torch.cuda.OutOfMemoryError(reason) if status == OUT_OF_MEMORY else RuntimeError(reason)
+
+    def version(self) -> tuple[int, int]:
+        """The newest CUDA that it serves: (12, 0) from release 525 on."""
+        number = c_int()
+        self.call("cuDriverGetVersion", byref(number))
+        return number.value // 1000, number.value % 1000 // 10
+
+    def load(self, ptx: bytes, name: str, shared: int) -> c_void_p:
+        """The function of this name in a module. It stays loaded as long as the process. shared: bytes of shared memory
+        that it will be launched with."""
+        module, function = c_void_p(), c_void_p()
+        self.call("cuModuleLoadData", byref(module), c_char_p(ptx))
+        self.call("cuModuleGetFunction", byref(function), module, name.encode())
+        if shared > USUAL_SHARED_BYTES:
+            self.call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        return function
+
+    def launch(
+        self, function: c_void_p, grid: Sequence[int], threads: int, shared: int, stream: int, parameters: bytes
+    ) -> None:
+        """parameters: as they lie in memory one after the other, each at a multiple of its size."""
+        down, across, deep = (*grid, 1, 1)[:3]
+        size, memory = c_size_t(len(parameters)), ctypes.cast(c_char_p(parameters), c_void_p)
+        extra = (c_void_p * 5)(PARAMETERS, memory, PARAMETER_BYTES, ctypes.cast(byref(size), c_void_p), None)
+        self.call("cuLaunchKernel", function, down, across, deep, threads, 1, 1, shared, stream, None, extra)
+
+    def tensor_map(
+        self, address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, dtype: int, swizzle: int,
+        box: Sequence[int],
+    ) -> bytes:
+        """How tiles of a tensor are copied; what lies beyond its edges is zero. strides: in items. box: the size of a
+        tile. dtype, swizzle: of CUtensorMapDataType and CUtensorMapSwizzle."""
+        rank, room = len(shape), ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        start = -ctypes.addressof(room) % MAP_ALIGNMENT
+        sizes, pitches = (ctypes.c_uint64 * rank)(*shape[::-1]), [stride * item_bytes for stride in strides[-2::-1]]
+        self.call(
+            "cuTensorMapEncodeTiled", byref(room, start), dtype, rank, c_void_p(address), sizes,
+            (ctypes.c_uint64 * (rank - 1))(*pitches), (c_uint * rank)(*box[::-1]), (c_uint * rank)(*[1] * rank), 0,
+            swizzle, L2_PROMOTION_128, 0,
+        )
+        return room.raw[start:start + MAP_BYTES]
+
+
+@functools.cache
+def driver_here() -> Driver:
+    """This machine's. Raises Refusal where there is none."""
+    try:
+        return Driver(ctypes.CDLL(LIBRARY))
+    except (OSError, AttributeError) as error:
+        raise Refusal(f"NVIDIA's driver cannot be loaded ({error})") from None
+
+
+def why_nothing_is_kept() -> str:
+    """Why the driver translates our kernels anew in every process, in one sentence; "" where it keeps them on the
+    disk."""
+    if os.environ.get("CUDA_CACHE_DISABLE", "0") != "0":
+        return "CUDA_CACHE_DISABLE is set: the driver prepares OneDiff's kernels anew at every start, for seconds"
+    usual = Path(os.environ["APPDATA"], "NVIDIA") if "APPDATA" in os.environ else Path.home() / ".nv"
+    folder = Path(os.environ.get("CUDA_CACHE_PATH") or usual / "ComputeCache")
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.access(there, os.W_OK):
+        return ""
+    return f"{there} cannot be written: the driver prepares OneDiff's kernels anew at every start, for seconds"

@@ -1,0 +1,155 @@
+"""Launches a kernel on torch's current stream: as it was compiled ahead, or by Triton from its source.
+
+From the sources is for whoever develops them (ONEDIFF_KERNELS=source), for AMD, and for Triton's interpreter on a CPU.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import struct
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ....core.refusal import Refusal
+from ....core.version import written
+from . import archive
+from .archive import Tiles
+from .driver import MAP_ALIGNMENT, MAP_BYTES, driver_here
+
+STAGES = 3
+# In bytes of an address and in numbers: a kernel is compiled for multiples of it, and loads as many bytes at once.
+ALIGNED = 16
+# By the letters of Variant.arguments: an address, a whole number, one that is a multiple of ALIGNED, a number, and the
+# address of scratch memory, which none of our kernels has. T is Tiles.
+FORMATS, SCRATCH = {"P": "P", "I": "i", "A": "i", "F": "f", "S": "P"}, "S"
+
+
+def launch(
+    kernel: str, grid: Sequence[int], *arguments: Any, warps: int, stages: int = STAGES, **constants: int
+) -> None:
+    """kernel: file and name, of source/. grid: how many programs, on up to three axes. arguments: tensors on the
+    current card, Tiles, numbers. constants: those that it is compiled for, in their order.
+
+    Raises Refusal where it is not there for these types, numbers or this card, RuntimeError with the driver's or
+    Triton's reason, and torch.cuda.OutOfMemoryError.
+    """
+    first = arguments[0]
+    device = (first.tensor if isinstance(first, Tiles) else first).device
+    if not is_ahead(device):
+        launch_source(kernel, grid, arguments, warps, stages, constants)
+        return
+    key = archive.key_of(kernel, arguments, warps, stages, constants)
+    loaded(key, device)(grid, arguments)
+
+
+@functools.cache
+def is_ahead(device: torch.device) -> bool:
+    """Whether kernels for a device were compiled ahead."""
+    return device.type == "cuda" and not torch.version.hip and os.environ.get("ONEDIFF_KERNELS") != "source"
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
+    if device.type != "cuda":
+        return f"OneDiff's kernels need an NVIDIA GPU, and this is the {device.type}"
+    if not is_ahead(device):
+        # It compiles them for what torch's ROCm brings it with.
+        return None if find_spec("triton") else "OneDiff's kernels need Triton here, which is not installed"
+    capability, card = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if capability < archive.OLDEST_CAPABILITY:
+        return (
+            f"OneDiff's kernels need a GPU of compute capability {written(archive.OLDEST_CAPABILITY)} or higher, "
+            f"such as GTX 16 and RTX 20, and the {card} has {written(capability)}"
+        )
+    try:
+        archive.manifest()
+        version = driver_here().version()
+    except (Refusal, RuntimeError) as reason:
+        return str(reason)
+    if version < archive.OLDEST_DRIVER:
+        return (
+            f"OneDiff's kernels need NVIDIA's driver {archive.OLDEST_DRIVER_NAME} or newer, for CUDA "
+            f"{written(archive.OLDEST_DRIVER)}, and this one is for CUDA {written(version)}"
+        )
+    return None
+
+
+@functools.cache
+def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int], Sequence[Any]], None]:
+    """Launches a kernel of the archive: it is loaded now, which takes the driver some 50 ms where it never did so."""
+    driver = driver_here()
+    variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
+    function = driver.load(ptx, variant.name, variant.shared)
+    layout, threads, shared = layout_of(variant), variant.threads, variant.shared
+    letters, scratch = variant.arguments.rstrip(SCRATCH), [0] * variant.arguments.count(SCRATCH)
+
+    def run(grid: Sequence[int], arguments: Sequence[Any]) -> None:
+        maps, values = iter(variant.maps), list[Any]()
+        for letter, argument in zip(letters, arguments, strict=True):
+            if letter == "T":
+                values += tiled(driver, argument, next(maps))
+            elif letter == "P":
+                values.append(aligned(argument.data_ptr(), variant.name))
+            else:
+                values.append(aligned(argument, variant.name) if letter == "A" else argument)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        driver.launch(function, grid, threads, shared, stream, struct.pack(layout, *values, *scratch))
+
+    return run
+
+
+def aligned(number: int, name: str) -> int:
+    if number % ALIGNED:
+        raise Refusal(f"OneDiff's kernel {name} is for multiples of {ALIGNED}, and there is {number}")
+    return number
+
+
+def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
+    """What a kernel is given for Tiles. given: of Variant.maps."""
+    tensor, (item_bytes, dtype, swizzle, box) = tiles.tensor, given
+    shape, strides = tensor.shape, tensor.stride()
+    address = aligned(tensor.data_ptr(), "of tiles")
+    return [driver.tensor_map(address, shape, strides, item_bytes, dtype, swizzle, box), *shape, *strides]
+
+
+def layout_of(variant: archive.Variant) -> str:
+    """How its parameters lie in memory, for struct.pack. Ranks of tiles follow from their maps."""
+    layout, ranks = "@", iter(variant.maps)
+    for letter in variant.arguments:
+        if letter == "T":
+            rank = len(next(ranks)[3])
+            layout += f"{-struct.calcsize(layout) % MAP_ALIGNMENT}x{MAP_BYTES}s{rank}i{rank}q"
+        else:
+            layout += FORMATS[letter]
+    return layout
+
+
+def launch_source(
+    kernel: str, grid: Sequence[int], arguments: Sequence[Any], warps: int, stages: int, constants: dict[str, int]
+) -> None:
+    file, name = kernel.split(".")
+    source = getattr(import_module(f".source.{file}", __package__), name)
+    source[tuple(grid)](*map(as_triton_has_it, arguments), **constants, num_warps=warps, num_stages=stages)
+
+
+def as_triton_has_it(argument: Any) -> Any:
+    if not isinstance(argument, Tiles):
+        return argument
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(argument.tensor, list(argument.block))
+
+
+def ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def power_of_two(number: int) -> int:
+    """The next one, or this."""
+    return 1 << (number - 1).bit_length()
+

@@ -1,0 +1,118 @@
+"""Matrix products by kernels of our own: in int8; a feed-forward's first with its GEGLU, in half precision and in
+float8; and in float8 convolutions of 3x3.
+
+int8 has a scale for every row and every column, and is summed exactly in int32. Tensor cores multiply it at two to four
+times the rate of float16 from compute capability 7.5 on; PyTorch's own product (torch._int_mm) knows no scales, and was
+slower than float16 on an H200. In float8, the scale of what comes out is known beforehand (weights.low_bit.gated_scale
+and normed_scale): one for every row would have to wait for the whole row.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....core.affine import QuantizedWeight
+from ....core.operators import QuantizedImage, QuantizedTokens
+from . import launch_config as cuts
+from .archive import Tiles
+from .launch_config import LaunchConfig
+from .launching import ceil_div, launch
+
+
+def int8_product(
+    tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype,
+    config: LaunchConfig = cuts.INT8_PRODUCT.candidates[0],
+) -> Tensor:
+    """(rows, in) times (out, in), plus bias (out,): (rows, out) in the result's dtype. in and out are multiples of 16.
+
+    config: as cuts.INT8_PRODUCT has them. Raises what a launch raises.
+    """
+    m, n, k, group, warps, stages = config
+    (rows, width), out = tokens.values.shape, len(weight.values)
+    output = torch.empty((rows, out), device=tokens.values.device, dtype=result)
+    # There is a kernel for each set of types: a bias that is not there is stood for by something of its type.
+    offset, has_bias = (output, 0) if bias is None else (bias.to(result), 1)
+    launch(
+        "products.tile_by_tile", (ceil_div(rows, m) * ceil_div(out, n),), tokens.values, tokens.scales, weight.values,
+        weight.scales, offset, output, rows, width, out, has_bias, warps=warps, stages=stages, M=m, N=n, K=k,
+        GROUP=group,
+    )
+    return output
+
+
+def gated_product(
+    tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor, output_scale: Tensor,
+    config: LaunchConfig = cuts.GATED_PRODUCT.candidates[1],
+) -> QuantizedTokens:
+    """The GEGLU (erf form) of tokens (rows, in), which have one scale, times a weight (2 n, in) plus bias (2 n,):
+    (rows, n) in float8, with one scale, output_scale (1, 1).
+
+    Raises what a launch raises.
+    """
+    half = len(weight.values) // 2
+    output = torch.empty((len(tokens.values), half), device=tokens.values.device, dtype=tokens.values.dtype)
+    launch_gated(tokens.values, weight.values, output, bias, (tokens.scales, weight.scales, output_scale), config)
+    return QuantizedTokens(output, output_scale, tokens.shape)
+
+
+def exact_gated_product(tokens: Tensor, weight: Tensor, bias: Tensor, config: LaunchConfig) -> Tensor:
+    """The GEGLU (erf form) of tokens (rows, in) times a weight (2 n, in) plus bias (2 n,): (rows, n), all in half
+    precision, rounded once. Raises what a launch raises."""
+    output = tokens.new_empty((len(tokens), len(weight) // 2))
+    launch_gated(tokens, weight, output, bias, (), config)
+    return output
+
+
+def launch_gated(
+    tokens: Tensor, weight: Tensor, output: Tensor, bias: Tensor, scales: tuple[Tensor, ...], config: LaunchConfig
+) -> None:
+    """scales: of the tokens, the weight and the output; none where nothing has one."""
+    copied, m, n, k, group, warps, stages = config
+    (rows, width), half = tokens.shape, output.shape[1]
+    matrices: Any = tokens, weight, output
+    if copied:
+        matrices = map(Tiles, matrices, ((m, k), (n, k), (m, n)))
+    launch(
+        "products.gated_tile", (ceil_div(rows, m) * ceil_div(half, n),), *matrices, bias, *(scales or (output,) * 3),
+        rows, width, half, int(bool(scales) and scales[1].numel() > 1), warps=warps, stages=stages, M=m, N=n, K=k,
+        GROUP=group, SCALED=bool(scales), COPIED=copied,
+    )
+
+
+def convolution(
+    image: QuantizedImage, weight: QuantizedWeight, result: torch.dtype,
+    config: LaunchConfig = cuts.CONVOLUTION.candidates[0],
+) -> Tensor:
+    """3x3, padded with a pixel of zeros at each side: (batch, out channels, height, width) in the result's dtype, in
+    channels-last memory, summed in float32. Channels are multiples of 16. Raises what a launch raises."""
+    copied, down, across, n, k, group, warps, stages = config
+    batch, height, width, channels = image.values.shape
+    out_channels = len(weight.values)
+    output = torch.empty((batch, height, width, out_channels), device=image.values.device, dtype=result)
+    tiles = batch * ceil_div(height, down) * ceil_div(width, across) * ceil_div(out_channels, n)
+    pixels: Any
+    taps: Any
+    target: Any
+    pixels, taps, target = image.values, weight.values, output
+    if copied:
+        pixels, taps = Tiles(pixels, (1, down, across, k)), Tiles(taps, (n, k))
+        target = Tiles(output, (1, down, across, n))
+    launch(
+        "products.convolution_tile", (tiles,), pixels, image.scale, taps, weight.scales, target, batch, height, width,
+        channels, out_channels, int(weight.scales.numel() > 1), warps=warps, stages=stages, DOWN=down, ACROSS=across,
+        N=n, K=k, GROUP=group, COPIED=copied,
+    )
+    return output.permute(0, 3, 1, 2)
+
+
+def product_class(rows: int, out: int, width: int) -> str:
+    """The class of shapes of a product, for which its launch configuration is chosen. out, width: the weight's shape.
+    """
+    return f"{rows}x{width}x{out}"
+
+
+def convolution_class(image: QuantizedImage, out_channels: int) -> str:
+    """As product_class, of a convolution."""
+    return "x".join(map(str, (*image.values.shape, out_channels)))

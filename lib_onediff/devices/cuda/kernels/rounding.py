@@ -1,0 +1,100 @@
+"""Rows of tokens in eight bits, made where they are computed: layer norm, GEGLU, and plain rows; and weights.
+
+A layer norm's rows in float8 share one scale, all others have one each.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....core.affine import QuantizedWeight
+from ....core.operators import QuantizedTokens, Stream
+from ....weights.low_bit import Kind, empty_like, kind_of, largest_of
+from .launch_config import LAYER_NORM, LaunchConfig
+from .launching import ceil_div, launch, power_of_two
+
+# Columns that four warps hold in their registers.
+FEW_COLUMNS = 2048
+
+
+def layer_norm(
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind,
+    config: LaunchConfig = LAYER_NORM.candidates[0],
+) -> tuple[Stream, QuantizedTokens]:
+    """The stream, deferred_bias one vector in float32 and no update, and its layer norm in a kind of eight bits: in
+    float8 by one scale, which weight and bias alone decide.
+
+    Writes the update into the stream's tokens, where there is one. Tokens, update and its scales must be contiguous.
+    """
+    tokens, deferred_bias, addend, update, update_scales = stream
+    width, (rows_together, warps) = tokens.shape[-1], config
+    normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
+    rows = len(normed.values)
+    deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
+    # There is a kernel for each set of types: what is not there is stood for by something of its type.
+    launch(
+        "rounding.layer_norm_rows", (ceil_div(rows, rows_together),), tokens, tokens if update is None else update,
+        deferred_now if update_scales is None else update_scales,
+        deferred_now if deferred_bias is None else deferred_bias, weight if addend is None else addend, weight,
+        weight if bias is None else bias, deferred_now, normed.values, normed.scales, rows, width,
+        int(deferred_bias is not None), int(addend is not None), int(update is not None),
+        int(update_scales is not None), int(bias is not None), eps, (width - 1) ** 0.5, kind.largest, warps=warps,
+        BLOCK=power_of_two(width), ROWS=rows_together,
+    )
+    return Stream(tokens, deferred_now), normed
+
+
+def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:
+    """(..., 2 n) -> (..., n) in a kind of eight bits: the first half times the GELU (erf form) of the second."""
+    width = tokens.shape[-1] // 2
+    output = empty_rows(tokens, width, kind)
+    block = 1 << (width.bit_length() - 1)
+    launch(
+        "rounding.geglu_row", (len(output.values),), tokens, output.values, output.scales,
+        output.scales if output.unit is None else output.unit, width, kind.largest, warps=warps_for(width),
+        BLOCK=block, REST=0 if block == width else power_of_two(width - block),
+    )
+    return output
+
+
+def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:
+    """Tokens (..., n) in a kind of eight bits."""
+    output = empty_rows(tokens, tokens.shape[-1], kind)
+    launch_rows(tokens.contiguous().flatten(0, -2), output.values, output.scales, output.unit)
+    return output
+
+
+def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
+    """A weight (out, in) in a kind of eight bits."""
+    room = empty_like(weight, kind)
+    rounded_rows(weight, *room)
+    return room
+
+
+def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Round rows, (rows, width), into tensors that are there: values of the same shape, whose type is the kind, and
+    scales in float32 that give them back, of as many numbers as rows, or of one."""
+    one_scale = scales.numel() < len(rows)
+    launch_rows(rows, values, scales, largest_of(rows) if one_scale else torch.empty_like(scales[:1, :1]), one_scale)
+
+
+def launch_rows(rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False) -> None:
+    """one: see plain_row; None for int8, which has no unit."""
+    kind, width = kind_of(values), rows.shape[1]
+    launch(
+        "rounding.plain_row", (len(rows),), rows, values, scales, scales if one is None else one, width, kind.largest,
+        warps=warps_for(width), BLOCK=power_of_two(width), ONE_SCALE=one_scale,
+    )
+
+
+def warps_for(width: int) -> int:
+    return 4 if width <= FEW_COLUMNS else 8
+
+
+def empty_rows(tokens: Tensor, width: int, kind: Kind, one_scale: bool = False) -> QuantizedTokens:
+    """As many rows as there are tokens, of another width."""
+    shape = tokens.shape[:-1]
+    values = torch.empty((shape.numel(), width), device=tokens.device, dtype=kind.dtype)
+    scales = torch.empty((1 if one_scale else len(values), 1), device=tokens.device, dtype=torch.float32)
+    unit = None if one_scale or not kind.dtype.is_floating_point else torch.empty_like(scales[:1])
+    return QuantizedTokens(values, scales, tuple(shape), unit)

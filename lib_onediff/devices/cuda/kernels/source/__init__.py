@@ -1,0 +1,1 @@
+"""The kernels themselves, in Triton: the only files that import it."""

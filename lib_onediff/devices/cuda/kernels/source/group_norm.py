@@ -1,0 +1,148 @@
+"""Group norm of channels-last images: small ones by one kernel, large ones by what joins strips and applies."""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def beside(first, second, pixel, channel, first_channels, second_channels):
+    """Where the channels of two images that lie side by side are."""
+    here = first + pixel * first_channels + channel
+    there = second + pixel * second_channels + (channel - first_channels)
+    return tl.where(channel < first_channels, here, there)
+
+
+@triton.jit
+def with_strips(
+    total, squares, place, partial_statistics, strip_pixels, channels, pixels, offset, inside, STRIPS: tl.constexpr
+):
+    """The sums of distances from a centre and of their squares, with an image's strips added. offset: from centre."""
+    strip = tl.arange(0, STRIPS)[:, None]
+    for chunk in range(0, partial_statistics, STRIPS):
+        number = tl.minimum(pixels - (chunk + strip) * strip_pixels, strip_pixels).to(tl.float32)
+        valid = (chunk + strip < partial_statistics) & inside
+        means = place + (chunk + strip) * 2 * channels
+        distance = tl.load(means, valid, 0.0) + offset
+        deviations = tl.load(means + channels, valid, 0.0)
+        total += tl.where(valid, number * distance, 0.0)
+        squares += tl.where(valid, deviations + number * distance * distance, 0.0)
+    return total, squares
+
+
+@triton.jit(do_not_specialize=[
+    "pixels", "first_strips", "second_strips", "first_strip_pixels", "second_strip_pixels", "shift_stride", "has_shift",
+    "width",
+])
+def join_statistics(
+    first, second, shift, weight, bias, scales, pixels, first_strips, second_strips, first_strip_pixels,
+    second_strip_pixels, shift_stride, has_shift, eps, first_channels, second_channels, width, BLOCK: tl.constexpr,
+    STRIPS: tl.constexpr,
+):
+    """scales (sample, scale then offset, channels): what the norm does to each channel of the unshifted image.
+
+    first, second: the statistics of two images that lie side by side.
+    """
+    group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channels = first_channels + second_channels
+    lane = tl.arange(0, BLOCK)[None, :]
+    inside = lane < width
+    channel = group * width + lane
+    in_first = inside & (channel < first_channels)
+    in_second = inside & (channel >= first_channels)
+    added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
+    factor = tl.load(weight + channel, inside, 0.0).to(tl.float32)
+    addend = tl.load(bias + channel, inside, 0.0).to(tl.float32)
+    here = first + sample * first_strips * 2 * first_channels + channel
+    there = second + sample * second_strips * 2 * second_channels + (channel - first_channels)
+    some = tl.load(here, in_first, 0.0) + tl.load(there, in_second, 0.0) + added
+    centre = tl.sum(tl.sum(some, 1), 0) / width
+    total = tl.zeros((STRIPS, BLOCK), tl.float32)
+    squares = tl.zeros((STRIPS, BLOCK), tl.float32)
+    if group * width < first_channels:
+        total, squares = with_strips(
+            total, squares, here, first_strips, first_strip_pixels, first_channels, pixels, added - centre, in_first,
+            STRIPS,
+        )
+    if (group + 1) * width > first_channels:
+        total, squares = with_strips(
+            total, squares, there, second_strips, second_strip_pixels, second_channels, pixels, added - centre,
+            in_second, STRIPS,
+        )
+    members = pixels.to(tl.float32) * width
+    moved = tl.sum(tl.sum(total, 1), 0) / members
+    variance = tl.sum(tl.sum(squares, 1), 0) / members - moved * moved
+    scale = tl.rsqrt(variance + eps) * factor
+    target = scales + sample * 2 * channels + channel
+    tl.store(target, scale, inside)
+    tl.store(target + channels, addend + (added - centre - moved) * scale, inside)
+
+
+@triton.jit(do_not_specialize=["pixels", "silu", "farthest"])
+def scale_and_shift(
+    first, second, scales, output, normed_scale, output_scale, pixels, first_channels, second_channels, silu, farthest,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUNDED: tl.constexpr,
+):
+    """What the norm and the SiLU make of two images that lie side by side. scales: see join_statistics. ROUNDED: in
+    float8, as multiples of output_scale, which is written: normed_scale * farthest."""
+    sample = tl.program_id(2).to(tl.int64)
+    channels = first_channels + second_channels
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = channel < channels
+    valid = (row < pixels) & inside
+    pixel = sample * pixels + row
+    scale = tl.load(scales + sample * 2 * channels + channel, inside, 0.0)
+    offset = tl.load(scales + sample * 2 * channels + channels + channel, inside, 0.0)
+    place = beside(first, second, pixel, channel, first_channels, second_channels)
+    values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
+    if silu != 0:
+        values = values * tl.sigmoid(values)
+    if ROUNDED:
+        nothing = tl.zeros((1, 1), tl.int32)
+        unit = tl.load(normed_scale + nothing) * farthest
+        is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
+        tl.store(output_scale + nothing, unit, nothing == tl.where(is_first, 0, 1))
+        values = values / unit
+    tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
+
+
+@triton.jit(do_not_specialize=["pixels", "shift_stride", "has_shift", "silu"])
+def small_group_norm(
+    first, second, shift, weight, bias, output, pixels, shift_stride, has_shift, silu, eps, first_channels,
+    second_channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):
+    """The whole norm of one group of one sample; the second reading of the image comes from the cache."""
+    group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channels = first_channels + second_channels
+    lane = tl.arange(0, BLOCK)[None, :]
+    inside = lane < WIDTH
+    channel = group * WIDTH + lane
+    added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, pixels, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        valid = (row < pixels) & inside
+        place = beside(first, second, sample * pixels + row, channel, first_channels, second_channels)
+        total += tl.where(valid, tl.load(place, valid, 0.0).to(tl.float32) + added, 0.0)
+    members = pixels.to(tl.float32) * WIDTH
+    mean = tl.sum(tl.sum(total, 1), 0) / members
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, pixels, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        valid = (row < pixels) & inside
+        place = beside(first, second, sample * pixels + row, channel, first_channels, second_channels)
+        distance = tl.where(valid, tl.load(place, valid, 0.0).to(tl.float32) + added - mean, 0.0)
+        squares += distance * distance
+    variance = tl.sum(tl.sum(squares, 1), 0) / members
+    scale = tl.rsqrt(variance + eps) * tl.load(weight + channel, inside, 0.0).to(tl.float32)
+    offset = tl.load(bias + channel, inside, 0.0).to(tl.float32) + (added - mean) * scale
+    for start in range(0, pixels, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        valid = (row < pixels) & inside
+        pixel = sample * pixels + row
+        place = beside(first, second, pixel, channel, first_channels, second_channels)
+        values = tl.load(place, valid, 0.0).to(tl.float32) * scale + offset
+        if silu != 0:
+            values = values * tl.sigmoid(values)
+        tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)

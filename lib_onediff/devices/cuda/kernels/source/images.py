@@ -1,0 +1,59 @@
+"""Statistics of strips of channels-last images, additions, and their enlargement."""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["pixels", "strips", "tiles", "adds", "has_image", "has_bias"])
+def strip_statistics(
+    image, update, bias, output, statistics, pixels, strips, tiles, channels, adds, has_image, has_bias,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):
+    """The statistics of update, each strip over tiles * ROWS pixels; or, if adds, of output = image + update + bias."""
+    strip, sample = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = channel < channels
+    addend = tl.load(bias + channel, inside & (has_bias != 0), 0.0).to(tl.float32)
+    start = strip * tiles * ROWS
+    corner = (sample * pixels + start) * channels + channel
+    # A pixel of the strip is at most sqrt(pixels) standard deviations from the strip's mean: near enough.
+    centre = tl.load(update + corner, inside, 0.0).to(tl.float32) + addend
+    centre += tl.load(image + corner, inside & (has_image != 0), 0.0).to(tl.float32)
+    # The output may be the update itself, and everybody must have read the centre before it is written.
+    tl.debug_barrier()
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in range(0, tiles):
+        row = start + tile * ROWS + tl.arange(0, ROWS)[:, None]
+        valid = (row < pixels) & inside
+        place = (sample * pixels + row) * channels + channel
+        values = tl.load(update + place, valid, 0.0).to(tl.float32)
+        values += tl.load(image + place, valid & (has_image != 0), 0.0).to(tl.float32)
+        rounded = (values + addend).to(output.dtype.element_ty)
+        tl.store(output + place, rounded, valid & (adds != 0))
+        distance = tl.where(valid, rounded.to(tl.float32) - centre, 0.0)
+        total += distance
+        squares += distance * distance
+    number = tl.minimum(pixels - start, tiles * ROWS).to(tl.float32)
+    moved = tl.sum(total, 0)[None, :]
+    target = statistics + (sample * strips + strip) * 2 * channels + channel
+    tl.store(target, centre + moved / number, inside)
+    tl.store(target + channels, tl.sum(squares, 0)[None, :] - moved * moved / number, inside)
+
+
+@triton.jit(do_not_specialize=["height", "width", "new_height", "new_width", "down", "across"])
+def nearest(
+    image, output, height, width, new_height, new_width, down, across, channels, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """down, across: old size over new, in float32 as torch rounds it."""
+    sample = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    valid = (row < new_height * new_width) & (channel < channels)
+    y = tl.minimum(((row // new_width).to(tl.float32) * down).to(tl.int32), height - 1)
+    x = tl.minimum(((row % new_width).to(tl.float32) * across).to(tl.int32), width - 1)
+    source = (sample * height * width + y * width + x) * channels + channel
+    target = (sample * new_height * new_width + row) * channels + channel
+    tl.store(output + target, tl.load(image + source, valid), valid)

@@ -1,0 +1,140 @@
+"""Matrix products and convolutions in eight bits."""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_at(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles are gone through column by column, so that what neighbours read
+    is still in the cache."""
+    in_group = GROUP * tiles_across
+    first = tile // in_group * GROUP
+    height = tl.minimum(tiles_down - first, GROUP)
+    return first + tile % in_group % height, tile % in_group // height
+
+
+@triton.jit
+def scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias):
+    """(M, N) in float32: the sums of a tile times the scales of its rows and columns, plus the bias."""
+    row_scale = tl.load(scales + row, row < rows, 0.0)
+    column_scale = tl.load(weight_scales + column, column < out, 0.0)
+    offset = tl.load(bias + column, (column < out) & (has_bias != 0), 0.0).to(tl.float32)
+    return sums.to(tl.float32) * row_scale[:, None] * column_scale[None, :] + offset[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "has_bias"])
+def tile_by_tile(
+    values, scales, weight, weight_scales, bias, output, rows, width, out, has_bias,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+):
+    """One program for each tile of the output, (M, N)."""
+    down, across = tile_at(tl.program_id(0), tl.cdiv(rows, M), tl.cdiv(out, N), GROUP)
+    step = tl.arange(0, K)
+    # Rows that are not there stand for others, whose sums nobody stores.
+    local_row = tl.minimum(tl.arange(0, M), rows - 1 - down * M)
+    local_column = tl.minimum(tl.arange(0, N), out - 1 - across * N)
+    left = values + (down * M).to(tl.int64) * width + (local_row[:, None] * width + step[None, :])
+    right = weight + (across * N).to(tl.int64) * width + (local_column[None, :] * width + step[:, None])
+    sums = tl.zeros((M, N), tl.int32)
+    for done in range(0, width, K):
+        there = step < width - done
+        sums = tl.dot(tl.load(left, there[None, :], 0), tl.load(right, there[:, None], 0), sums, out_dtype=tl.int32)
+        left += K
+        right += K
+    row, column = down * M + tl.arange(0, M), across * N + tl.arange(0, N)
+    numbers = scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias)
+    place = output + row.to(tl.int64)[:, None] * out + column[None, :]
+    tl.store(place, numbers.to(output.dtype.element_ty), (row < rows)[:, None] & (column < out)[None, :])
+
+
+@triton.jit
+def scale_of_columns(scales, weight_scales, column, out, has_scales):
+    """(1, N): the scale of all tokens times those of the weight's rows."""
+    return (tl.load(scales) * tl.load(weight_scales + column * has_scales, column < out, 0.0))[None, :]
+
+
+@triton.jit
+def tile_of(tensor, row, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COPIED: tl.constexpr):
+    """(ROWS, COLUMNS) of a tensor (rows, columns), of which COPIED is a descriptor. Rows that are not there stand for
+    others, columns that are not there are zero."""
+    if COPIED:
+        tile = tensor.load([row, column])
+    else:
+        down = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+        across = column + tl.arange(0, COLUMNS)
+        tile = tl.load(tensor + down[:, None] * columns + across[None, :], (across < columns)[None, :], 0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["rows", "has_scales"])
+def gated_tile(
+    values, weight, output, bias, scales, weight_scales, output_scale, rows, width, half, has_scales,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr,
+):
+    """A program for each tile of the output, (M, N). half: the rows of weight that give values; as many that give gates
+    follow. SCALED: in eight bits; otherwise nothing has a scale. COPIED: values, weight and output are descriptors of
+    tensors, which the GPU copies by itself (compute capability 9.0)."""
+    down, across = tile_at(tl.program_id(0), tl.cdiv(rows, M), tl.cdiv(half, N), GROUP)
+    value = tl.zeros((M, N), tl.float32)
+    gate = tl.zeros((M, N), tl.float32)
+    for done in range(0, width, K):
+        tokens = tile_of(values, down * M, rows, done, width, M, K, COPIED)
+        value = tl.dot(tokens, tile_of(weight, across * N, 2 * half, done, width, N, K, COPIED).T, value)
+        gate = tl.dot(tokens, tile_of(weight, half + across * N, 2 * half, done, width, N, K, COPIED).T, gate)
+    column = across * N + tl.arange(0, N)
+    factor = 0.5
+    if SCALED:
+        value *= scale_of_columns(scales, weight_scales, column, half, has_scales)
+        gate *= scale_of_columns(scales, weight_scales, half + column, 2 * half, has_scales)
+        factor = 0.5 / tl.load(output_scale)
+    inside = column < half
+    value += tl.load(bias + column, inside, 0.0).to(tl.float32)[None, :]
+    gate += tl.load(bias + half + column, inside, 0.0).to(tl.float32)[None, :]
+    mixed = value * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * factor
+    if COPIED:
+        output.store([down * M, across * N], mixed.to(output.dtype))
+    else:
+        row = down * M + tl.arange(0, M)
+        place = output + row.to(tl.int64)[:, None] * half + column[None, :]
+        tl.store(place, mixed.to(output.dtype.element_ty), (row < rows)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["batch", "height", "width", "has_scales"])
+def convolution_tile(
+    image, scale, weight, weight_scales, output, batch, height, width, channels, out_channels, has_scales,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """A program for each DOWN x ACROSS pixels and N channels of the output. image (batch, height, width, channels),
+    weight (out_channels, 9 * channels), output (batch, height, width, out_channels). COPIED: see gated_tile."""
+    tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)
+    tiles = tiles_across * tiles_down
+    tile, place = tile_at(tl.program_id(0), tiles * batch, tl.cdiv(out_channels, N), GROUP)
+    sample, tile = tile // tiles, tile % tiles
+    top, left = tile // tiles_across * DOWN, tile % tiles_across * ACROSS
+    parts = tl.cdiv(channels, K)
+    y, x = top + tl.arange(0, DOWN * ACROSS) // ACROSS, left + tl.arange(0, DOWN * ACROSS) % ACROSS
+    sums = tl.zeros((DOWN * ACROSS, N), tl.float32)
+    for step in range(0, 9 * parts):
+        tap, channel = step // parts, step % parts * K
+        # What lies beyond the last channel is zero in the image, whatever the weight has there.
+        if COPIED:
+            pixels = image.load([sample, top + tap // 3 - 1, left + tap % 3 - 1, channel]).reshape(DOWN * ACROSS, K)
+        else:
+            above, beside, lane = y + (tap // 3 - 1), x + (tap % 3 - 1), channel + tl.arange(0, K)
+            there = (above >= 0) & (above < height) & (beside >= 0) & (beside < width)
+            pixel = ((sample * height + above).to(tl.int64) * width + beside) * channels
+            pixels = tl.load(image + pixel[:, None] + lane[None, :], there[:, None] & (lane < channels)[None, :], 0.0)
+        taps = tile_of(weight, place * N, out_channels, tap * channels + channel, 9 * channels, N, K, COPIED)
+        sums = tl.dot(pixels, taps.T, sums)
+    column = place * N + tl.arange(0, N)
+    factor = tl.load(scale) * tl.load(weight_scales + column * has_scales, column < out_channels, 0.0)
+    numbers = sums * factor[None, :]
+    if COPIED:
+        output.store([sample, top, left, place * N], numbers.to(output.dtype).reshape(1, DOWN, ACROSS, N))
+    else:
+        pixel = ((sample * height + y).to(tl.int64) * width + x) * out_channels
+        inside = ((y < height) & (x < width))[:, None] & (column < out_channels)[None, :]
+        tl.store(output + pixel[:, None] + column[None, :], numbers.to(output.dtype.element_ty), inside)

@@ -1,0 +1,119 @@
+"""Rows of tokens in eight bits: of a layer norm, a GEGLU, and plain rows."""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tokens import deferred_vector, gated, norm_of
+
+# A row of zeros has this for its largest value.
+SMALLEST = tl.constexpr(1e-12)
+
+
+@triton.jit
+def scale_of(numbers, valid, largest):
+    """(rows, 1): by what values of eight bits are multiplied to give these rows of numbers. A row with a NaN or an
+    infinity has NaN."""
+    inside = tl.where(valid, numbers, 0.0)
+    # A maximum passes over a NaN, and int8 has none.
+    strange = tl.sum(inside * 0.0, 1)
+    return (tl.maximum(tl.max(tl.abs(inside), 1), SMALLEST) / largest + strange)[:, None]
+
+
+@triton.jit
+def bounded_scale(factor, offset, farthest, largest):
+    """(1, 1): a scale for all rows that a layer norm of these vectors, (1, columns), may give. No number of a row is
+    farther from its mean than so many deviations. A power of two: float8 keeps the same digits by any other that is
+    large enough."""
+    farthest_number = tl.max(farthest * tl.abs(factor) + tl.abs(offset), 1)
+    exponent = (tl.maximum(farthest_number, SMALLEST) / largest).to(tl.int32, bitcast=True) & 0x7F800000
+    return (2.0 * exponent.to(tl.float32, bitcast=True))[:, None]
+
+
+@triton.jit
+def store_once(target, number):
+    """One number, (1, 1), by the first program of all."""
+    nothing = tl.zeros((1, 1), tl.int32)
+    tl.store(target + nothing, number, nothing == tl.program_id(0))
+
+
+@triton.jit
+def store_row_scale(values, scales, unit, row, scale):
+    """The scale (1, 1) of a row and, for values in float8, the number one."""
+    tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+    if values.dtype.element_ty != tl.int8:
+        store_once(unit, tl.full((1, 1), 1.0, tl.float32))
+
+
+@triton.jit
+def store_rounded(values, place, numbers, scale, valid):
+    """Store numbers as multiples of a scale, rounded to the nearest that the type of values has."""
+    ratio = numbers / scale
+    if values.dtype.element_ty == tl.int8:
+        ratio = tl.floor(ratio + 0.5)
+    tl.store(values + place, ratio.to(values.dtype.element_ty), valid)
+
+
+@triton.jit(do_not_specialize=["rows", "has_deferred", "has_addend", "has_update", "has_scales", "has_bias"])
+def layer_norm_rows(
+    tokens, update, update_scales, deferred_bias, addend, weight, bias, deferred_now, values, scales, rows, width,
+    has_deferred, has_addend, has_update, has_scales, has_bias, eps, farthest, largest, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The layer norm of tokens + update * update_scales + deferred_bias + addend.
+
+    Writes its first two summands into tokens, and deferred_bias + addend into deferred_now. farthest: see
+    bounded_scale."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    valid = (row < rows) & inside
+    place = row * width + column
+    vector = deferred_vector(deferred_bias, addend, column, inside, has_deferred, has_addend)
+    tl.store(deferred_now + column, vector, inside & (tl.program_id(0) == 0))
+    numbers = tl.load(tokens + place, valid, 0.0).to(tl.float32)
+    further = tl.load(update + place, valid & (has_update != 0), 0.0).to(tl.float32)
+    numbers += further * tl.load(update_scales + row, (row < rows) & (has_scales != 0), 1.0)
+    tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), valid & (has_update != 0))
+    numbers += vector
+    normed, factor, offset = norm_of(numbers, weight, bias, column, inside, width, has_bias, eps)
+    if values.dtype.element_ty == tl.int8:
+        scale = scale_of(normed, valid, largest)
+        tl.store(scales + row, scale, row < rows)
+    else:
+        scale = bounded_scale(factor, offset, farthest, largest)
+        store_once(scales, scale)
+    store_rounded(values, place, normed, scale, valid)
+
+
+@triton.jit
+def geglu_row(tokens, values, scales, unit, width, largest, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """One row in two pieces, BLOCK <= width < 2 * BLOCK: a piece has a power of two of columns, and the error function
+    of columns that are not there costs as much as of others."""
+    row = tl.program_id(0).to(tl.int64)
+    source = tokens + row * 2 * width
+    first = tl.arange(0, BLOCK)[None, :]
+    number = gated(source, width, first, first < width)
+    scale = scale_of(number, first < width, largest)
+    if REST:
+        second = BLOCK + tl.arange(0, REST)[None, :]
+        further = gated(source, width, second, second < width)
+        scale = tl.maximum(scale, scale_of(further, second < width, largest))
+        store_rounded(values, row * width + second, further, scale, second < width)
+    store_rounded(values, row * width + first, number, scale, first < width)
+    store_row_scale(values, scales, unit, row, scale)
+
+
+@triton.jit
+def plain_row(tokens, values, scales, one, width, largest, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr):
+    """ONE_SCALE: for all rows, by the largest number of all, one; otherwise that is the unit, which is written."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
+    if ONE_SCALE:
+        scale = tl.maximum(tl.load(one + tl.zeros((1, 1), tl.int32)), SMALLEST) / largest
+        store_once(scales, scale)
+    else:
+        scale = scale_of(numbers, column < width, largest)
+        store_row_scale(values, scales, one, row, scale)
+    store_rounded(values, row * width + column, numbers, scale, column < width)

@@ -1,0 +1,230 @@
+"""Kernels that were compiled ahead: the archive has what is launched, and what is launched reaches the driver, by a
+driver of our own."""
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lib_onediff.core.operators import Stream
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.devices.cuda.kernels import archive, driver, launching, products, tokens
+from lib_onediff.devices.cuda.kernels.launch_config import EXACT_GATED_PRODUCT, LAYER_NORM
+
+BUILD = Path(__file__).parents[2] / ".ci" / "build_kernels.py"
+GPU = torch.device("cuda")
+NEW = (13, 0)
+
+
+class Function:
+    """Of a library that ctypes has loaded."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def __call__(self, *arguments: Any) -> int:
+        return self.work(*arguments) or 0
+
+
+class Library:
+    """A driver without a GPU: it notes what it is asked for. version: of CUDA. statuses: what calls return."""
+
+    def __init__(self, version: tuple[int, int] = NEW, **statuses: int) -> None:
+        self.version, self.statuses = version, statuses
+        self.modules: list[bytes] = []
+        self.shared: list[int] = []
+        self.launches: list[tuple[tuple[int, ...], bytes]] = []
+        self.maps: list[tuple[Any, ...]] = []
+        self.cuLaunchKernel = Function(self.launch)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.statuses.get(name) or getattr(self, f"do_{name}")(*given) or 0
+
+    def do_cuDriverGetVersion(self, out: Any) -> None:
+        out._obj.value = 1000 * self.version[0] + 10 * self.version[1]
+
+    def do_cuModuleLoadData(self, out: Any, ptx: Any) -> None:
+        self.modules.append(ptx.value)
+        out._obj.value = len(self.modules)
+
+    def do_cuModuleGetFunction(self, out: Any, module: Any, name: bytes) -> int:
+        out._obj.value = module.value
+        return 0 if f".entry {name.decode()}(" in self.modules[module.value - 1].decode() else 500
+
+    def do_cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> None:
+        self.shared.append(value)
+
+    def do_cuGetErrorString(self, status: int, out: Any) -> None:
+        out._obj.value = f"error {status}".encode()
+
+    def do_cuTensorMapEncodeTiled(self, out: Any, *given: Any) -> None:
+        self.maps.append(given)
+
+    def launch(self, function: Any, *given: Any) -> int:
+        *numbers, stream, _, extra = given
+        size = ctypes.cast(extra[3], ctypes.POINTER(ctypes.c_size_t)).contents.value
+        self.launches.append((tuple(numbers), ctypes.string_at(extra[1], size)))
+        return self.statuses.get("cuLaunchKernel", 0)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Launches on the CPU's tensors, as if on a card. capability, driver: which one, and with what."""
+    card = SimpleNamespace(capability=(8, 6), library=Library())
+    monkeypatch.setattr(launching, "is_ahead", lambda device: True)
+    monkeypatch.setattr(launching, "driver_here", lambda: driver.Driver(card.library))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    yield card
+    launching.loaded.cache_clear()
+    launching.why_not.cache_clear()
+
+
+def normed(config: Any = LAYER_NORM.candidates[0], start: int = 0) -> tuple[torch.Tensor, ...]:
+    stream = torch.zeros(3 * 320 + start, dtype=torch.float16)[start:].view(3, 320)
+    weight = torch.zeros(320, dtype=torch.float16)
+    now, output = tokens.layer_norm(Stream(stream), weight, None, 1e-5, config)
+    return stream, weight, now.deferred_bias, output
+
+
+@pytest.fixture(scope="module")
+def build() -> Any:
+    """The build's program. It replaces what launches by Triton, in a module of its own making."""
+    spec = importlib.util.spec_from_file_location("build_kernels", BUILD)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
+
+
+def test_the_archive_is_what_its_sources_are(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built from these sources (.ci/kernels write), and with every kernel that is launched."""
+    monkeypatch.setattr(launching, "launch_source", launching.launch_source)
+    manifest = archive.manifest()
+    assert manifest["digest"] == build.digest(), "the sources have changed: run .ci/kernels write"
+    wanted: dict[str, set[str]] = {}
+    for one in build.specifications():
+        wanted.setdefault(one["key"], set()).add(build.architecture_name(one["architecture"]))
+    assert {key: set(variants) for key, variants in manifest["kernels"].items()} == wanted
+    with zipfile.ZipFile(archive.ARCHIVE) as file:
+        assert file.testzip() is None
+
+
+def test_matrices_are_multiplied_by_the_units_that_a_card_has() -> None:
+    units = {"75": ("mma.sync",), "80": ("mma.sync",), "89": ("mma.sync",), "90a": ("wgmma", "mma.sync")}
+    for key, variants in archive.manifest()["kernels"].items():
+        if key.startswith(("products", "attention")):
+            for architecture, given in variants.items():
+                variant = archive.Variant(*given)
+                text = archive.text_of(variant.file)[variant.start:variant.start + variant.bytes].decode()
+                assert any(unit in text for unit in units[architecture]), (key, architecture)
+
+
+def test_a_launch_reaches_the_driver(card: Any) -> None:
+    stream, weight, deferred, output = normed()
+    [(numbers, parameters)] = card.library.launches
+    rows, warps = LAYER_NORM.candidates[0]
+    assert numbers[:6] == (-(-3 // rows), 1, 1, 32 * warps, 1, 1)
+    found = struct.unpack("@7P5ifPP", parameters)
+    addresses = [one.data_ptr() for one in (stream, deferred, weight, weight, weight, deferred, output)]
+    assert found[:12] == (*addresses, 3, 320, 0, 0, 0) and found[12:] == (pytest.approx(1e-5), 0, 0)
+    normed()
+    assert len(card.library.modules) == 1, "it is loaded once"
+    normed(LAYER_NORM.candidates[1])
+    assert len(card.library.modules) == 2, "another launch configuration is another kernel"
+
+
+@pytest.mark.parametrize(("capability", "version", "target"), [
+    ((7, 5), NEW, "sm_75"), ((8, 0), NEW, "sm_80"), ((8, 6), (12, 0), "sm_80"), ((12, 0), NEW, "sm_80"),
+    ((9, 0), NEW, "sm_90a"), ((9, 0), (12, 4), "sm_80"), ((10, 0), NEW, "sm_80"),
+])
+def test_a_card_has_the_newest_that_it_and_its_driver_take(
+    capability: tuple[int, int], version: tuple[int, int], target: str
+) -> None:
+    kernels = archive.manifest()["kernels"]
+    key = next(name for name in kernels if name.startswith("products.tile_by_tile i8 fp32 i8 fp32 fp16"))
+    _, ptx = archive.variant((key,), capability, version)
+    assert f".target {target}\n".encode() in ptx and ptx.endswith(b"\0")
+
+
+def test_tiles_are_described_to_the_driver(card: Any) -> None:
+    card.capability = (9, 0)
+    given, weight, bias = torch.zeros(70, 320).half(), torch.zeros(2560, 320).half(), torch.zeros(2560).half()
+    copied = next(config for config in EXACT_GATED_PRODUCT.candidates[1:] if config[0])
+    products.exact_gated_product(given, weight, bias, copied)
+    first = card.library.maps[0]
+    # float16, of two axes; sizes and boxes from the innermost out, and the bytes from row to row.
+    assert first[:2] == (6, 2) and list(first[3]) == [320, 70] and list(first[4]) == [640]
+    assert list(first[5]) == [64, copied[1]] and first[2].value == given.data_ptr()
+    [(_, parameters)] = card.library.launches
+    assert len(card.library.maps) == 3 and struct.unpack_from("@2i2q", parameters, 128) == (70, 320, 320, 1)
+    assert card.library.shared and card.library.shared[0] > 48 << 10
+
+
+def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:
+    for index, capability in enumerate(((7, 5), (8, 9))):
+        card.capability = capability
+        half = torch.zeros(1, dtype=torch.half)
+        key = archive.key_of("tokens.geglu_row", [half, half, 16], 1, launching.STAGES, {"BLOCK": 512})
+        launching.loaded(key, torch.device("cuda", index))
+    targets = [module[module.index(b".target"):].split(b"\n")[0] for module in card.library.modules]
+    assert targets == [b".target sm_75", b".target sm_80"]
+
+
+def test_what_is_not_there_is_refused(card: Any) -> None:
+    with pytest.raises(Refusal, match="no kernel “tokens.layer_norm_rows .*” for compute capability 8.6"):
+        normed((7, 1))
+    with pytest.raises(Refusal, match="multiples of 16"):
+        normed(start=1)
+    with pytest.raises(Refusal, match="multiples of 16"):
+        tokens.geglu(torch.zeros(2, 40, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(("status", "kind"), [(2, torch.cuda.OutOfMemoryError), (218, RuntimeError)])
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
+def test_what_the_driver_says_is_the_reason(card: Any, call: str, status: int, kind: type[Exception]) -> None:
+    card.library = Library(**{call: status})
+    with pytest.raises(kind, match=f"{call}: error {status}"):
+        normed()
+
+
+@pytest.mark.parametrize(("capability", "version", "said"), [
+    ((7, 0), NEW, "compute capability 7.5 or higher, such as GTX 16 and RTX 20, and the a card has 7.0"),
+    ((8, 6), (11, 8), "driver 525 or newer, for CUDA 12.0, and this one is for CUDA 11.8"),
+    ((7, 5), (12, 0), None),
+])
+def test_cards_and_drivers(card: Any, capability: tuple[int, int], version: tuple[int, int], said: str | None) -> None:
+    card.capability, card.library = capability, Library(version)
+    found = launching.why_not(GPU)
+    assert found is None if said is None else said in str(found)
+
+
+def test_without_a_driver_or_an_archive(card: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(driver, "LIBRARY", "no-such-library.so.1")
+    monkeypatch.setattr(launching, "driver_here", driver.driver_here.__wrapped__)
+    assert "driver cannot be loaded" in str(launching.why_not(GPU))
+    damaged = tmp_path / "kernels.zip"
+    damaged.write_bytes(archive.ARCHIVE.read_bytes()[:1000])
+    monkeypatch.setattr(archive, "ARCHIVE", damaged)
+    monkeypatch.setattr(archive, "manifest", archive.manifest.__wrapped__)
+    launching.why_not.cache_clear()
+    assert "install it anew" in str(launching.why_not(GPU))
+
+
+def test_a_driver_that_keeps_nothing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUDA_CACHE_DISABLE", "CUDA_CACHE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert driver.why_nothing_is_kept() == ""
+    monkeypatch.setattr(driver.os, "access", lambda path, mode: False)
+    assert str(tmp_path) in driver.why_nothing_is_kept()
+    monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
+    assert "CUDA_CACHE_DISABLE" in driver.why_nothing_is_kept()
