@@ -32,11 +32,12 @@ PTX_OF = {75: 80, 80: 80, 89: 81, 90: 86}
 # What an architecture's matrix units do, by instruction: a kernel that multiplies must have it.
 MATRIX_UNITS = {75: "mma.sync", 80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
 SHARED_OF_CARD = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# Widths of tokens, of groups, and of heads (and how many) of the networks that are served, and of tiny ones.
+# Widths of tokens, of groups, and of heads (and how many) of the networks that are served, and of tiny ones; to other
+# heads, PyTorch attends.
 TOKEN_WIDTHS = (32, 64, 128, 256, 320, 384, 640, 768, 1280, 1536)
 NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
 ROUNDED_WIDTHS = tuple(1 << power for power in range(5, 16))
-HEADS = {8: 4, 16: 4, 32: 2, 40: 8, 64: 10, 80: 8, 96: 4, 128: 4, 160: 8}
+HEADS = {40: 8, 64: 10, 80: 8, 160: 8}
 
 
 # --- what is to be compiled -------------------------------------------------------------------------------------------
@@ -133,10 +134,11 @@ def type_of(argument: Any, names: dict[Any, str]) -> str:
 def architectures(one: dict[str, Any]) -> tuple[int, ...]:
     if "COPIED" in one["constants"]:
         return (90,) if one["constants"]["COPIED"] else (89,) if one["constants"].get("SCALED", True) else (80,)
+    # Turing has no bfloat16. What does not multiply gains nothing by newer PTX.
+    is_bfloat16 = any("bf16" in name for name in one["types"])
     if multiplies(one):
-        # Turing has no bfloat16.
-        return (80, 90) if any("bf16" in name for name in one["types"]) else (75, 80, 90)
-    return (89,) if any("fp8" in name for name in one["types"]) else (75, 80)
+        return (80, 90) if is_bfloat16 else (75, 80, 90)
+    return (89,) if any("fp8" in name for name in one["types"]) else (80,) if is_bfloat16 else (75,)
 
 
 def architecture_name(number: int) -> str:

@@ -17,7 +17,7 @@ import torch
 from lib_onediff.core.operators import Stream
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.cuda.kernels import archive, driver, launching, products, tokens
-from lib_onediff.devices.cuda.kernels.launch_config import EXACT_GATED_PRODUCT, LAYER_NORM
+from lib_onediff.devices.cuda.kernels.launch_config import EXACT_GATED_PRODUCT, INT8_PRODUCT, LAYER_NORM
 
 BUILD = Path(__file__).parents[2] / ".ci" / "build_kernels.py"
 GPU = torch.device("cuda")
@@ -170,10 +170,11 @@ def test_tiles_are_described_to_the_driver(card: Any) -> None:
 
 
 def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:
-    for index, capability in enumerate(((7, 5), (8, 9))):
-        card.capability = capability
-        half = torch.zeros(1, dtype=torch.half)
-        key = archive.key_of("tokens.geglu_row", [half, half, 16], 1, launching.STAGES, {"BLOCK": 512})
+    m, n, k, group, warps, stages = INT8_PRODUCT.candidates[0]
+    types = torch.int8, torch.float32, torch.int8, torch.float32, torch.float16, torch.float16
+    arguments, constants = [torch.zeros(1, dtype=dtype) for dtype in types], {"M": m, "N": n, "K": k, "GROUP": group}
+    key = archive.key_of("products.tile_by_tile", arguments, warps, stages, constants)
+    for index, card.capability in enumerate(((7, 5), (8, 9))):
         launching.loaded(key, torch.device("cuda", index))
     targets = [module[module.index(b".target"):].split(b"\n")[0] for module in card.library.modules]
     assert targets == [b".target sm_75", b".target sm_80"]

@@ -18,8 +18,9 @@ import lib_onediff
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
 from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
-from lib_onediff.devices.cuda.low_bit import float8, products
+from lib_onediff.devices.cuda.low_bit import float8
 from lib_onediff.devices.cuda.low_bit.choice import LowBit, times_name
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.status import backend_sentence

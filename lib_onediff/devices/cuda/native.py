@@ -61,8 +61,8 @@ class Native(Device):
         self.low_bit = LowBit(tuning_cache, self._launches)
         # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
-        # By the kind of network: why its kernels cannot be loaded, "" where they were. Whoever needs the same ones waits
-        # for those who load them. Not an exception: its traceback would keep the UNet that was being called.
+        # By the kind of network: why its kernels cannot be loaded, "" where they were. Not an exception: its traceback
+        # would keep the UNet that was being called.
         self._loading: dict[Hashable, Future[str]] = {}
         self._tuned: set[Hashable] = set()
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
