@@ -110,11 +110,11 @@ class Device(abc.ABC):
     def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
         """By which it computes. wide_norms: the host has norms in float32. attention: as Lossy.attention."""
 
-    def prepare(self, network: Network, measures: bool = False) -> None:
-        """Have the kernels that a network needs loaded. measures: and measured, for seconds. Raises RuntimeError where
+    def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:
+        """Have the kernels that a network needs loaded. time_ms: and measured by it, for seconds. Raises Refusal where
         that fails."""
 
-    def tune(self, attentions: Sequence[AttentionShapes], call: Call) -> bool:
+    def tune(self, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         """Measure what is the fastest for a call with these attentions, where that is not known; whether it was so."""
         return False
 

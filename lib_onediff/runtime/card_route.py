@@ -179,7 +179,8 @@ class OneCard:
                     raise Refusal(entry.reason)
                 if not lossy.only:
                     self._graphs.restore(managed)
-                device.prepare(network_of(managed, call, lossy), measures=self._services.waits_for_compile)
+                time_ms = self._services.time_ms(call) if self._services.waits_for_compile else None
+                device.prepare(network_of(managed, call, lossy), time_ms)
                 return self._run(device, entry, call, reason)
             except torch.cuda.OutOfMemoryError:
                 raise
@@ -275,7 +276,7 @@ class OneCard:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
         layout, low_bit = self._managed.bound.layout, self._route.low_bit
         attentions = self._families.of(layout).attentions(layout, call)
-        measured = self._devices.named(key.backend).tune(attentions, call)
+        measured = self._devices.named(key.backend).tune(attentions, call, self._services.time_ms(call))
         if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):
             return measured
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ class LowBitRoute:
 
     def tune(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> bool:
         """Measure which products in eight bits pay, where that is not known; whether it was so."""
-        time_ms = partial(self._services.holdings.made.time_ms, call.latent.device, call.latent.dtype)
-        return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, time_ms)
+        return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, self._services.time_ms(call))
 
     def fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float) -> None:
         """Have the weights in eight bits that a call wants: those that pay within a budget, or, where they take the

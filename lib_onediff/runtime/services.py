@@ -4,11 +4,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import nn
 
-from ..core.device import Device
+from ..core.call import Call
+from ..core.device import Device, TimeMs
 from ..core.family import Family
 from ..core.guard import Guard
 from ..core.settings import Settings
@@ -103,6 +105,10 @@ class Services:
             yield
         finally:
             apart.is_on = before
+
+    def time_ms(self, call: Call) -> TimeMs:
+        """How long work takes in a graph where this call is computed."""
+        return partial(self.holdings.made.time_ms, call.latent.device, call.latent.dtype)
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
         """Kernels launched inside run alone, and on this device, whichever is torch's current one outside: other

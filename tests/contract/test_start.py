@@ -20,9 +20,7 @@ SCRIPT = REPOSITORY / "scripts" / "onediff.py"
 # What serves a model, compiles for one or describes one to programs. No page needs it.
 FOR_LATER = (
     "diffusers", "transformers", "torch._inductor", "torch._dynamo", "torch.onnx", "triton", "sympy", "oneflow",
-    "skimage", "scipy", "lib_onediff.api", "lib_onediff.bench", "lib_onediff.devices.cuda.kernels.operators",
-    "lib_onediff.devices.cuda.tuning", "lib_onediff.devices.cuda.low_bit.operators",
-    "lib_onediff.devices.oneflow.operators",
+    "skimage", "scipy", "lib_onediff.api", "lib_onediff.bench", "lib_onediff.devices.oneflow.operators",
 )
 START = """
 import json, sys

@@ -87,10 +87,11 @@ class Clock:
 
 def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
     """The pick after everything was timed here."""
-    attention = Attention(Launches(TuningCache()), clock)
+    attention = Attention(Launches(TuningCache()))
     before = attention.pick(*SHAPES[kind], dtype)
     assert before == (GEMM if "VAE" in kind else TORCH), "nothing was measured"
-    assert attention.time_all(*SHAPES[kind], dtype, CPU) and not attention.time_all(*SHAPES[kind], dtype, CPU)
+    given = *SHAPES[kind], dtype, CPU, clock
+    assert attention.time_all(*given) and not attention.time_all(*given)
     return attention.pick(*SHAPES[kind], dtype)
 
 

@@ -15,8 +15,9 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.devices.cuda.kernels import images
 from lib_onediff.devices.cuda.kernels.group_norm import (
-    JOINED_STRIPS,
+    JOINED_NUMBERS,
     group_norm,
+    join_block,
     large_group_norm,
     small_image_group_norm,
 )
@@ -113,7 +114,7 @@ def test_more_strips_than_are_joined_at_once(
 ) -> None:
     rows, (height, width) = 32, size
     monkeypatch.setattr(images, "wanted_strips", lambda *ignored: 10**6)
-    assert height * width > JOINED_STRIPS * rows
+    assert height * width > JOINED_NUMBERS // join_block(16) * rows
     image = random_image(1, 32, height, width, mean=mean, deviation=0.1 if mean else 1.0)
     image[:, :, height // 2:] += 0.05 * mean + 2.0  # strips that differ
     close = FAR_FROM_ZERO if mean else CLOSE

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lib_onediff.core.precision import (
     flags_for,
 )
 from lib_onediff.core.settings import Settings
+from lib_onediff.devices.cuda.kernels import launching
 from lib_onediff.runtime.runtime import Runtime, runtime
 from lib_onediff.ui import effects
 from lib_onediff.ui.effects import why_no_effect
@@ -35,6 +37,7 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
         "get_device_name": "NVIDIA RTX", "mem_get_info": (24 << 30, 24 << 30),
         "get_device_capability": (9, 4) if gpu in (AMD, NONE) else tuple(map(int, gpu.split("."))),
     }
+    monkeypatch.setattr(launching, "driver_here", lambda: SimpleNamespace(version=lambda: (12, 8)))
     for name, answer in said.items():
         monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
 
@@ -57,7 +60,8 @@ def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     ("vae_precision", "fp16", NONE, "slower"), ("vae_precision", "fp16", AMD, None),
     ("vae_precision", "bf16", NONE, None), ("backend", "native", NONE, None),
     ("low_bit", "auto", NONE, "an NVIDIA GPU"), ("low_bit", "int8", AMD, "AMD"), ("low_bit", "off", NONE, None),
-    ("low_bit", "int8", TURING, "8.0"), ("low_bit", "sage", NVIDIA, "sageattention"),
+    ("low_bit", "int8", TURING, None), ("low_bit", "int8", PASCAL, "capability 7.5"), ("low_bit", "fp8", TURING, "8.9"),
+    ("low_bit", "sage", NVIDIA, "sageattention"),
     ("low_bit_only", True, NONE, "an NVIDIA GPU"), ("low_bit_only", False, NONE, None),
     ("second_gpu", "off", NONE, None), ("second_gpu", "auto", NONE, "no GPU"),
     ("second_gpu", "auto", NVIDIA, "one GPU"),

@@ -1,19 +1,20 @@
 """Our own kernels: loaded ahead of the first call, tuned on the machine, captured as CUDA graphs."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from ...core.call import Call
 from ...core.card import on_card
-from ...core.device import Device, Network, Traits
+from ...core.device import Device, Network, TimeMs, Traits
 from ...core.family import AttentionShapes
 from ...core.guard import first_line
 from ...core.operators import Operators
@@ -28,10 +29,10 @@ from ..torch.sage import SageAttention, why_no_sage
 from .kernels.attention import DTYPES
 from .kernels.contents import sums_of
 from .kernels.driver import why_nothing_is_kept
-from .kernels.launch_config import Launches, time_on_gpu
+from .kernels.launch_config import Launches
 from .kernels.launching import is_ahead, why_not
 from .low_bit.choice import LowBit
-from .tuning import load_kernels, tune_gated, tune_kernels
+from .tuning import load_candidates, load_kernels, tune_gated, tune_kernels
 
 log = logging.getLogger("onediff")
 
@@ -59,6 +60,8 @@ class Native(Device):
         self._launches = Launches(tuning_cache)
         self.attention = Attention(self._launches)
         self.low_bit = LowBit(tuning_cache, self._launches)
+        # Why our kernels cannot run on a device.
+        self.why_not = cache(why_not)
         # Our own, by the name of their attention where it is lossy.
         self._made: dict[str, Operators] = {}
         # By the kind of network: why its kernels cannot be loaded, "" where they were. Not an exception: its traceback
@@ -67,10 +70,6 @@ class Native(Device):
         self._tuned: set[Hashable] = set()
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
-
-    def why_not(self, device: torch.device) -> str | None:
-        """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
-        return why_not(device)
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
         refuse_without_gpu(device)
@@ -95,18 +94,20 @@ class Native(Device):
                 self._made[name] = self.low_bit.operators(SageAttention(exact) if attention else exact)
         return self._made[name]
 
-    def prepare(self, network: Network, measures: bool = False) -> None:
+    def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:
         kind = self._kind(network)
         with self._lock:
             if kind not in self._loading:
                 self._loading[kind] = self._worker.submit(self._load, network, kind[1])
+                # Nobody waits for these.
+                self._worker.submit(self._load_candidates, network)
         failure = self._loading[kind].result()
         if failure:
             raise Refusal(failure)
-        if measures and kind not in self._tuned:
+        if time_ms is not None and kind not in self._tuned:
             # Before the first use is checked, so that what is checked is what will run.
             self._tuned.add(kind)
-            self._tune_kernels(network)
+            self._tune_kernels(network, time_ms)
 
     def _kind(self, network: Network) -> tuple[Hashable, tuple[Kind, ...]]:
         """Networks of the same kind need the same kernels."""
@@ -128,13 +129,18 @@ class Native(Device):
         log.debug("kernels for %s loaded in %.1f s", network.dtype, time.perf_counter() - began)
         return ""
 
-    def tune(self, attentions: Sequence[AttentionShapes], call: Call) -> bool:
+    def _load_candidates(self, network: Network) -> None:
+        if network.dtype in DTYPES:
+            with contextlib.suppress(Exception), on_card(network.device):
+                load_candidates(network.dtype, network.device)
+
+    def tune(self, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         dtype, device = torch.float32 if call.upcast_attention else call.latent.dtype, call.latent.device
-        measured = [self.attention.measure(*pair, dtype, device) for pair in attentions]
+        measured = [self.attention.measure(*pair, dtype, device, time_ms) for pair in attentions]
         if device.type == "cuda" and call.latent.dtype in DTYPES:
             # A self attention of several heads has a feed-forward beside it.
             sizes = {(q[0] * q[2], q[1] * q[3]) for q, k in attentions if q == k and q[1] > 1}
-            measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_on_gpu) for size in sizes]
+            measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]
         return any(measured)
 
     def measure_anew(self) -> None:
@@ -143,7 +149,7 @@ class Native(Device):
         self.low_bit.forget()
         self._launches.forget()
 
-    def _tune_kernels(self, network: Network) -> None:
+    def _tune_kernels(self, network: Network, time_ms: TimeMs) -> None:
         """Measure how the kernels are best configured on this GPU, where that is not known: seconds, once on a machine.
 
         Where that fails, they stay as they are cut.
@@ -151,7 +157,7 @@ class Native(Device):
         began = time.perf_counter()
         try:
             with on_card(network.device):
-                count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_on_gpu)
+                count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_ms)
             log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
         except Exception as error:
             log.debug("the kernels could not be measured: %s", error, exc_info=True)

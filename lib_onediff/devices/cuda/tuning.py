@@ -1,11 +1,8 @@
 """The kernels that a network launches: measured at its shapes, for how they are best cut on this GPU, and for whether
-products in eight bits gain; and loaded side by side by a launch on a few numbers, before its first call waits for one
-after the other."""
+products in eight bits gain; and loaded by a launch on a few numbers, before its first call."""
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +28,6 @@ GROUPS, EPS = 32, 1e-5
 SPREAD = 32.0
 # Rows of tokens in eight bits, and sides of an image, that kernels are loaded with.
 FEW = 4
-MOST_THREADS = 8
 
 
 class Sizes(NamedTuple):
@@ -81,7 +77,7 @@ def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Itera
         yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
     if vector.dtype in native_attention.DTYPES:
         heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
-        for width, count in heads.items():
+        for width, count in ((width, heads[width]) for width in native_attention.WIDTHS if width in heads):
             # As a network hands them over.
             query = make(sizes.batch, sizes.queries, count, width).transpose(1, 2)
             key, value = make(sizes.batch, sizes.keys, 2 * count, width).transpose(1, 2).chunk(2, dim=1)
@@ -184,7 +180,7 @@ def trial_of(
         height, across = product.size
         image = QuantizedImage(values(rows // (height * across), height, across, width // KERNEL**2), one)
         run = partial(products.convolution, image, QuantizedWeight(values(out, width), one), dtype)
-        return Trial(cuts.CONVOLUTION, products.convolution_class(image, out), run)
+        return Trial(products.of_card(cuts.CONVOLUTION, device), products.convolution_class(image, out), run)
     if product.source != GATED:
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
@@ -196,7 +192,7 @@ def trial_of(
             return rounding.geglu(float8.product(tokens, weight, bias, result), FP8)
         return products.gated_product(tokens, weight, bias, one, config)
 
-    return Trial(cuts.GATED_PRODUCT, products.product_class(rows, 2 * width, out), gate)
+    return Trial(products.of_card(cuts.GATED_PRODUCT, device), products.product_class(rows, 2 * width, out), gate)
 
 
 def way_of(
@@ -288,10 +284,12 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
     make, shape_class = random_on(device, dtype), products.product_class(rows, 2 * cuts.FEED_FORWARD * width, width)
     if launches.chosen(cuts.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
         return False
-    return tuned(launches, gated_trial(make, rows, width, shape_class), dtype, time_ms)
+    return tuned(launches, gated_trial(make, rows, width, device, shape_class), dtype, time_ms)
 
 
-def gated_trial(make: Callable[..., Tensor], rows: int, width: int, shape_class: str = "") -> Trial:
+def gated_trial(
+    make: Callable[..., Tensor], rows: int, width: int, device: torch.device, shape_class: str = ""
+) -> Trial:
     tokens, weight, bias = make(rows, width), make(2 * cuts.FEED_FORWARD * width, width), make(8 * width)
 
     def run(config: LaunchConfig) -> object:
@@ -299,7 +297,7 @@ def gated_trial(make: Callable[..., Tensor], rows: int, width: int, shape_class:
             return native_tokens.geglu(functional.linear(tokens, weight, bias))
         return products.exact_gated_product(tokens, weight, bias, config)
 
-    return Trial(cuts.EXACT_GATED_PRODUCT, shape_class, run)
+    return Trial(products.of_card(cuts.EXACT_GATED_PRODUCT, device), shape_class, run)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -315,14 +313,19 @@ def load_kernels(
     works = launches_of(list(users), dtype, device, launches)
     for kind in kinds:
         works += low_bit_launches(list(users), dtype, device, launches, kind)
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "onediff-kernels") as pool:
-        for done in [pool.submit(launch, work, device) for work in works]:
-            done.result()
-
-
-def launch(work: Callable[[], object], device: torch.device) -> None:
-    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         # A thread that has done nothing on this card yet has no context there, and loading needs one.
         torch.cuda.current_stream().synchronize()
-        work()
+        # One after the other: the driver translates no two at a time.
+        for work in works:
+            work()
         torch.cuda.current_stream().synchronize()
+
+
+def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
+    """Have loaded what is going to be measured, so that no call waits for the driver's translation. Raises what a
+    launch raises."""
+    trial = gated_trial(partial(torch.zeros, dtype=dtype, device=device), FEW, low_bit.ALIGNED, device)
+    with torch.inference_mode(False), torch.no_grad():
+        for config in trial.kernel.candidates:
+            trial.run(config)

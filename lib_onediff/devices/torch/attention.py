@@ -12,7 +12,7 @@ from torch.backends import cuda as switches
 
 from ...core.device import TimeMs
 from ...core.precision import our_modes, switch_of
-from ..cuda.kernels.launch_config import Kernel, Launches, Trial, random_on, time_on_gpu, tuned
+from ..cuda.kernels.launch_config import Kernel, Launches, Trial, random_on, tuned
 
 log = logging.getLogger("onediff")
 
@@ -54,9 +54,8 @@ class Attention:
     measured. On a CPU it is always torch's.
     """
 
-    def __init__(self, launches: Launches, time_ms: TimeMs = time_on_gpu) -> None:
+    def __init__(self, launches: Launches) -> None:
         self._launches = launches
-        self._time_ms = time_ms
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False) -> Tensor:
         """The mix of values, in query's dtype and shape. upcast: computed in float32."""
@@ -78,7 +77,9 @@ class Attention:
         [picked] = self._launches.of(kernel_of(query_shape), class_of(query_shape, key_shape), dtype)
         return str(picked)
 
-    def measure(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
+    def measure(
+        self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+    ) -> bool:
         """Time every implementation for shapes of this class and choose, unless that was done; whether it was done now.
 
         Takes some ten milliseconds and three times the memory of the attention itself, and draws no number from the
@@ -87,9 +88,12 @@ class Attention:
         if device.type != "cuda":
             return False
         with torch.cuda.device(device):
-            return not torch.cuda.is_current_stream_capturing() and self.time_all(query_shape, key_shape, dtype, device)
+            is_free = not torch.cuda.is_current_stream_capturing()
+            return is_free and self.time_all(query_shape, key_shape, dtype, device, time_ms)
 
-    def time_all(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
+    def time_all(
+        self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+    ) -> bool:
         """measure() without its conditions."""
         kernel, shape_class = kernel_of(query_shape), class_of(query_shape, key_shape)
         if self._launches.chosen(kernel, shape_class, dtype) is not None:
@@ -106,7 +110,7 @@ class Attention:
                 return float((output.float() - expected).norm() / expected.norm()) <= WORST_ERROR[dtype]
 
             trial = Trial(kernel, shape_class, lambda config: attend(config[0], query, key, value), agrees)
-            return tuned(self._launches, trial, dtype, self._time_ms)
+            return tuned(self._launches, trial, dtype, time_ms)
 
 
 def kernel_of(query_shape: Shape) -> Kernel:

@@ -19,9 +19,9 @@ from ....core.version import written
 
 ARCHIVE, MANIFEST = Path(__file__).with_name("kernels.zip"), "manifest.json"
 OLDEST_CAPABILITY = (7, 5)
-# The CUDA of the driver's release 525, which loads PTX 8.0; and where an architecture's needs newer PTX: 8.1 and 8.6.
+# The CUDA of the driver's release 525, which loads PTX 8.0; and where an architecture's needs newer PTX: 8.4 and 8.6.
 OLDEST_DRIVER, OLDEST_DRIVER_NAME = (12, 0), "525"
-NEWER_DRIVER = {"89": (12, 1), "90a": (12, 7)}
+NEWER_DRIVER = {"89": (12, 4), "90a": (12, 7)}
 TYPE_NAMES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8", torch.int64: "i64",
     getattr(torch, "float8_e4m3fn", None): "fp8e4nv",

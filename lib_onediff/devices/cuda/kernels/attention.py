@@ -12,6 +12,8 @@ from .launch_config import ATTENTION, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
 DTYPES = (torch.float16, torch.bfloat16)
+# Of heads, for which there is a kernel: those of SD 1, SD 2 and SDXL.
+WIDTHS = (40, 64, 80, 160)
 # exp2 is one instruction, exp is two.
 LOG2_E = 1.4426950408889634
 

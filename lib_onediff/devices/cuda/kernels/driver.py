@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from ....core.refusal import Refusal
 LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 OUT_OF_MEMORY = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES, USUAL_SHARED_BYTES = 8, 48 << 10
-PARAMETERS, PARAMETER_BYTES = c_void_p(1), c_void_p(2)
 # A CUtensorMap, and where it may lie.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 L2_PROMOTION_128 = 2
@@ -30,7 +29,7 @@ class Driver:
     def __init__(self, library: Any) -> None:
         """library: what ctypes has loaded."""
         self._library = library
-        library.cuLaunchKernel.argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, POINTER(c_void_p))
+        library.cuLaunchKernel.argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), c_void_p)
 
     def call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -57,13 +56,15 @@ class Driver:
         return function
 
     def launch(
-        self, function: c_void_p, grid: Sequence[int], threads: int, shared: int, stream: int, parameters: bytes
+        self, function: c_void_p, grid: Sequence[int], threads: int, shared: int, stream: int, parameters: bytes,
+        places: Sequence[int],
     ) -> None:
-        """parameters: as they lie in memory one after the other, each at a multiple of its size."""
+        """parameters: one after the other. places: where each begins."""
         down, across, deep = (*grid, 1, 1)[:3]
-        size, memory = c_size_t(len(parameters)), ctypes.cast(c_char_p(parameters), c_void_p)
-        extra = (c_void_p * 5)(PARAMETERS, memory, PARAMETER_BYTES, ctypes.cast(byref(size), c_void_p), None)
-        self.call("cuLaunchKernel", function, down, across, deep, threads, 1, 1, shared, stream, None, extra)
+        memory = ctypes.cast(c_char_p(parameters), c_void_p).value or 0
+        # Not as one buffer: then a tensor map is not where the card wants it.
+        pointers = (c_void_p * len(places))(*[memory + place for place in places])
+        self.call("cuLaunchKernel", function, down, across, deep, threads, 1, 1, shared, stream, pointers, None)
 
     def tensor_map(
         self, address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, dtype: int, swizzle: int,

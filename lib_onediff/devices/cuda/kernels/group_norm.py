@@ -20,7 +20,8 @@ from .images import CHANNEL_BLOCK, PartialStatistics, measure
 from .launch_config import APPLICATION, STATISTICS, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
-JOINED_STRIPS = 64
+# At once; more make a kernel that a driver translates for half a second.
+JOINED_NUMBERS = 2048
 SMALL_IMAGE_PIXELS = 256
 # Narrower groups make one kernel for all read too scattered, and each width is a kernel to compile.
 SMALL_IMAGE_GROUP_WIDTH = 40
@@ -90,7 +91,7 @@ def large_group_norm(
     launch(
         "group_norm.join_statistics", (groups, batch), here.statistics, there.statistics, added, weight, bias, scales,
         pixels, here.count, there.count, here.pixels, there.pixels, added_stride, has_shift, eps, *of_channels,
-        group_width, warps=8, BLOCK=join_block(group_width), STRIPS=JOINED_STRIPS,
+        group_width, warps=8, BLOCK=join_block(group_width), STRIPS=JOINED_NUMBERS // join_block(group_width),
     )
     rows, warps = application_cut
     output_scale = scales if rounding is None else torch.empty((1, 1), device=first.device, dtype=torch.float32)

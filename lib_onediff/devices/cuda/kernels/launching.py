@@ -46,20 +46,18 @@ def launch(
     loaded(key, device)(grid, arguments)
 
 
-@functools.cache
 def is_ahead(device: torch.device) -> bool:
     """Whether kernels for a device were compiled ahead."""
     return device.type == "cuda" and not torch.version.hip and os.environ.get("ONEDIFF_KERNELS") != "source"
 
 
-@functools.cache
 def why_not(device: torch.device) -> str | None:
     """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
     if device.type != "cuda":
         return f"OneDiff's kernels need an NVIDIA GPU, and this is the {device.type}"
     if not is_ahead(device):
-        # It compiles them for what torch's ROCm brings it with.
-        return None if find_spec("triton") else "OneDiff's kernels need Triton here, which is not installed"
+        # AMD's, where torch's ROCm brings it.
+        return None if find_spec("triton") else "OneDiff's kernels need Triton on this GPU, and it is not installed"
     capability, card = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     if capability < archive.OLDEST_CAPABILITY:
         return (
@@ -85,7 +83,7 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
     driver = driver_here()
     variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
     function = driver.load(ptx, variant.name, variant.shared)
-    layout, threads, shared = layout_of(variant), variant.threads, variant.shared
+    (layout, places), threads, shared = layout_of(variant), variant.threads, variant.shared
     letters, scratch = variant.arguments.rstrip(SCRATCH), [0] * variant.arguments.count(SCRATCH)
 
     def run(grid: Sequence[int], arguments: Sequence[Any]) -> None:
@@ -98,7 +96,7 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
             else:
                 values.append(aligned(argument, variant.name) if letter == "A" else argument)
         stream = torch.cuda.current_stream(device).cuda_stream
-        driver.launch(function, grid, threads, shared, stream, struct.pack(layout, *values, *scratch))
+        driver.launch(function, grid, threads, shared, stream, struct.pack(layout, *values, *scratch), places)
 
     return run
 
@@ -117,16 +115,19 @@ def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
     return [driver.tensor_map(address, shape, strides, item_bytes, dtype, swizzle, box), *shape, *strides]
 
 
-def layout_of(variant: archive.Variant) -> str:
-    """How its parameters lie in memory, for struct.pack. Ranks of tiles follow from their maps."""
-    layout, ranks = "@", iter(variant.maps)
+def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
+    """How its parameters lie in memory, for struct.pack, and where each begins."""
+    layout, places, maps = "@", list[int](), iter(variant.maps)
     for letter in variant.arguments:
+        formats: Sequence[str] = FORMATS.get(letter, "")
         if letter == "T":
-            rank = len(next(ranks)[3])
-            layout += f"{-struct.calcsize(layout) % MAP_ALIGNMENT}x{MAP_BYTES}s{rank}i{rank}q"
-        else:
-            layout += FORMATS[letter]
-    return layout
+            layout += f"{-struct.calcsize(layout) % MAP_ALIGNMENT}x"
+            rank = len(next(maps)[3])
+            formats = [f"{MAP_BYTES}s", *"i" * rank, *"q" * rank]
+        for one in formats:
+            layout += one
+            places.append(struct.calcsize(layout) - struct.calcsize(one))
+    return layout, places
 
 
 def launch_source(

@@ -2,7 +2,6 @@
 twice."""
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....core.affine import Affine, LowRank
 from ....core.leaves import Convolution, GroupNorm, LayerNorm
 from ....core.operators import Rows, Stream
-from ....core.refusal import Refusal
 from ....core.tuning_cache import TuningCache
 from ...torch import operators as torch_ops
 from ...torch.attention import FEW_KEYS
@@ -123,13 +121,11 @@ class NativeOperators:
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         given = query, key, value
-        few = key.shape[2] <= FEW_KEYS and query.dtype in native_attention.DTYPES and not upcast
-        if few and all(map(native_attention.heads_lie_beside, given)):
-            config = self._launches.of(attention_kernel(query.shape[3]), str(query.shape[3]), query.dtype)
+        width, few = query.shape[3], key.shape[2] <= FEW_KEYS and query.dtype in native_attention.DTYPES and not upcast
+        if few and width in native_attention.WIDTHS and all(map(native_attention.heads_lie_beside, given)):
+            config = self._launches.of(attention_kernel(width), str(width), query.dtype)
             if config != cuts.LIBRARY:
-                # What is not there for this card or this width of heads, PyTorch has.
-                with contextlib.suppress(Refusal):
-                    return native_attention.attention(*given, config)
+                return native_attention.attention(*given, config)
         return self._attention(query, key, value, upcast)
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:

@@ -8,6 +8,7 @@ and normed_scale): one for every row would have to wait for the whole row.
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from ....core.affine import QuantizedWeight
 from ....core.operators import QuantizedImage, QuantizedTokens
 from . import launch_config as cuts
 from .archive import Tiles
-from .launch_config import LaunchConfig
+from .launch_config import Kernel, LaunchConfig
 from .launching import ceil_div, launch
+
+HOPPER = (9, 0)
 
 
 def int8_product(
@@ -105,6 +108,15 @@ def convolution(
         N=n, K=k, GROUP=group, COPIED=copied,
     )
     return output.permute(0, 3, 1, 2)
+
+
+def of_card(kernel: Kernel, device: torch.device) -> Kernel:
+    """What of a kernel can be fast on a device: tiles that it copies by itself, where it does."""
+    if device.type != "cuda":
+        return kernel
+    copies = torch.cuda.get_device_capability(device) == HOPPER
+    mine = (config for config in kernel.candidates if config == cuts.LIBRARY or bool(config[0]) == copies)
+    return replace(kernel, candidates=tuple(mine))
 
 
 def product_class(rows: int, out: int, width: int) -> str:

@@ -71,7 +71,9 @@ def why_not(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{name} is for models in float16 or bfloat16, and this one is in {str(dtype).removeprefix('torch.')}"
     if kind is FP8 and release(torch.__version__) < OLDEST_TORCH:
         return f"FP8 needs torch {written(OLDEST_TORCH)} or newer, and this is torch {torch.__version__}"
-    if device.type == "cuda" and not torch.version.hip:
+    if torch.version.hip:
+        return f"{name} has not been tried on AMD GPUs"
+    if device.type == "cuda":
         capability, card = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         oldest, example = OLDEST_CAPABILITY[kind], ", such as RTX 40 and H100" if kind is FP8 else ""
         if kind is INT8 and dtype == torch.bfloat16 and capability < (8, 0):
