@@ -145,7 +145,7 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
 
 @torch.no_grad()
 def test_the_compiled_norm_neither_saturates_nor_hides_a_nan(dtype: torch.dtype) -> None:
-    ops, width = operators_of(dtype), 640
+    ops, width = operators_of(dtype), 1280
     norm, weight = LayerNorm("norm", width, EPS), torch.eye(width, device=GPU).to(dtype)
     affine = Affine(weight, None, (rounding.rounded_weight(weight, FP8),))
     gamma, beta = 8 * random(width, dtype=dtype), random(width, dtype=dtype)
