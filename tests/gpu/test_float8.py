@@ -23,8 +23,8 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     LaunchConfig,
     Launches,
 )
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support
-from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, Product, as_rows, gated_scale
 
@@ -104,9 +104,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def operators_of(dtype: torch.dtype) -> LowBitOperators:
+def operators_of(dtype: torch.dtype) -> NativeOperators:
     result = float8_support(GPU, dtype).result
-    return LowBitOperators(
+    return NativeOperators(
         Launches(TuningCache()), functional.scaled_dot_product_attention, lambda *given: result, lambda *given: FP8
     )
 

@@ -1,9 +1,8 @@
-"""Low-bit without a GPU and without Triton's interpreter, which rounds float8 wrongly: the operators of the native
-backend by torch's, rows in eight bits by torch, products by torch's own."""
+"""Low-bit without a GPU and without Triton's interpreter, which rounds float8 wrongly: every kernel of the native
+backend by torch's operators, rows in eight bits among them, and products by torch's own."""
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +14,23 @@ from ladder_builders import NATIVE
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.core.affine import QuantizedWeight
+from lib_onediff.core.affine import Affine, QuantizedWeight
 from lib_onediff.core.call import Call
 from lib_onediff.core.key import Lossy
-from lib_onediff.core.operators import Operators, QuantizedTokens, Stream
+from lib_onediff.core.leaves import GroupNorm, LayerNorm
+from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
 from lib_onediff.core.tuning_cache import TuningCache
-from lib_onediff.devices.cuda.kernels import products, rounding
+from lib_onediff.devices.cuda.kernels import attention, group_norm, images, products, rounding, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
-from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import low_bit, offload
 from lib_onediff.weights.low_bit import FP8, KINDS, Kind
 
 EXACT, EIGHT, ONLY = "native", "native, 8-bit", "native, 8-bit only"
-NAMES = [name for name in vars(Operators) if not name.startswith("_")]
 
 
 def half_unet(seed: int = 0) -> nn.Module:
@@ -86,7 +84,7 @@ def norm_scale(weight: Tensor, bias: Tensor | None) -> Tensor:
 def layer_norm(
     stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, cut: Any
 ) -> tuple[Stream, QuantizedTokens]:
-    tokens = torch_ops.materialize(stream)
+    tokens = materialize(stream)
     normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
     return Stream(tokens), rounded(normed, kind, norm_scale(weight, bias) if kind is FP8 else None)
 
@@ -106,10 +104,30 @@ def int8_product(
     return (sums if bias is None else sums + bias.float()).to(result)
 
 
-def by_torch(name: str) -> Callable[..., Any]:
-    """An operator of torch's as a method."""
-    operator = getattr(torch_ops, name)
-    return lambda self, *given, **named: operator(*given, **named)
+# What exact kernels do, by torch: sums in float32, rounded once.
+def exact_group_norm(
+    first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
+    shift: Tensor | None, *cuts: Any,
+) -> Tensor:
+    image = first if second is None else torch.cat([first, second], 1)
+    norm = GroupNorm("norm", image.shape[1], groups, eps)
+    return torch_ops.WideNorms().group_norm(image, Affine(weight, bias), norm, silu, shift)
+
+
+def materialize(stream: Stream, config: Any = None) -> Tensor:
+    return torch_ops.materialize(stream._replace(tokens=stream.tokens.float())).to(stream.tokens.dtype)
+
+
+def exact_layer_norm(
+    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: Any
+) -> tuple[Stream, Tensor]:
+    whole = Stream(materialize(stream))
+    return torch_ops.layer_norm(whole, Affine(weight, bias), LayerNorm("norm", len(weight), eps), Affine(weight, None))
+
+
+def add_and_measure(image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, config: Any) -> None:
+    total = update.float() if image is None else update.float() + image
+    output.copy_(total if bias is None else total + bias[:, None, None])
 
 
 def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -129,22 +147,32 @@ def as_ours(function: Any) -> types.FunctionType:
 
 def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody computes with a weight that is in the computer's memory: on a machine without a GPU it would go well."""
-    linear = torch.nn.functional.linear
 
-    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        kept = [layers for one in runtime.services.managed.values() for layers in one.bound.offloaded._layers.values()]
-        places = {away.data_ptr() for layers in kept for away in offload.weights_of(layers)}
-        assert weight.data_ptr() not in places, "computed with a weight that is in the computer's memory"
-        return linear(x, weight, bias)
+    def watched(compute: Any) -> Any:
+        def checked(*given: Any, **named: Any) -> Tensor:
+            managed = runtime.services.managed.values()
+            kept = [layers for one in managed for layers in one.bound.offloaded._layers.values()]
+            places = {away.data_ptr() for layers in kept for away in offload.weights_of(layers)}
+            read = {one.data_ptr() for one in given if isinstance(one, Tensor)}
+            assert not places & read, "computed with a weight that is in the computer's memory"
+            return compute(*given, **named)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", as_ours(watched))
+        return as_ours(checked)
+
+    for owner, name in ((torch.nn.functional, "linear"), (Tensor, "addmm_")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:
     """Products in eight bits on this machine, for networks of any size, and for every product. result: the type in
     which products in float8 come out."""
-    for name in NAMES:
-        monkeypatch.setattr(NativeOperators, name, by_torch(name))
+    monkeypatch.setattr(group_norm, "group_norm", exact_group_norm)
+    monkeypatch.setattr(images, "add_and_measure", add_and_measure)
+    monkeypatch.setattr(images, "resize", torch_ops.resize)
+    monkeypatch.setattr(tokens, "layer_norm", exact_layer_norm)
+    monkeypatch.setattr(tokens, "materialize", materialize)
+    monkeypatch.setattr(tokens, "geglu", lambda hidden, config: torch_ops.geglu(hidden))
+    monkeypatch.setattr(attention, "attention", lambda *given: torch_ops.attention(*given[:3], False))
     monkeypatch.setattr(rounding, "layer_norm", layer_norm)
     monkeypatch.setattr(rounding, "geglu", lambda tokens, kind: rounded(torch_ops.geglu(tokens, None), kind))
     monkeypatch.setattr(rounding, "rounded", rounded)
@@ -157,5 +185,5 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     monkeypatch.setattr(ours, "_best", lambda product, dtype, kinds: min(kinds, key=KINDS.index, default=None))
     ours.forget()
     launches = Launches(TuningCache())
-    operators = LowBitOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.best)
+    operators = NativeOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.best)
     monkeypatch.setitem(runtime.devices.named(NATIVE)._made, NATIVE, operators)

@@ -22,7 +22,7 @@ from lib_onediff.core.leaves import LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.devices.cuda.kernels import rounding
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
-from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators, updated
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators, updated
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, empty_like
 
@@ -144,7 +144,7 @@ WIDTH, EPS = 640, 1e-5
 
 
 @pytest.fixture
-def operators(monkeypatch: pytest.MonkeyPatch) -> LowBitOperators:
+def operators(monkeypatch: pytest.MonkeyPatch) -> NativeOperators:
     use_low_bit(monkeypatch)
     return runtime.devices.operators(NATIVE)
 
@@ -156,7 +156,7 @@ def affine_of(weight: Tensor, bias: Tensor | None = None) -> Affine:
 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])
-def test_the_next_norm_and_the_tokens_have_the_same_update(operators: LowBitOperators, result: torch.dtype) -> None:
+def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
     affine, vector = affine_of(torch.randn(WIDTH, WIDTH).to(result)), torch.randn(WIDTH).to(result)
     tokens = torch.randn(2, 5, WIDTH).to(result)
     stream = operators.add_linear(Stream(tokens.clone()), torch.randn(2, 5, WIDTH).to(result), affine)

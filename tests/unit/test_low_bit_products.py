@@ -25,8 +25,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     LaunchConfig,
     Launches,
 )
-from lib_onediff.devices.cuda.kernels.operators import VirtualConcatenation
-from lib_onediff.devices.cuda.low_bit.operators import LowBitOperators
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.weights.low_bit import FP8, as_rows, gated_scale, normed_scale
 
@@ -162,7 +161,7 @@ def test_the_norm_is_written_in_float8(beside: bool) -> None:
     norm, shift = GroupNorm("norm", channels, 4, 1e-5), torch.randn(2, channels, device=DEVICE)
     weight = torch.randn(16, channels, 3, 3, device=DEVICE) / channels**0.5
     reader = Affine(weight, None, (rounded_weight(weight),), normed_scale=normed_scale(affine).view(1, 1))
-    operators = LowBitOperators(
+    operators = NativeOperators(
         Launches(TuningCache()), torch_ops.attention, lambda *given: torch.float32, lambda *given: FP8
     )
     rounded = operators.group_norm(given, affine, norm, True, shift, reader)

@@ -40,20 +40,20 @@ class Rounding(NamedTuple):
 def group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
-    small_pixels: int = SMALL_IMAGE_PIXELS,
     statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
-) -> Tensor:
+    rounding: Rounding | None = None,
+) -> Any:
     """Group norm of (first beside second) + shift, then SiLU if silu.
 
     first, second: (batch, channels, height, width) in channels-last memory; shift: (batch, channels) or None. Returns
-    the dtype of first, in channels-last memory; sums in float32. measured: see large_group_norm. small_pixels: up
-    to which size one kernel does it all. statistics_cut, application_cut: of large_group_norm.
+    the dtype of first, in channels-last memory; sums in float32. measured, statistics_cut, application_cut, rounding:
+    of large_group_norm, for an image that is not small.
     """
     arguments = first, second, weight, bias, groups, eps, silu, shift
     channels = first.shape[1] + (0 if second is None else second.shape[1])
-    if first.shape[2] * first.shape[3] <= small_pixels and channels >= groups * SMALL_IMAGE_GROUP_WIDTH:
+    if first.shape[2] * first.shape[3] <= SMALL_IMAGE_PIXELS and channels >= groups * SMALL_IMAGE_GROUP_WIDTH:
         return small_image_group_norm(*arguments)
-    return large_group_norm(*arguments, measured, statistics_cut, application_cut)
+    return large_group_norm(*arguments, measured, statistics_cut, application_cut, rounding)
 
 
 def small_image_group_norm(

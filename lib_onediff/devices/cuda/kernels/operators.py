@@ -1,8 +1,8 @@
-"""The operators of the native backend: channels-last images, and our kernels where torch launches several or reads
-twice."""
+"""The operators of the native backend: channels-last images, our kernels where torch launches several or reads twice,
+and the largest matrix products in eight bits where weights are (weights/low_bit.py says which)."""
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,18 +10,33 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ....core.affine import Affine, LowRank
+from ....core.affine import Affine, LowRank, QuantizedWeight
 from ....core.leaves import Convolution, GroupNorm, LayerNorm
-from ....core.operators import Rows, Stream
+from ....core.operators import QuantizedImage, QuantizedTokens, Stream
 from ....core.tuning_cache import TuningCache
+from ....weights.low_bit import (
+    FEWEST_PIXELS,
+    FP8,
+    GATED,
+    GROUP_NORMED,
+    INT8,
+    KERNEL,
+    NORMED,
+    PLAIN,
+    Kind,
+    Product,
+    deviations,
+    kind_of,
+)
 from ...torch import operators as torch_ops
 from ...torch.attention import FEW_KEYS
 from ...torch.operators import bias_or_zeros, channels_last
+from ..low_bit import float8
 from . import attention as native_attention
 from . import group_norm as native_group_norm
 from . import images as native_images
 from . import launch_config as cuts
-from . import products
+from . import products, rounding
 from . import tokens as native_tokens
 from .launch_config import Kernel, LaunchConfig, Launches, attention_kernel, image_class, row_class
 from .launching import ALIGNED
@@ -40,18 +55,30 @@ class VirtualConcatenation(NamedTuple):
 
 
 Image = Tensor | VirtualConcatenation
+# What a layer norm or a GEGLU makes for a linear layer.
+Rows = Tensor | QuantizedTokens
+ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
+# In which of these kinds a product is done; None: in none.
+Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
 class NativeOperators:
-    """See core.operators. Images are made channels-last where they are not."""
+    """See core.operators. Images are made channels-last where they are not. What is for a layer whose weight is there
+    in eight bits is made in eight bits where it is computed, if that pays. A weight that is there in eight bits alone
+    is on torch's meta device."""
 
     def __init__(
         self, launches: Launches | None = None,
         attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = torch_ops.attention,
+        result_dtype: ResultDtype = lambda device, dtype: dtype, choose: Choose = lambda product, dtype, kinds: None,
     ) -> None:
-        """launches: how kernels are launched, None for their first choice. attention: as Operators.attention."""
+        """launches: how kernels are launched, None for their first choice. attention: as Operators.attention.
+        result_dtype: in which type products in float8 come out on a device, for a model of a dtype. choose: in which of
+        the kinds that a weight has a product is done, if in any."""
         self._launches = launches or Launches(TuningCache())
         self._attention = attention
+        self._result_dtype = result_dtype
+        self._choose = choose
         # Of images that were made by an addition, as long as they live.
         self._strips: MutableMapping[Tensor, native_images.PartialStatistics] = WeakIdKeyDictionary()
 
@@ -62,8 +89,11 @@ class NativeOperators:
     image_to_tokens = staticmethod(torch_ops.image_to_tokens)
     tokens_to_image = staticmethod(torch_ops.tokens_to_image)
 
-    def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        return torch_ops.linear(x, affine)
+    def linear(self, x: Rows, affine: Affine) -> Tensor:
+        if isinstance(x, QuantizedTokens):
+            return self._product(x, affine, affine.bias).to(affine.weight.dtype).view(*x.shape, -1)
+        # What reads the prompt is rounded in its weights alone: a text encoder's tokens have values far off.
+        return torch_ops.linear(x, Affine(dequantized(affine), affine.bias) if affine.weight.is_meta else affine)
 
     def pointwise(self, image: Image, affine: Affine) -> Tensor:
         first, second = halves(image)
@@ -81,7 +111,13 @@ class NativeOperators:
         batch, _, height, width = first.shape
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
-    def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+    def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
+        if isinstance(image, QuantizedImage):
+            shape_class = products.convolution_class(image, shape.out_channels)
+            config = self._launches.of(cuts.CONVOLUTION, shape_class, affine.weight.dtype)
+            # It is added with the shift, or with the residual.
+            assert affine.bias is None
+            return products.convolution(image, affine.low_bit[0], affine.weight.dtype, config)
         if affine.bias is None or shape.out_channels % ALIGNED:
             return torch_ops.convolution(channels_last(image), affine, shape)
         # torch adds a bias in another pass, and a slower one.
@@ -96,16 +132,33 @@ class NativeOperators:
         first, second = halves(image)
         return native_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
-            self._measured(image),
-            statistics_cut=self._cut(cuts.STATISTICS, first), application_cut=self._cut(cuts.APPLICATION, first),
+            self._measured(image), self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first),
+            self._rounding(image.shape, norm.groups, reader),
         )
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
         config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
+        kind = self._kind(stream.tokens, reader, NORMED)
+        stream = updated(stream) if kind is None else stream
         stream = stream._replace(tokens=stream.tokens.contiguous())
+        if kind is not None:
+            return rounding.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
 
-    def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
+    def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
+        if not isinstance(x, QuantizedTokens):
+            kind = self._kind(x, affine, PLAIN)
+            if kind is None:
+                return self._add_exact(updated(stream), x, affine)
+            x = rounding.rounded(x, kind)
+        if stream.bias is not None or stream.update is not None:
+            stream = Stream(self.materialize(stream))
+        # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
+        update, scales = self._update(x, affine)
+        scales = None if scales is None else scales.view(*x.shape, 1)
+        return Stream(stream.tokens, stream.deferred_bias, affine.bias, update.view(*x.shape, -1), scales)
+
+    def _add_exact(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
         if stream.bias is not None:
             stream = Stream(self.materialize(stream))
@@ -117,7 +170,7 @@ class NativeOperators:
 
     def materialize(self, stream: Stream) -> Tensor:
         config = self._launches.of(cuts.LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
-        return native_tokens.materialize(stream, config)
+        return native_tokens.materialize(updated(stream), config)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         given = query, key, value
@@ -129,16 +182,27 @@ class NativeOperators:
         return self._attention(query, key, value, upcast)
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
+        kind = self._kind(tokens, reader, GATED)
+        if kind is not None:
+            return rounding.geglu(tokens.contiguous(), kind)
         config = self._launches.of(cuts.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return native_tokens.geglu(tokens.contiguous(), config)
 
     def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
-        width = x.shape[-1]
-        shape_class = products.product_class(x.numel() // width, *affine.weight.shape)
-        config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, affine.weight.dtype)
-        if config != cuts.LIBRARY and affine.bias is not None and affine.low_rank is None:
-            tokens = x.contiguous().view(-1, width)
-            return products.exact_gated_product(tokens, affine.weight, affine.bias, config).view(*x.shape[:-1], -1)
+        dtype, scale = affine.weight.dtype, affine.gated_scale
+        if isinstance(x, QuantizedTokens):
+            count = len(x.values)
+            config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(count, *affine.weight.shape), dtype)
+            both = x.values.dtype == FP8.dtype and self._kind_of(count, reader, GATED) is FP8
+            if both and config != cuts.LIBRARY and scale is not None and affine.bias is not None:
+                return products.gated_product(x, weight_like(x, affine), affine.bias, scale, config)
+        elif not reader.low_bit:
+            width = x.shape[-1]
+            shape_class = products.product_class(x.numel() // width, *affine.weight.shape)
+            config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, dtype)
+            if config != cuts.LIBRARY and affine.bias is not None and affine.low_rank is None:
+                tokens = x.contiguous().view(-1, width)
+                return products.exact_gated_product(tokens, affine.weight, affine.bias, config).view(*x.shape[:-1], -1)
         return self.geglu(self.linear(x, affine), reader)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
@@ -170,6 +234,46 @@ class NativeOperators:
     def _cut(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
 
+    # --- in eight bits --------------------------------------------------------------------------------------------
+
+    def _rounding(self, shape: torch.Size, groups: int, reader: Affine | None) -> native_group_norm.Rounding | None:
+        """How the norm of such an image is written, where the convolution that reads it is done in eight bits."""
+        batch, channels, height, width = shape
+        pixels, scale = height * width, None if reader is None else reader.normed_scale
+        if reader is None or scale is None or not reader.low_bit or pixels < FEWEST_PIXELS:
+            return None
+        product = Product(batch * pixels, KERNEL**2 * channels, len(reader.weight), GROUP_NORMED, (height, width))
+        if self._choose(product, reader.weight.dtype, [FP8]) is not FP8:
+            return None
+        return native_group_norm.Rounding(scale, deviations(pixels * channels // groups), FP8.dtype)
+
+    def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
+        return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
+
+    def _kind_of(self, rows: int, reader: Affine, source: str) -> Kind | None:
+        """In which kind that many rows are multiplied with the reader's weight; None: in the model's type."""
+        if not reader.low_bit:
+            return None
+        there = [kind_of(weight.values) for weight in reader.low_bit]
+        if reader.weight.is_meta:
+            return there[0]
+        out, width = reader.weight.shape
+        return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
+
+    def _update(self, x: QuantizedTokens, affine: Affine) -> tuple[Tensor, Tensor | None]:
+        """As float8.update."""
+        if x.values.dtype == INT8.dtype:
+            return self._product(x, affine, None), None
+        return float8.update(x, weight_like(x, affine))
+
+    def _product(self, x: QuantizedTokens, affine: Affine, bias: Tensor | None) -> Tensor:
+        weight, dtype = weight_like(x, affine), affine.weight.dtype
+        if x.values.dtype != INT8.dtype:
+            return float8.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
+        shape_class = products.product_class(len(x.values), *affine.weight.shape)
+        config = self._launches.of(cuts.INT8_PRODUCT, shape_class, dtype)
+        return products.int8_product(x, weight, bias, dtype, config)
+
 
 def halves(image: Image) -> tuple[Tensor, Tensor | None]:
     if isinstance(image, VirtualConcatenation):
@@ -181,3 +285,25 @@ def rows(image: Tensor) -> Tensor:
     """(batch, channels, height, width) -> (batch * height * width, channels), a view of a channels-last image."""
     return image.permute(0, 2, 3, 1).flatten(0, 2)
 
+
+def dequantized(affine: Affine) -> Tensor:
+    """A weight (out, in) in the model's type, of the one in eight bits."""
+    values, scales = affine.low_bit[0]
+    return values.to(affine.weight.dtype).mul_(scales.t())
+
+
+def weight_like(x: QuantizedTokens, affine: Affine) -> QuantizedWeight:
+    """The weight in the kind of these tokens."""
+    return next(weight for weight in affine.low_bit if weight.values.dtype == x.values.dtype)
+
+
+def updated(stream: Stream) -> Stream:
+    """The same stream, its update added to its tokens in place."""
+    if stream.update is None:
+        return stream
+    tokens = stream.tokens.contiguous()
+    if stream.update_scales is None:
+        tokens.add_(stream.update)
+    else:
+        tokens.addcmul_(stream.update, stream.update_scales)
+    return stream._replace(tokens=tokens, update=None, update_scales=None)

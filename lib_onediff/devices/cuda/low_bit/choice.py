@@ -35,9 +35,9 @@ from ....weights.low_bit import (
 from ...torch import operators as torch_ops
 from ..kernels import rounding
 from ..kernels.launch_config import Launches
+from ..kernels.operators import NativeOperators
 from ..tuning import tune_product, way_of
 from .float8 import float8_support, why_not
-from .operators import LowBitOperators
 
 log = logging.getLogger("onediff")
 Answer = TypeVar("Answer")
@@ -94,7 +94,7 @@ class LowBit:
         """Our own. The weights that are there in eight bits tell what is done in them. choose: in the place of best."""
         # None where there are no products in float8: then nobody asks.
         result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
-        return LowBitOperators(self._launches, attention, result, choose or self.best)
+        return NativeOperators(self._launches, attention, result, choose or self.best)
 
     # --- what a call wants ----------------------------------------------------------------------------------------
 
