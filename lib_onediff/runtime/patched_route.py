@@ -12,7 +12,7 @@ from ..core.patch_points import PatchPoints
 from ..core.policy import Served
 from ..core.refusal import Refusal
 from ..core.table import Entry, State
-from ..devices.cuda.graphs.capture import SegmentsRunner
+from ..devices.cuda.graphs.capture import GraphRunner
 from ..devices.cuda.graphs.segments import DoesNotFit
 from .call_stats import GRAPH, PLAIN
 from .managed_unet import ManagedUNet
@@ -95,7 +95,7 @@ class PatchedRoute:
             self._services.is_between_graphs = False
             go_on()
         runner = managed.runner(entry.key)
-        if not isinstance(runner, SegmentsRunner):
+        if not isinstance(runner, GraphRunner):
             return
         error = relative_error(runner.segments.output.nan_to_num(), result.output.nan_to_num())
         if error > rounding_limit(entry.key.dtype, entry.key.device, entry.key.precision):

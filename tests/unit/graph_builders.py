@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
-from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, GraphRunner
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
 from lib_onediff.devices.cuda.graphs.segments import Segments, record
@@ -96,7 +96,7 @@ class PretendedGraphs(CudaGraphs):
         self.captured.append(f"{width * 8}x{height * 8}")
         self.most = max(self.most, self.bytes(device))
         if segments is not None:
-            return SegmentsRunner(segments, replace(inputs, patches=None), pool, bytes_of(inputs))
+            return GraphRunner(segments, replace(inputs, patches=None), pool, bytes_of(inputs))
         again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
         return PretendedGraph(self, again, inputs, pool)
 

@@ -20,7 +20,7 @@ from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
 from .allocations import peak
 from .device_memory import empty_cache
-from .inputs import bytes_of, copy_inputs
+from .inputs import bytes_of
 from .recording import GraphRecording, time_in_graph
 from .segments import Segments, record
 
@@ -82,9 +82,9 @@ class CudaGraphs:
     def prepare(
         self, architecture: str, binding: Source, ops: Operators, inputs: Call,
         needs: int = 0,
-    ) -> GraphRunner | SegmentsRunner:
+    ) -> GraphRunner:
         """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
-        thread before, by the same operators: it compiled kernels and chose algorithms, which a capture must not do.
+        thread before, by the same operators: it loaded kernels and chose algorithms, which a capture must not do.
         Where functions of other extensions run within it, it is computed and they are called.
 
         needs: what the graph will take of the pool. A new pool gets that in one piece: with less waste than in many,
@@ -99,20 +99,16 @@ class CudaGraphs:
             piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
             stream.wait_stream(torch.cuda.current_stream())
             try:
-                recorded, output = capture(
-                    self._output, binding, ops, inputs, GraphRecording(pool.handle, stream, piece)
-                )
+                segments = capture(self._output, binding, ops, inputs, GraphRecording(pool.handle, stream, piece))
             except BaseException:
                 # torch may believe that this pool is still being recorded to, and would refuse every further capture.
                 del self._pools[device, architecture]
                 raise
             pool.is_fresh = False
             pool.grown_since(before)
-        if isinstance(recorded, Segments):
-            # Whose functions they were must not be kept.
-            inputs = replace(inputs, patches=None)
-            return SegmentsRunner(recorded, inputs, pool, bytes_of(inputs))
-        return GraphRunner(recorded, inputs, output, pool, bytes_of(inputs))
+        # Whose functions they were must not be kept.
+        inputs = replace(inputs, patches=None)
+        return GraphRunner(segments, inputs, pool, bytes_of(inputs))
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
         """How much memory the pools of a device hold, or that of one architecture alone."""
@@ -159,23 +155,7 @@ class CudaGraphs:
 
 @dataclass
 class GraphRunner:
-    """core.device.Runner by a CUDA graph. memory: the pool that it was captured in."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: Call
-    output: Tensor
-    memory: Pool
-    own_bytes: int
-
-    def run(self, call: Call) -> Tensor:
-        copy_inputs(call, self.inputs)
-        self.graph.replay()
-        return self.output.clone()
-
-
-@dataclass
-class SegmentsRunner:
-    """core.device.Runner by the CUDA graphs between functions of other extensions. memory: see GraphRunner."""
+    """core.device.Runner by CUDA graphs. memory: the pool that they were captured in."""
 
     segments: Segments
     inputs: Call
@@ -188,17 +168,14 @@ class SegmentsRunner:
 
 def capture(
     output: Output, binding: Source, ops: Operators, inputs: Call, recording: GraphRecording
-) -> tuple[torch.cuda.CUDAGraph | Segments, Tensor]:
-    """What replays a call, and the output that it writes. Functions that the call brings are called."""
-    weights, patches = binding.weights(), inputs.patches
-    compute = lambda points: output(binding.layout, weights, ops, replace(inputs, patches=points))  # noqa: E731
+) -> Segments:
+    """What replays a call. Functions that the call brings are called."""
+    weights = binding.weights()
     with recording.ended_on_failure():
-        if patches is not None:
-            segments = record(recording, patches, compute)
-            return segments, segments.output
-        recording.begin()
-        made = compute(None)
-        return recording.stop(), made
+        return record(
+            recording, inputs.patches,
+            lambda points: output(binding.layout, weights, ops, replace(inputs, patches=points)),
+        )
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:

@@ -1,9 +1,10 @@
-"""A forward within which functions of other extensions run: CUDA graphs of what lies between them.
+"""A forward as CUDA graphs: one of all of it, or of what lies between the functions of other extensions in it.
 
-It is recorded while it is computed: where a function is called, the recording ends, what was recorded is replayed, and
-the function is called with its result; what it returns is copied to where the next recording reads it. A replay does
-the same with the functions and options of its own call. The parts lie over each other in the graphs' memory like those
-of one graph, so only addresses are kept of what passes between them, and functions get copies: they may keep them.
+With functions, it is recorded while it is computed: where one is called, the recording ends, what was recorded is
+replayed, and the function is called with its result; what it returns is copied to where the next recording reads it. A
+replay does the same with the functions and options of its own call. The parts lie over each other in the graphs' memory
+like those of one graph, so only addresses are kept of what passes between them, and functions get copies: they may keep
+them.
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class DoesNotFit(Exception):
 
 
 # Does a part again, with the functions of a call.
-Step = Callable[[PatchPoints], object]
+Step = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ for _name, _point in vars(PatchPoints).items():
 @dataclass
 class Segments:
     """The parts of a forward. output: (batch, out channels, height, width), where the last part writes it. places: see
-    PatchPoints."""
+    PatchPoints; None where no functions run within it."""
 
     steps: list[Step]
     output: Tensor
@@ -107,21 +108,26 @@ class Segments:
         """The output for a call, as a new tensor. inputs: the graphs' own. Raises DoesNotFit, before any function was
         called where they stand at other places."""
         patches = call.patches
-        if patches is None or patches.places != self.places:
+        if (None if patches is None else patches.places) != self.places:
             raise DoesNotFit("functions stand at other places than before")
         copy_inputs(call, inputs)
-        patches.begin(call.latent)
+        if patches is not None:
+            patches.begin(call.latent)
         for step in self.steps:
             step(patches)
         return self.output.clone()
 
 
 def record(
-    recording: GraphRecording, patches: PatchPoints, compute: Callable[[PatchPoints], Tensor]
+    recording: GraphRecording, patches: PatchPoints | None, compute: Callable[[PatchPoints | None], Tensor]
 ) -> Segments:
-    """Compute a forward and record it. compute: the forward with the points that it is given."""
-    points = RecordedPoints(patches, recording)
+    """Record a forward; with functions within it, it is computed too. compute: the forward with the points that it is
+    given."""
     recording.begin()
+    if patches is None:
+        output = compute(None)
+        return Segments([replaying(recording.stop().replay)], output, None)
+    points = RecordedPoints(patches, recording)
     output = compute(points)
     points.steps.append(replaying(recording.end()))
     return Segments(points.steps, output, patches.places)

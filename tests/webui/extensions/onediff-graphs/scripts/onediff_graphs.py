@@ -32,7 +32,7 @@ class SharedMemory:
 
 def replaying_graphs() -> Any:
     """What stands in for CudaGraphs."""
-    from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, SegmentsRunner
+    from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, GraphRunner
     from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
     from lib_onediff.devices.cuda.graphs.segments import record
     from lib_onediff.families.registry import FAMILIES
@@ -63,7 +63,7 @@ def replaying_graphs() -> Any:
                 tape().TapeRecording(), inputs.patches,
                 lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
             )
-            return SegmentsRunner(segments, replace(inputs, patches=None), memory, bytes_of(inputs))
+            return GraphRunner(segments, replace(inputs, patches=None), memory, bytes_of(inputs))
 
         def peak(self, device: torch.device, work: Any) -> tuple[Any, int]:
             return work(), 0
