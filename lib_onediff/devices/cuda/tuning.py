@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -21,29 +21,17 @@ from .kernels import group_norm, images, products, rounding
 from .kernels import launch_config as cuts
 from .kernels import tokens as native_tokens
 from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
+from .kernels.operators import NativeOperators
 from .low_bit import float8
 
 GROUPS, EPS = 32, 1e-5
 # Of random numbers in int8.
 SPREAD = 32.0
-# Rows of tokens in eight bits, and sides of an image, that kernels are loaded with.
+# What takes the most time in its class: sides of an image, rows of tokens, queries and keys of a cross attention.
+BATCH, SIDES, ROWS, QUERIES, KEYS = 2, {cuts.SMALL: 32, cuts.LARGE: 64}, 4096, 1024, 77
+# Rows of tokens, and sides of an image, that kernels are loaded with: of one for small images, and of each class.
 FEW = 4
-
-
-class Sizes(NamedTuple):
-    """On how much kernels are launched. sides: of an image, by its class. rows: of tokens. queries, keys: of a cross
-    attention."""
-
-    batch: int
-    sides: Mapping[str, int]
-    rows: int
-    queries: int
-    keys: int
-
-
-# What takes the most time in its class, and what takes none.
-MEASURED = Sizes(2, {cuts.SMALL: 32, cuts.LARGE: 64}, 4096, 1024, 77)
-LOADED = Sizes(1, {cuts.SMALL: 4, cuts.LARGE: 4}, 4, 16, 16)
+LOADED_SIDES = FEW, 32, 48
 
 
 def tune_kernels(
@@ -54,78 +42,71 @@ def tune_kernels(
 
     Returns how many there were. Each loads a few variants: seconds, once on a machine. Raises what a launch raises.
     """
-    return sum(
-        tuned(launches, trial, dtype, time_ms) for trial in trials(list(users), random_on(device, dtype), MEASURED)
-    )
+    return sum(tuned(launches, trial, dtype, time_ms) for trial in trials(list(users), random_on(device, dtype)))
 
 
-def trials(users: list[Any], make: Callable[..., Tensor], sizes: Sizes) -> Iterator[Trial]:
+def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
     """What can be measured for a network with these layers. make: a tensor of a shape, in the network's type."""
     widest = max(leaf.channels for leaf in users if isinstance(leaf, GroupNorm))
     vector = make(widest)
-    for shape_class, side in sizes.sides.items():
-        image = make(sizes.batch, widest, side, side).to(memory_format=torch.channels_last)
-        norm = partial(group_norm.large_group_norm, image, None, vector, vector, GROUPS, 1e-5, True, None)
+    for shape_class, side in SIDES.items():
+        image = make(BATCH, widest, side, side).to(memory_format=torch.channels_last)
+        norm = partial(group_norm.group_norm, image, None, vector, vector, GROUPS, EPS, True, None)
         yield Trial(cuts.STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
         yield Trial(cuts.APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
         added = image, image, vector, torch.empty_like(image)
         yield Trial(cuts.ADDITION, shape_class, partial(images.add_and_measure, *added))
     for width in widths(users):
-        tokens, hidden, vector = make(sizes.rows, width), make(sizes.rows, 2 * cuts.FEED_FORWARD * width), make(width)
-        normed = partial(native_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, 1e-5)
+        tokens, hidden, vector = make(ROWS, width), make(ROWS, 2 * cuts.FEED_FORWARD * width), make(width)
+        normed = partial(native_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, EPS)
         yield Trial(cuts.LAYER_NORM, row_class(width), normed)
         yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
-    if vector.dtype in native_attention.DTYPES:
-        heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
-        for width, count in ((width, heads[width]) for width in native_attention.WIDTHS if width in heads):
-            # As a network hands them over.
-            query = make(sizes.batch, sizes.queries, count, width).transpose(1, 2)
-            key, value = make(sizes.batch, sizes.keys, 2 * count, width).transpose(1, 2).chunk(2, dim=1)
-            yield Trial(attention_kernel(width), str(width), partial(attend, query, key, value))
+    for width, heads in head_widths(users, vector.dtype).items():
+        yield Trial(attention_kernel(width), str(width), partial(attend, *cross_attention(make, width, heads)))
 
 
 def launches_of(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches
 ) -> list[Callable[[], object]]:
     """One launch of each kernel: it is there for block sizes, not for sizes of images or layers."""
-    make = partial(torch.zeros, dtype=dtype, device=device)
+    make, ops = partial(torch.zeros, dtype=dtype, device=device), NativeOperators(launches)
 
-    def image(channels: int) -> Tensor:
-        return make(1, channels, 4, 4).to(memory_format=torch.channels_last)
-
-    def large(norm: GroupNorm, shape_class: str) -> object:
-        statistics = launches.of(cuts.STATISTICS, shape_class, dtype)
-        application = launches.of(cuts.APPLICATION, shape_class, dtype)
-        return group_norm.large_group_norm(*of_norm(norm), (None, None), statistics, application)
-
-    def of_norm(norm: GroupNorm) -> tuple[Tensor, None, Tensor, Tensor, int, float, bool, None]:
+    def of_image(norm: GroupNorm, side: int) -> None:
+        image = make(1, norm.channels, side, side).to(memory_format=torch.channels_last)
         vector = make(norm.channels)
-        return image(norm.channels), None, vector, vector, norm.groups, norm.eps, False, None
+        ops.group_norm(image, Affine(vector, vector), norm, False)
+        ops.resize(ops.residual_add(image, image, vector), side, side)
 
-    def materialize(width: int) -> object:
-        deferred = torch.zeros(width, dtype=torch.float32, device=device)
-        return native_tokens.materialize(
-            Stream(make(4, width), deferred), launches.of(cuts.LAYER_NORM, row_class(width), dtype)
-        )
+    def of_tokens(width: int) -> None:
+        vector = make(width)
+        affine = Affine(vector, vector)
+        stream, _ = ops.layer_norm(Stream(make(FEW, width), None, vector), affine, LayerNorm("", width, EPS), affine)
+        ops.materialize(stream)
+        ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * width), affine)
 
-    norms = [leaf for leaf in users if isinstance(leaf, GroupNorm)]
-    by_width = {norm.channels // norm.groups: norm for norm in norms}
-    by_block = {group_norm.join_block(width): norm for width, norm in by_width.items()}
-    chosen = (
-        (trial, launches.of(trial.kernel, trial.shape_class, dtype)) for trial in trials(users, make, LOADED)
-        if trial.kernel not in (cuts.STATISTICS, cuts.APPLICATION)
-    )
+    def of_heads(width: int, heads: int) -> None:
+        ops.attention(*cross_attention(make, width, heads), False)
+
+    norms = {leaf.channels // leaf.groups: leaf for leaf in users if isinstance(leaf, GroupNorm)}
     return [
-        *(partial(trial.run, config) for trial, config in chosen if config != cuts.LIBRARY),
-        lambda: images.resize(image(norms[0].channels), 8, 8),
-        partial(large, norms[0], cuts.LARGE),
-        *(partial(large, norm, cuts.SMALL) for norm in by_block.values()),
-        *(
-            partial(group_norm.small_image_group_norm, *of_norm(norm)) for width, norm in by_width.items()
-            if width >= group_norm.SMALL_IMAGE_GROUP_WIDTH
-        ),
-        *(partial(materialize, width) for width in widths(users)),
+        *(partial(of_image, norm, side) for norm in norms.values() for side in LOADED_SIDES),
+        *(partial(of_tokens, width) for width in widths(users)),
+        *(partial(of_heads, *one) for one in head_widths(users, dtype).items()),
     ]
+
+
+def head_widths(users: Iterable[Any], dtype: torch.dtype) -> Mapping[int, int]:
+    """How many heads cross attentions have, by their width; of those that there is a kernel for."""
+    heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
+    widths = native_attention.WIDTHS if dtype in native_attention.DTYPES else ()
+    return {width: heads[width] for width in widths if width in heads}
+
+
+def cross_attention(make: Callable[..., Tensor], width: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as a network hands them over."""
+    query = make(BATCH, QUERIES, heads, width).transpose(1, 2)
+    key, value = make(BATCH, KEYS, 2 * heads, width).transpose(1, 2).chunk(2, dim=1)
+    return query, key, value
 
 
 def widths(users: Iterable[Any]) -> Iterable[int]:
@@ -268,7 +249,7 @@ def low_bit_launches(
         given = image, None, vector, vector, channels, EPS, True, None
         config = launches.of(cuts.APPLICATION, cuts.SMALL, dtype)
         rounded = group_norm.Rounding(one, 1.0, kind.dtype)
-        return group_norm.large_group_norm(*given, application_cut=config, rounding=rounded)
+        return group_norm.group_norm(*given, application_cut=config, rounding=rounded)
 
     found: list[Callable[[], object]] = [partial(tokens_of, width) for width in widths(users)]
     return [*found, partial(norm, low_bit.ALIGNED)] if kind is FP8 else found
