@@ -1,7 +1,6 @@
 """The group norm kernels against float64: on a GPU compiled, without one under Triton's interpreter."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +17,13 @@ from lib_onediff.devices.cuda.kernels.group_norm import (
     JOINED_NUMBERS,
     group_norm,
     join_block,
-    large_group_norm,
-    small_image_group_norm,
 )
 from lib_onediff.devices.cuda.kernels.launch_config import APPLICATION, STATISTICS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-Norm = Callable[..., Tensor]
 # Both ways to do it, for images of every size, and the choice between them.
-NORMS = [small_image_group_norm, large_group_norm, group_norm]
+WAYS = [True, False, None]
+Way = bool | None
 CUTS = [
     *({"statistics_cut": config} for config in ends(STATISTICS.candidates)),
     *({"application_cut": config} for config in ends(APPLICATION.candidates)),
@@ -46,12 +43,14 @@ def random_affine(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Te
     return 1 + 0.3 * torch.randn(channels).to(DEVICE, dtype), torch.randn(channels).to(DEVICE, dtype)
 
 
-def error(norm: Norm, first: Tensor, second: Tensor | None, groups: int, eps: float = 1e-5, **others: Any) -> float:
+def error(
+    at_once: Way, first: Tensor, second: Tensor | None, groups: int, eps: float = 1e-5, **others: Any
+) -> float:
     """How far the kernels are from float64, for an image or for two side by side. others: silu, shift, cuts."""
     image = first if second is None else torch.cat([first, second], dim=1)
     weight, bias = random_affine(image.shape[1], first.dtype)
     silu, shift = others.pop("silu", False), others.pop("shift", None)
-    output = norm(first, second, weight, bias, groups, eps, silu, shift, **others)
+    output = group_norm(first, second, weight, bias, groups, eps, silu, shift, at_once=at_once, **others)
     assert output.dtype == first.dtype and output.is_contiguous(memory_format=torch.channels_last)
     return worst_error(output, exact_group_norm(image, weight, bias, groups, eps, silu, shift))
 
@@ -64,48 +63,48 @@ def error(norm: Norm, first: Tensor, second: Tensor | None, groups: int, eps: fl
         (1, 320, 16, 4, 4), (1, 1280, 8, 2, 3), (1, 2560, 8, 3, 5),
         (2, 64, 8, 1, 1), (1, 32, 4, 1, 67), (1, 32, 4, 131, 1),
     ],
-    norm=NORMS,
+    at_once=WAYS,
 )
-def test_every_number_of_channels_and_pixels(sizes: tuple[int, int, int, int, int], norm: Norm) -> None:
+def test_every_number_of_channels_and_pixels(sizes: tuple[int, int, int, int, int], at_once: Way) -> None:
     """Also with a shift that is a slice of all blocks' shifts."""
     batch, channels, groups, height, width = sizes
     image = random_image(batch, channels, height, width)
     shift = torch.randn(batch, 3 + channels + 9, device=DEVICE).split([3, channels, 9], dim=1)[1]
-    assert error(norm, image, None, groups, silu=True, shift=shift) < CLOSE
-    assert error(norm, image, None, groups) < CLOSE
+    assert error(at_once, image, None, groups, silu=True, shift=shift) < CLOSE
+    assert error(at_once, image, None, groups) < CLOSE
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
 def test_every_cut_gives_the_same(config: dict[str, tuple[int, int]]) -> None:
-    assert error(large_group_norm, random_image(1, 72, 5, 11, mean=1.0), None, 4, silu=True, **config) < CLOSE
+    assert error(False, random_image(1, 72, 5, 11, mean=1.0), None, 4, silu=True, **config) < CLOSE
 
 
-@grid(channels=[(64, 32, 4), (32, 64, 4), (80, 48, 4), (16, 128, 6), (7, 65, 4)], norm=NORMS)
-def test_two_images_side_by_side_whose_border_is_inside_a_group(channels: tuple[int, int, int], norm: Norm) -> None:
+@grid(channels=[(64, 32, 4), (32, 64, 4), (80, 48, 4), (16, 128, 6), (7, 65, 4)], at_once=WAYS)
+def test_two_images_side_by_side_whose_border_is_inside_a_group(channels: tuple[int, int, int], at_once: Way) -> None:
     first, second, groups = channels
     assert first % ((first + second) // groups), "the border must not be between two groups"
     images = random_image(2, first, 4, 9), random_image(2, second, 4, 9, mean=3.0)
-    assert error(norm, *images, groups, silu=True) < CLOSE
+    assert error(at_once, *images, groups, silu=True) < CLOSE
     shift = torch.randn(2, first + second, device=DEVICE)
-    assert error(norm, *images, groups, shift=shift) < CLOSE
+    assert error(at_once, *images, groups, shift=shift) < CLOSE
 
 
-@grid(eps=[1e-6, 1e-2, 1.0], norm=NORMS)
-def test_eps_counts_where_an_image_hardly_varies(eps: float, norm: Norm) -> None:
-    assert error(norm, random_image(1, 32, 6, 7, deviation=1e-2), None, 4, eps=eps) < CLOSE
+@grid(eps=[1e-6, 1e-2, 1.0], at_once=WAYS)
+def test_eps_counts_where_an_image_hardly_varies(eps: float, at_once: Way) -> None:
+    assert error(at_once, random_image(1, 32, 6, 7, deviation=1e-2), None, 4, eps=eps) < CLOSE
 
 
 # The result is value * scale + offset, with numbers of about 1000: their rounding is what remains.
 FAR_FROM_ZERO = 4000
 
 
-@grid(mean=[100.0, -100.0], norm=NORMS)
-def test_a_mean_of_a_thousand_deviations_costs_no_more_than_its_rounding(mean: float, norm: Norm) -> None:
+@grid(mean=[100.0, -100.0], at_once=WAYS)
+def test_a_mean_of_a_thousand_deviations_costs_no_more_than_its_rounding(mean: float, at_once: Way) -> None:
     image = random_image(1, 32, 20, 33, mean=mean, deviation=0.1)
-    assert error(norm, image, None, 2) < FAR_FROM_ZERO
-    assert error(norm, image, random_image(1, 16, 20, 33, mean=mean, deviation=0.1), 2) < FAR_FROM_ZERO
+    assert error(at_once, image, None, 2) < FAR_FROM_ZERO
+    assert error(at_once, image, random_image(1, 16, 20, 33, mean=mean, deviation=0.1), 2) < FAR_FROM_ZERO
     shift = torch.full((1, 32), mean, device=DEVICE)
-    assert error(norm, random_image(1, 32, 20, 33, deviation=0.1), None, 2, shift=shift) < FAR_FROM_ZERO
+    assert error(at_once, random_image(1, 32, 20, 33, deviation=0.1), None, 2, shift=shift) < FAR_FROM_ZERO
 
 
 @grid(size=[(45, 60), (32, 65), (41, 50)], mean=[0.0, 100.0])  # 84.4, 65 and 64.1 strips
@@ -118,10 +117,10 @@ def test_more_strips_than_are_joined_at_once(
     image = random_image(1, 32, height, width, mean=mean, deviation=0.1 if mean else 1.0)
     image[:, :, height // 2:] += 0.05 * mean + 2.0  # strips that differ
     close = FAR_FROM_ZERO if mean else CLOSE
-    assert error(large_group_norm, image, None, 2, statistics_cut=(rows, 4)) < close
+    assert error(False, image, None, 2, statistics_cut=(rows, 4)) < close
 
 
-@grid(dtype=list(NEAREST), norm=NORMS)
-def test_half_precision_rounds_only_the_result(dtype: torch.dtype, norm: Norm) -> None:
+@grid(dtype=list(NEAREST), at_once=WAYS)
+def test_half_precision_rounds_only_the_result(dtype: torch.dtype, at_once: Way) -> None:
     image, shift = random_image(2, 48, 5, 7, mean=4.0, dtype=dtype), torch.randn(2, 48).to(DEVICE, dtype)
-    assert error(norm, image, None, 4, shift=shift, silu=True) <= NEAREST[dtype]
+    assert error(at_once, image, None, 4, shift=shift, silu=True) <= NEAREST[dtype]

@@ -6,7 +6,7 @@ of strips of pixels (images), the joining of strips and channels to one scale an
 Golub, LeVeque 1979), and their application. Deviations are summed around a value near the mean, so that a large mean
 costs no digits.
 
-Sizes are arguments that Triton does not specialise on: another resolution compiles nothing.
+Sizes are arguments that Triton does not specialise on: every resolution has the same kernels.
 """
 from __future__ import annotations
 
@@ -41,85 +41,52 @@ def group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
     statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
-    rounding: Rounding | None = None,
+    rounding: Rounding | None = None, at_once: bool | None = None,
 ) -> Any:
     """Group norm of (first beside second) + shift, then SiLU if silu.
 
     first, second: (batch, channels, height, width) in channels-last memory; shift: (batch, channels) or None. Returns
-    the dtype of first, in channels-last memory; sums in float32. measured, statistics_cut, application_cut, rounding:
-    of large_group_norm, for an image that is not small.
+    the dtype of first, in channels-last memory; sums in float32. measured: of the images, where whoever made them has.
+    rounding: to have a QuantizedImage. at_once: whether by the one kernel for small images, which is right for any and
+    takes no rounding; None: where it is the fastest.
     """
-    arguments = first, second, weight, bias, groups, eps, silu, shift
-    channels = first.shape[1] + (0 if second is None else second.shape[1])
-    if first.shape[2] * first.shape[3] <= SMALL_IMAGE_PIXELS and channels >= groups * SMALL_IMAGE_GROUP_WIDTH:
-        return small_image_group_norm(*arguments)
-    return large_group_norm(*arguments, measured, statistics_cut, application_cut, rounding)
-
-
-def small_image_group_norm(
-    first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    shift: Tensor | None,
-) -> Tensor:
-    """As group_norm, by one kernel: right for any image, and fast for small ones."""
-    output, images, of_channels = arrange(first, second)
-    batch, channels, height, width = output.shape
+    batch, here, height, width = first.shape
+    there = 0 if second is None else second.shape[1]
+    channels, pixels = here + there, height * width
     group_width = channels // groups
-    launch(
-        "group_norm.small_group_norm", (groups, batch), *images, *shifting(first, shift)[:1], weight, bias, output,
-        height * width, *shifting(first, shift)[1:], int(silu), eps, *of_channels, warps=8, WIDTH=group_width,
-        BLOCK=max(16, power_of_two(group_width)), ROWS=SMALL_ROWS,
-    )
-    return output
-
-
-def large_group_norm(
-    first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
-    statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
-    rounding: Rounding | None = None,
-) -> Any:
-    """As group_norm, by kernels that keep a whole GPU busy. measured: of the images, where whoever made them has.
-    rounding: to have a QuantizedImage."""
-    output, images, of_channels = arrange(first, second, None if rounding is None else rounding.dtype)
-    batch, channels, height, width = output.shape
-    pixels, group_width = height * width, channels // groups
-    here = measured[0] or measure(first, statistics_cut)
-    there = here if second is None else measured[1] or measure(second, statistics_cut)
+    dtype = first.dtype if rounding is None else rounding.dtype
+    shape = batch, channels, height, width
+    output = torch.empty(shape, device=first.device, dtype=dtype, memory_format=torch.channels_last)
+    # There is a kernel for each set of types: what is not there is stood for by something of its type.
+    images = first, first if second is None else second
+    added, added_stride, has_shift = (first, 0, 0) if shift is None else (shift, shift.stride(0), 1)
+    if at_once is None:
+        at_once = pixels <= SMALL_IMAGE_PIXELS and group_width >= SMALL_IMAGE_GROUP_WIDTH
+    if at_once:
+        launch(
+            "group_norm.small_group_norm", (groups, batch), *images, added, weight, bias, output, pixels, added_stride,
+            has_shift, int(silu), eps, here, there, warps=8, WIDTH=group_width,
+            BLOCK=max(16, power_of_two(group_width)), ROWS=SMALL_ROWS,
+        )
+        return output
+    one = measured[0] or measure(first, statistics_cut)
+    other = one if second is None else measured[1] or measure(second, statistics_cut)
     # What the norm does to each channel.
     scales = torch.empty((batch, 2, channels), device=first.device, dtype=torch.float32)
-    added, added_stride, has_shift = shifting(first, shift)
     launch(
-        "group_norm.join_statistics", (groups, batch), here.statistics, there.statistics, added, weight, bias, scales,
-        pixels, here.count, there.count, here.pixels, there.pixels, added_stride, has_shift, eps, *of_channels,
+        "group_norm.join_statistics", (groups, batch), one.statistics, other.statistics, added, weight, bias, scales,
+        pixels, one.count, other.count, one.pixels, other.pixels, added_stride, has_shift, eps, here, there,
         group_width, warps=8, BLOCK=join_block(group_width), STRIPS=JOINED_NUMBERS // join_block(group_width),
     )
     rows, warps = application_cut
     output_scale = scales if rounding is None else torch.empty((1, 1), device=first.device, dtype=torch.float32)
     launch(
         "group_norm.scale_and_shift", (ceil_div(pixels, rows), ceil_div(channels, CHANNEL_BLOCK), batch), *images,
-        scales, output, scales if rounding is None else rounding.normed_scale, output_scale, pixels, *of_channels,
+        scales, output, scales if rounding is None else rounding.normed_scale, output_scale, pixels, here, there,
         int(silu), 1.0 if rounding is None else rounding.farthest, warps=warps, BLOCK=CHANNEL_BLOCK, ROWS=rows,
         ROUNDED=rounding is not None,
     )
     return output if rounding is None else QuantizedImage(output.permute(0, 2, 3, 1), output_scale)
-
-
-def arrange(
-    first: Tensor, second: Tensor | None, dtype: torch.dtype | None = None
-) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[int, int]]:
-    """The output to be filled, by default in the images' type, the two images, and the channels of each."""
-    batch, channels, height, width = first.shape
-    others = 0 if second is None else second.shape[1]
-    output = torch.empty(
-        (batch, channels + others, height, width), device=first.device, dtype=dtype or first.dtype,
-        memory_format=torch.channels_last,
-    )
-    return output, (first, first if second is None else second), (channels, others)
-
-
-def shifting(image: Tensor, shift: Tensor | None) -> tuple[Tensor, int, int]:
-    """The shift or something in its place, from sample to sample, and whether it is one."""
-    return (image, 0, 0) if shift is None else (shift, shift.stride(0), 1)
 
 
 def join_block(group_width: int) -> int:

@@ -1,7 +1,7 @@
 """Additions to channels-last images, measured on the way, and their enlargement.
 
 What is measured are means and squared deviations of strips of pixels, the first half of a group norm, which then need
-not read the image for that. The number of strips depends on sizes alone, and compiles nothing.
+not read the image for that. The number of strips depends on sizes alone, and needs no other kernel.
 """
 from __future__ import annotations
 
@@ -31,20 +31,15 @@ class PartialStatistics:
 
 def measure(image: Tensor, config: LaunchConfig = STATISTICS.candidates[0]) -> PartialStatistics:
     """The statistics of an image (batch, channels, height, width) in channels-last memory."""
-    return measure_sum(None, image, None, None, config)
+    return add_and_measure(None, image, None, None, config)
 
 
 def add_and_measure(
-    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor,
+    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor | None,
     config: LaunchConfig = ADDITION.candidates[0],
 ) -> PartialStatistics:
-    """output = image + update + bias (channels) in channels-last memory, and its statistics. output may be update."""
-    return measure_sum(image, update, bias, output, config)
-
-
-def measure_sum(
-    image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor | None, config: LaunchConfig
-) -> PartialStatistics:
+    """output = image + update + bias (channels) in channels-last memory, and its statistics. output may be update;
+    None: of nothing but update."""
     batch, channels, height, width = update.shape
     pixels, (rows, warps) = height * width, config
     channel_blocks = ceil_div(channels, CHANNEL_BLOCK)
