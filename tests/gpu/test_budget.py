@@ -18,7 +18,7 @@ from gpu_calls import host
 from lib_onediff.bench.models import inputs
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.allocations import peak
-from lib_onediff.devices.cuda.graphs.device_memory import empty_cache
+from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.public import status
 from lib_onediff.runtime.graphs.pool_size import memory_of
 from lib_onediff.runtime.runtime import runtime
@@ -135,7 +135,7 @@ def test_our_memory_is_not_given_back_while_somebody_captures(unet: nn.Module) -
     thread = threading.Thread(target=capture)
     thread.start()
     assert begun.wait(60)
-    empty_cache()
+    Card.empty_cache()
     may_end.set()
     thread.join(60)
     assert not errors and runtime.purge() > 0

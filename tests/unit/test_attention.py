@@ -91,7 +91,7 @@ def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
     before = attention.pick(*SHAPES[kind], dtype)
     assert before == (GEMM if "VAE" in kind else TORCH), "nothing was measured"
     given = *SHAPES[kind], dtype, CPU, clock
-    assert attention.time_all(*given) and not attention.time_all(*given)
+    assert attention.measure(*given) and not attention.measure(*given)
     return attention.pick(*SHAPES[kind], dtype)
 
 

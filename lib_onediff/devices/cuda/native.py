@@ -136,8 +136,10 @@ class Native(Device):
 
     def tune(self, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         dtype, device = torch.float32 if call.upcast_attention else call.latent.dtype, call.latent.device
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return False
         measured = [self.attention.measure(*pair, dtype, device, time_ms) for pair in attentions]
-        if device.type == "cuda" and call.latent.dtype in DTYPES:
+        if call.latent.dtype in DTYPES:
             # A self attention of several heads has a feed-forward beside it.
             sizes = {(q[0] * q[2], q[1] * q[3]) for q, k in attentions if q == k and q[1] > 1}
             measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]

@@ -83,18 +83,8 @@ class Attention:
         """Time every implementation for shapes of this class and choose, unless that was done; whether it was done now.
 
         Takes some ten milliseconds and three times the memory of the attention itself, and draws no number from the
-        user's generators. Nothing on a CPU, and while a graph is captured. Raises torch.cuda.OutOfMemoryError.
+        user's generators. Raises torch.cuda.OutOfMemoryError.
         """
-        if device.type != "cuda":
-            return False
-        with torch.cuda.device(device):
-            is_free = not torch.cuda.is_current_stream_capturing()
-            return is_free and self.time_all(query_shape, key_shape, dtype, device, time_ms)
-
-    def time_all(
-        self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
-    ) -> bool:
-        """measure() without its conditions."""
         kernel, shape_class = kernel_of(query_shape), class_of(query_shape, key_shape)
         if self._launches.chosen(kernel, shape_class, dtype) is not None:
             return False

@@ -19,7 +19,7 @@ from ....core.call import Call
 from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
 from .allocations import peak
-from .device_memory import empty_cache
+from .device_memory import Card
 from .inputs import bytes_of
 from .recording import GraphRecording, time_in_graph
 from .segments import Segments, record
@@ -147,7 +147,7 @@ class CudaGraphs:
         pool = self._pools.get((device, architecture))
         if pool is None:
             # A pool that was given up may still be there, and a capture cannot ask torch for its memory.
-            empty_cache()
+            Card.empty_cache()
             pool = self._pools[device, architecture] = Pool(device, stream)
             self._alive[pool] = None
         return pool

@@ -47,21 +47,17 @@ class Card:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def empty_cache(self) -> None:
-        """As the function of this name."""
-        empty_cache()
+    @staticmethod
+    def empty_cache() -> None:
+        """Return torch's unused GPU memory to the driver. Does nothing while any thread captures a CUDA graph, which
+        torch does not allow: it is returned the next time."""
+        if not torch.cuda.is_available():
+            return
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as refusal:
+            log.debug("torch's cache is not emptied now: %s", refusal)
 
     def spare(self, device: torch.device) -> int:
         """What should be left of a card for others."""
         return min(MOST, max(LEAST, self.total(device) // LEAST_SHARE))
-
-
-def empty_cache() -> None:
-    """Return torch's unused GPU memory to the driver. Does nothing while any thread captures a CUDA graph, which torch
-    does not allow: it is returned the next time."""
-    if not torch.cuda.is_available():
-        return
-    try:
-        torch.cuda.empty_cache()
-    except RuntimeError as refusal:
-        log.debug("torch's cache is not emptied now: %s", refusal)
