@@ -80,7 +80,7 @@ class BoundUNet:
     def module(self) -> nn.Module:
         unet = self._unet()
         if unet is None:
-            raise Refusal("the host has unloaded this UNet")
+            raise Refusal("the host has unloaded this network")
         return unet
 
     @property
@@ -189,10 +189,13 @@ class BoundUNet:
         """
         state = self._state()
         if self._identity[0] != state:
-            sources = "" if self._tree is None else self._tree.digest()
-            label = f"{self.architecture} {sources} {self.on_the_fly.identity()}"
+            label = f"{self.architecture} {self.sources()} {self.on_the_fly.identity()}"
             self._identity = state, digest_of_values(label, few_rows(self.binding.parameters()))
         return self._identity[1]
+
+    def sources(self) -> str:
+        """What tells the host's own forward from those of other sources; see Tree.digest."""
+        return "" if self._tree is None else self._tree.digest()
 
     @property
     def last_identity(self) -> str:
@@ -228,7 +231,7 @@ class BoundUNet:
             traits.sync_lora(binding.layers())
             # It notes on the layers what it has merged: no news at the next call.
             if self._tree is not None and not self._tree.stands(self.module):
-                self._tree = Tree(self.module, LOOKED_AT_BY_OTHERS)
+                self._tree = self._tree_now()
         if traits.wanted_lora is not None:
             self._lora = traits.wanted_lora()
         before, binding.cast_to = binding.cast_to, self.on_the_fly.cast_to(binding, call.latent.dtype)
@@ -267,7 +270,7 @@ class BoundUNet:
     def note_offloaded(self) -> None:
         """Graphs that know where the weights lay are of no use."""
         self._watch_parameters()
-        self._tree = None if self._tree is None else Tree(self.module, LOOKED_AT_BY_OTHERS)
+        self._tree = None if self._tree is None else self._tree_now()
         self.generation += 1
 
     def restore(self) -> None:
@@ -306,7 +309,7 @@ class BoundUNet:
         unet = self.module
         if self._tree is None or not self._tree.stands(unet):
             self.looks += 1
-            tree, self._tree, self._refusal = Tree(unet, LOOKED_AT_BY_OTHERS), None, None
+            tree, self._tree, self._refusal = self._tree_now(), None, None
             try:
                 self._read(unet)
             except Refusal as refusal:
@@ -315,6 +318,9 @@ class BoundUNet:
             self._tree = tree
         if self._refusal is not None:
             raise Refusal(self._refusal)
+
+    def _tree_now(self) -> Tree:
+        return Tree(self.module, LOOKED_AT_BY_OTHERS | self.host_traits.written)
 
     def _read(self, unet: nn.Module) -> None:
         """Find out what the module tree is. Where layers and layout are what they were, weights and graphs stay as they

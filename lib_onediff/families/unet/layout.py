@@ -69,7 +69,8 @@ class LabelEmbedding:
 class UNetLayout:
     """The whole network. Every input stage leaves a skip; output stage i takes the last one left.
 
-    foreign: what others have put into the module that calls must bring as patches, each in words for the user.
+    foreign: what others have put into the module that calls must bring as patches, each in words for the user. The same
+    network has the same layout whatever that is.
     """
 
     family: str
@@ -83,7 +84,7 @@ class UNetLayout:
     output_stages: tuple[Stage, ...]
     out_norm: GroupNorm
     out_convolution: Convolution
-    foreign: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = field(default=(), compare=False)
     embeddings: FusedLinear = field(init=False)
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +19,8 @@ from ...core.table import Entry
 from ...core.weak_dictionary import WeakDictionary
 from ...families.registry import read_decoder
 from ...weights.binding import Binding
-from ...weights.scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
-from ...weights.watch import Tree
+from ...weights.bound import BoundUNet
+from ...weights.scan import HostTraits
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .decode import Decode, Decoded, HostDecode, NoTypeHelps
@@ -33,46 +32,26 @@ OURS = "ours"
 
 
 class BoundDecoder:
-    """One decoder in our care: its parameters, true to a module that its host may change. Holds no reference to it.
-    settings override the runtime's."""
+    """One decoder in our care. settings override the runtime's."""
 
     def __init__(self, decoder: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
-        self._decoder = weakref.ref(decoder)
         self.settings = settings
-        self._host_traits = host_traits
-        self._tree: Tree | None = None
-        self._binding: Binding | Refusal | None = None
+        self._bound = BoundUNet(decoder, read_decoder, host_traits)
+        self.sources = self._bound.sources
 
     def look(self) -> Binding:
-        """The decoder's parameters as they are now, at every decode: where the module tree computes otherwise than it
-        did, it is read again. Raises Refusal where the decoder cannot be run.
+        """The decoder's parameters as they are now, at every decode. Raises Refusal where it cannot be run.
 
         The host's parameters are read where they lie and never re-pointed: turning a weight channels-last takes a
         thousandth of a decode, so torch may do that at each convolution, and the host's own decode finds its weights
         as it left them.
         """
-        decoder = self._decoder()
-        if decoder is None:
-            raise Refusal("the host has unloaded this decoder")
-        if self._tree is None or not self._tree.stands(decoder):
-            tree, self._tree = Tree(decoder, LOOKED_AT_BY_OTHERS | self._host_traits.written), None
-            try:
-                refuse_foreign_code(decoder, self._host_traits)
-                self._binding = Binding(decoder, read_decoder(decoder))
-            except Refusal as refusal:
-                # Its text alone: the one that was raised keeps the decoder alive.
-                self._binding = Refusal(str(refusal))
-            self._tree = tree
-        if not isinstance(self._binding, Binding):
-            raise Refusal(str(self._binding))
-        if self._host_traits.sync_lora is not None:
-            self._host_traits.sync_lora(self._binding.layers())
-        self._binding.refuse_mixture()
-        return self._binding
-
-    def sources(self) -> str:
-        """What tells the host's own decode from those of other sources; see Tree.digest."""
-        return "" if self._tree is None else self._tree.digest()
+        self._bound.layout_now()
+        binding, sync_lora = self._bound.binding, self._bound.host_traits.sync_lora
+        if sync_lora is not None:
+            sync_lora(binding.layers())
+        binding.refuse_mixture()
+        return binding
 
 
 class DecoderRoute:
