@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..store.history import chosen_folder
+from ..weights.low_bit import LowBitWeights
 from .call_stats import GRAPH, CallStats
 from .graphs.pool_size import MemorySnapshot
 from .machine import Fingerprint
@@ -44,12 +45,12 @@ class Cache:
     def totals(self) -> Totals:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
         calls, holdings = self._services.call_stats.status()["calls"], self._services.holdings
-        count = sum(calls.values())
+        count, every_unet = sum(calls.values()), self._services.managed.values()
         return Totals(
             vram=self._look().vram, budget=holdings.allowed(self._services.settings.memory_budget),
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
-            low_bit=sum(held.bytes for held in holdings.low_bit()), low_bit_layers=self._low_bit_layers(),
-            offloaded=holdings.offloaded_bytes(),
+            low_bit=sum(held.bytes for held in self._low_bit()), low_bit_layers=self._low_bit_layers(),
+            offloaded=sum(managed.bound.offloaded.bytes for managed in every_unet),
             compiled={
                 one.name: count for one in self._services.devices.all
                 if (count := getattr(one, "count", None)) is not None
@@ -57,8 +58,12 @@ class Cache:
             low_bit_errors=self._low_bit_errors(),
         )
 
+    def _low_bit(self) -> list[LowBitWeights]:
+        """The weights in eight bits of every UNet that uses some."""
+        return [held for managed in self._services.managed.values() if (held := managed.low_bit) is not None]
+
     def _low_bit_layers(self) -> int:
-        return sum(len(held.names()) for held in self._services.holdings.low_bit())
+        return sum(len(held.names()) for held in self._low_bit())
 
     def _low_bit_errors(self) -> list[LowBitErrors]:
         """Of every checkpoint once: a second GPU's copy has the same."""

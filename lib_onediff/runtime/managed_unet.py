@@ -152,23 +152,16 @@ class ManagedUNet:
         """See OnTheFly.kinds; of the last refresh."""
         return self.bound.on_the_fly.kinds(self.bound.binding)
 
-    def runner(
-        self, key: ShapeKey, cut: Cut | None = None
-    ) -> Runner | None:
+    def runner(self, key: ShapeKey, cut: Cut | None = None) -> Runner | None:
         """The runner for a shape, unless weights or the memory of its cut have moved since it was made."""
         kept = self.runners.get(key)
         if kept is None:
             return None
-        if self.serves(kept, cut):
+        own = kept.runner.inputs.cut
+        if kept.generation == self.bound.generation and (own and own.memory) is (cut and cut.memory):
             return kept.runner
         del self.runners[key]
         return None
-
-    def serves(self, kept: CachedRunner, cut: Cut | None) -> bool:
-        """Whether a runner is still good for these."""
-        return kept.generation == self.bound.generation and (
-            cut_memory_of(kept.runner) is (cut and cut.memory)
-        )
 
     def keep(self, key: ShapeKey, runner: Runner) -> None:
         """Keep a runner that was made just now; those that weights have moved away from go."""
@@ -191,9 +184,7 @@ class ManagedUNet:
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""
-        self.runners = {} if keys is None else {
-            key: kept for key, kept in self.runners.items() if key not in keys
-        }
+        self.runners = {} if keys is None else {key: kept for key, kept in self.runners.items() if key not in keys}
         if keys is None:
             self.step_memories.clear()
             self.low_bit = None
@@ -209,9 +200,3 @@ class ManagedUNet:
         )
         if holds and not self.bound.unmoved():
             self.drop_runners()
-
-
-def cut_memory_of(runner: Runner) -> CutMemory | None:
-    """What a runner writes or reads at the cut between a UNet's parts."""
-    cut = runner.inputs.cut
-    return None if cut is None else cut.memory

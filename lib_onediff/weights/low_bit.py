@@ -193,14 +193,13 @@ class LowBitWeights:
     def source(
         self, binding: Binding, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
     ) -> Source:
-        """A binding whose weights come with those in eight bits; see beside."""
-        return Source(binding.layout, binding.dtype, lambda: self.beside(binding.weights(), kinds, names, alone))
+        """A binding whose weights of these kinds come with those in eight bits. names: of these layers alone. alone:
+        instead of their own; those have their shapes and their types, and no values."""
+        return Source(binding.layout, binding.dtype, lambda: self._beside(binding.weights(), kinds, names, alone))
 
-    def beside(
-        self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
+    def _beside(
+        self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None, alone: bool
     ) -> Weights:
-        """The same weights, with those of these kinds beside their own. names: of these layers alone. alone: instead of
-        their own; those have their shapes and their types, and no values."""
         found: dict[str, tuple[QuantizedWeight, ...]] = {}
         for (name, kind), kept in self._kept.items():
             if kind in kinds and (names is None or name in names):

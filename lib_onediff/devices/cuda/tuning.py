@@ -51,9 +51,10 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
     vector = make(widest)
     for shape_class, side in SIDES.items():
         image = make(BATCH, widest, side, side).to(memory_format=torch.channels_last)
-        norm = partial(group_norm.group_norm, image, None, vector, vector, GROUPS, EPS, True, None)
-        yield Trial(cuts.STATISTICS, shape_class, partial(by_keyword, norm, "statistics_cut"))
-        yield Trial(cuts.APPLICATION, shape_class, partial(by_keyword, norm, "application_cut"))
+        given = image, None, vector, vector, GROUPS, EPS, True, None, (None, None)
+        yield Trial(cuts.STATISTICS, shape_class, partial(group_norm.group_norm, *given))
+        measured = partial(group_norm.group_norm, *given, cuts.STATISTICS.candidates[0])
+        yield Trial(cuts.APPLICATION, shape_class, measured)
         added = image, image, vector, torch.empty_like(image)
         yield Trial(cuts.ADDITION, shape_class, partial(images.add_and_measure, *added))
     for width in widths(users):
@@ -121,22 +122,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> T
     return native_attention.attention(query, key, value, config)
 
 
-def by_keyword(work: Callable[..., object], name: str, config: LaunchConfig) -> object:
-    return work(**{name: config})
-
-
 # --- products in eight bits -------------------------------------------------------------------------------------------
-
-
-def tune_product(
-    launches: Launches, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, result: torch.dtype,
-    time_ms: TimeMs,
-) -> None:
-    """Choose how a product is cut, where it is one of our own and that was not measured on this GPU. result: see
-    float8.product. Raises what a launch raises."""
-    trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
-    if trial is not None:
-        tuned(launches, trial, dtype, time_ms)
 
 
 def trial_of(
@@ -144,7 +130,7 @@ def trial_of(
     result: torch.dtype,
 ) -> Trial | None:
     """How a product can be cut; None where a library cuts it. make: a tensor of a shape; a GPU multiplies zeros faster
-    than random numbers."""
+    than random numbers. result: see float8.product."""
     rows, width, out = product[:3]
     one = torch.ones((1, 1), device=device)
 

@@ -12,7 +12,6 @@ from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.capture import CudaGraphs, Output
 from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
-from ...weights.low_bit import LowBitWeights
 from ..managed_unet import CachedRunner, ManagedUNet
 from .pool_size import MEBIBYTE, HeldGraph, MemorySnapshot
 
@@ -89,14 +88,6 @@ class Holdings:
     def applied_bytes(self, device: torch.device) -> int:
         """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these."""
         return sum(managed.applied_bytes(device) for managed in self._managed.values())
-
-    def low_bit(self) -> list[LowBitWeights]:
-        """The weights in eight bits of every UNet that uses some: they lie beside the hosts' own or stand for them."""
-        return [held for managed in self._managed.values() if (held := managed.low_bit) is not None]
-
-    def offloaded_bytes(self) -> int:
-        """The computer's memory that hosts' own weights take meanwhile."""
-        return sum(managed.bound.offloaded.bytes for managed in self._managed.values())
 
     def room(self, budget: int, device: torch.device) -> int:
         """Bytes that may be used beside what is held, for a budget in MiB. Without a GPU, 0 is no limit."""

@@ -95,13 +95,10 @@ def convolution(
     out_channels = len(weight.values)
     output = torch.empty((batch, height, width, out_channels), device=image.values.device, dtype=result)
     tiles = batch * ceil_div(height, down) * ceil_div(width, across) * ceil_div(out_channels, n)
-    pixels: Any
-    taps: Any
-    target: Any
-    pixels, taps, target = image.values, weight.values, output
+    given: Any = image.values, weight.values, output
     if copied:
-        pixels, taps = Tiles(pixels, (1, down, across, k)), Tiles(taps, (n, k))
-        target = Tiles(output, (1, down, across, n))
+        given = map(Tiles, given, ((1, down, across, k), (n, k), (1, down, across, n)))
+    pixels, taps, target = given
     launch(
         "products.convolution_tile", (tiles,), pixels, image.scale, taps, weight.scales, target, batch, height, width,
         channels, out_channels, int(weight.scales.numel() > 1), warps=warps, stages=stages, DOWN=down, ACROSS=across,

@@ -34,9 +34,9 @@ from ....weights.low_bit import (
 )
 from ...torch import operators as torch_ops
 from ..kernels import rounding
-from ..kernels.launch_config import Launches
+from ..kernels.launch_config import Launches, random_on, tuned
 from ..kernels.operators import NativeOperators
-from ..tuning import tune_product, way_of
+from ..tuning import trial_of, way_of
 from .float8 import float8_support, why_not
 
 log = logging.getLogger("onediff")
@@ -222,7 +222,9 @@ class LowBit:
     ) -> None:
         """Measure what a product gains by a kind."""
         result: Any = self._float8_support(device, dtype).result
-        tune_product(self._launches, product, dtype, device, kind, result, time_ms)
+        trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
+        if trial is not None:
+            tuned(self._launches, trial, dtype, time_ms)
         way = way_of(product, dtype, device, kind)
 
         def plainly(one: Product, *given: Any) -> Kind | None:
