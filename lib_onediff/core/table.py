@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from .key import ShapeKey
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 # Fewer times than this are chance.
 ENOUGH = 3
 
@@ -124,6 +125,20 @@ class Verdict:
     of_image: bool = False
 
 
+class OfVerdict(Generic[Value]):
+    """A field of an entry's verdict."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, entry: Entry, owner: type) -> Value:
+        value: Value = getattr(entry.verdict, self._name)
+        return value
+
+    def __set__(self, entry: Entry, value: Value) -> None:
+        setattr(entry.verdict, self._name, value)
+
+
 # Of one shape; LoRAs make more of them.
 MOST_VERDICTS = 64
 
@@ -151,6 +166,8 @@ class Entry:
     host: Stopwatch = field(default_factory=Stopwatch)
     verdict: Verdict = field(default_factory=Verdict)
     _others: dict[str, Verdict] = field(default_factory=dict)
+    state, reason, no_graph = OfVerdict[State](), OfVerdict[str](), OfVerdict[str]()
+    relative_error = OfVerdict["float | None"]()
 
     def of_weights(self, weights: str, sampling: Hashable = None) -> Entry:
         """The same entry, with what was found of it over these weights. Our forward is tried again where it has failed
@@ -172,34 +189,6 @@ class Entry:
         known = self.verdict if weights == self.weights else self._others.get(weights)
         if known is not None and known.state is State.FAILED:
             known.state, known.reason, known.failures = State.COLD, "", 0
-
-    @property
-    def state(self) -> State:
-        return self.verdict.state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        self.verdict.state = state
-
-    @property
-    def reason(self) -> str:
-        return self.verdict.reason
-
-    @property
-    def no_graph(self) -> str:
-        return self.verdict.no_graph
-
-    @no_graph.setter
-    def no_graph(self, reason: str) -> None:
-        self.verdict.no_graph = reason
-
-    @property
-    def relative_error(self) -> float | None:
-        return self.verdict.relative_error
-
-    @relative_error.setter
-    def relative_error(self, error: float | None) -> None:
-        self.verdict.relative_error = error
 
     @property
     def ratio(self) -> float | None:

@@ -303,17 +303,15 @@ class AppliedWeights(Mapping[str, Affine]):
     def __getitem__(self, path: str) -> Affine:
         if self._last is not None and self._last[0] == path:
             return self._last[1]
-        weight = self._applied.weights.get(path, self._weights[path].weight)
+        weight, bias = self._weights[path][:2]
+        # What stands there is not cast anew.
+        weight, bias = self._applied.weights.get(path, weight), self._applied.biases.get(path, bias)
         if weight.dim() == 1:
             # What of it the host casts is kept so.
-            return Affine(weight, self.bias(path))
-        found = Affine(weight.to(self._dtype), self.bias(path), low_rank=self._applied.low_rank.get(path))
+            return Affine(weight, bias)
+        found = Affine(weight.to(self._dtype), bias, low_rank=self._applied.low_rank.get(path))
         self._last = path, found
         return found
-
-    def bias(self, path: str) -> Tensor | None:
-        """That of a layer, which is not cast anew."""
-        return self._applied.biases.get(path, self._weights[path].bias)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -1,7 +1,6 @@
 """Our own kernels: loaded ahead of the first call, tuned on the machine, captured as CUDA graphs."""
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -99,8 +98,9 @@ class Native(Device):
         with self._lock:
             if kind not in self._loading:
                 self._loading[kind] = self._worker.submit(self._load, network, kind[1])
-                # Nobody waits for these.
-                self._worker.submit(self._load_candidates, network)
+                if network.dtype in DTYPES:
+                    # Nobody waits for these.
+                    self._worker.submit(load_candidates, network.dtype, network.device)
         failure = self._loading[kind].result()
         if failure:
             raise Refusal(failure)
@@ -128,11 +128,6 @@ class Native(Device):
             return first_line(error)
         log.debug("kernels for %s loaded in %.1f s", network.dtype, time.perf_counter() - began)
         return ""
-
-    def _load_candidates(self, network: Network) -> None:
-        if network.dtype in DTYPES:
-            with contextlib.suppress(Exception), on_card(network.device):
-                load_candidates(network.dtype, network.device)
 
     def tune(self, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         dtype, device = torch.float32 if call.upcast_attention else call.latent.dtype, call.latent.device

@@ -11,6 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ...core.affine import Affine, QuantizedWeight
+from ...core.card import on_card
 from ...core.device import TimeMs
 from ...core.leaves import Convolution, CrossAttention, GroupNorm, LayerNorm
 from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
@@ -85,14 +86,11 @@ def launches_of(
         ops.materialize(stream)
         ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * width), affine)
 
-    def of_heads(width: int, heads: int) -> None:
-        ops.attention(*cross_attention(make, width, heads), False)
-
     norms = {leaf.channels // leaf.groups: leaf for leaf in users if isinstance(leaf, GroupNorm)}
     return [
         *(partial(of_image, norm, side) for norm in norms.values() for side in LOADED_SIDES),
         *(partial(of_tokens, width) for width in widths(users)),
-        *(partial(of_heads, *one) for one in head_widths(users, dtype).items()),
+        *(partial(ops.attention, *cross_attention(make, *one), False) for one in head_widths(users, dtype).items()),
     ]
 
 
@@ -292,7 +290,7 @@ def load_kernels(
 def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
     """Have loaded what is going to be measured, so that no call waits for the driver's translation. Raises what a
     launch raises."""
-    trial = gated_trial(partial(torch.zeros, dtype=dtype, device=device), FEW, low_bit.ALIGNED, device)
-    with torch.inference_mode(False), torch.no_grad():
+    with on_card(device), torch.inference_mode(False), torch.no_grad():
+        trial = gated_trial(partial(torch.zeros, dtype=dtype, device=device), FEW, low_bit.ALIGNED, device)
         for config in trial.kernel.candidates:
             trial.run(config)

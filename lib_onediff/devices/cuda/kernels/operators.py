@@ -130,9 +130,11 @@ class NativeOperators:
         reader: Affine | None = None,
     ) -> Any:
         first, second = halves(image)
+        # Where they were measured on the way.
+        measured = self._strips.get(first), None if second is None else self._strips.get(second)
         return native_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
-            self._measured(image), self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first),
+            measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first),
             self._rounding(image.shape, norm.groups, reader),
         )
 
@@ -223,13 +225,6 @@ class NativeOperators:
         measured = native_images.add_and_measure(image, update, bias, output, config)
         if output.shape[2] * output.shape[3] > native_group_norm.SMALL_IMAGE_PIXELS:
             self._strips[output] = measured
-
-    def _measured(
-        self, image: Image
-    ) -> tuple[native_images.PartialStatistics | None, native_images.PartialStatistics | None]:
-        """The statistics of its two halves, where they were measured on the way."""
-        first, second = halves(image)
-        return self._strips.get(first), None if second is None else self._strips.get(second)
 
     def _cut(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)

@@ -143,12 +143,10 @@ class LowBit:
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
         """The product of every layer that may be in eight bits, by its name."""
         batch, _, height, width = call.latent.shape
-        question = layout, batch, height, width, 0 if self.everywhere else None, self._convolves(lossy, call)
+        # What takes the place of the host's weights is linear layers'.
+        convolves = call.latent.is_cuda and not lossy.only and FP8 in self._kinds_for(lossy, call)
+        question = layout, batch, height, width, 0 if self.everywhere else None, convolves
         return self._once("products", (question, self._changes), lambda: low_bit_products(*question))
-
-    def _convolves(self, lossy: Lossy, call: Call) -> bool:
-        """Whether convolutions may be in eight bits. What takes the place of the host's weights is linear layers'."""
-        return call.latent.device.type == "cuda" and not lossy.only and FP8 in self._kinds_for(lossy, call)
 
     def _once(self, what: str, question: object, find: Callable[[], Answer]) -> Answer:
         """What find returns, which is asked when the question is another one than last time."""
