@@ -28,8 +28,7 @@ class BackendChoice:
         Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
         """
         device, budget = call.latent.device, settings.memory_budget
-        waits = self._services.waits_for_compile
-        candidates = self._devices.candidates(settings, device, call.latent.dtype, waits)
+        candidates = self._devices.candidates(settings, device, call.latent.dtype, self._services.waits_for_compile)
         managed.bound.reader = self._devices.contents_reader(device)
         managed.bound.refresh(
             call, candidates.devices[0].traits.channels_last, lambda: self._services.holdings.room(budget, device)
@@ -37,7 +36,7 @@ class BackendChoice:
         managed.refuse_call(call)
         if managed.kinds:
             self._graphs.drop_low_bit(managed)
-            candidates = self._that_cast(candidates, managed.kinds, settings, call, waits)
+            candidates = self._that_cast(candidates, managed.kinds, settings, call)
         elif settings.low_bit in ("off", SAGE):
             self._graphs.drop_low_bit(managed)
             managed.low_bit_choice = None
@@ -45,15 +44,13 @@ class BackendChoice:
             candidates = self._with_low_bit(managed, settings, call, candidates)
         return with_sage(candidates, call) if settings.low_bit == SAGE else candidates
 
-    def _that_cast(
-        self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: Call, waits: bool
-    ) -> Candidates:
+    def _that_cast(self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: Call) -> Candidates:
         """Those that compute with weights which a host casts or changes at each use."""
         first = found.devices[0]
         if first.traits.casts_weights:
             return found._replace(devices=tuple(one for one in found.devices if one.traits.casts_weights))
         others = self._devices.candidates(
-            replace(settings, backend=AUTO), call.latent.device, call.latent.dtype, waits
+            replace(settings, backend=AUTO), call.latent.device, call.latent.dtype, self._services.waits_for_compile
         ).devices
         left = tuple(one for one in others if one.traits.casts_weights and not one.traits.channels_last)
         return Candidates(left, f"the backend {first.name} does not compute with {' and '.join(kinds)}")

@@ -1,8 +1,6 @@
 """The GPUs of this machine: which of them computes a part of every call, and how many rows each one takes."""
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from ..core.refusal import Refusal
@@ -15,30 +13,7 @@ GIBIBYTE = 2**30
 WORTH_MOVING = 0.97
 
 
-class Cards:
-    """What is asked of GPUs as devices."""
-
-    def all(self) -> list[torch.device]:
-        """Every GPU that torch can use."""
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return [torch.device("cuda", index) for index in range(count)]
-
-    def room(self, device: torch.device) -> int:
-        """Bytes that weights may take there, with some to spare for whoever else uses the GPU."""
-        card = Card()
-        return card.free(device) + card.unused(device) - card.spare(device)
-
-    def are_equal(self, first: torch.device, second: torch.device) -> bool:
-        """Whether both are the same kind of GPU."""
-        one, other = map(torch.cuda.get_device_properties, (first, second))
-        return (one.name, one.multi_processor_count) == (other.name, other.multi_processor_count)
-
-    def using(self, device: torch.device) -> AbstractContextManager[object]:
-        """Kernels are launched there inside."""
-        return torch.cuda.device(device)
-
-
-def second_card(option: str, first: torch.device, needs: int, cards: Cards) -> torch.device:
+def second_card(option: str, first: torch.device, needs: int, cards: Card) -> torch.device:
     """The GPU that option (settings.Settings.second_gpu) names beside the first, with room for needs bytes. Raises
     Refusal where there is none."""
     all_cards = cards.all()

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Collection, Hashable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..core.affine import Source
@@ -124,7 +123,7 @@ class ManagedUNet:
 
     def low_bit_stands(self) -> bool:
         """Whether the weights in eight bits are still those that were rounded."""
-        return self.low_bit is not None and self.low_bit.is_fitted_to(self.bound.edition)
+        return self.low_bit is not None and self.low_bit.fitted_to == self.bound.edition
 
     def _low_bit(self, round_rows: Round, left_out: frozenset[str] = frozenset()) -> LowBitWeights:
         if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
@@ -141,11 +140,6 @@ class ManagedUNet:
     def has_wide_norms(self) -> bool:
         """See OnTheFly.has_wide_norms; of the last refresh."""
         return self.bound.on_the_fly.has_wide_norms(self.bound.binding)
-
-    def applied_bytes(self, device: torch.device) -> int:
-        """Memory on a device of what was made of functions that the host applies to its weights."""
-        held = self.bound.on_the_fly.bytes
-        return held if held and self.bound.binding.device == device else 0
 
     @property
     def kinds(self) -> tuple[str, ...]:

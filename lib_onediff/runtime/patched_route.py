@@ -12,8 +12,7 @@ from ..core.patch_points import PatchPoints
 from ..core.policy import Served
 from ..core.refusal import Refusal
 from ..core.table import Entry, State
-from ..devices.cuda.graphs.capture import GraphRunner
-from ..devices.cuda.graphs.segments import DoesNotFit
+from ..devices.cuda.graphs.segments import DoesNotFit, GraphRunner
 from .call_stats import GRAPH, PLAIN
 from .managed_unet import ManagedUNet
 from .services import Services
@@ -97,7 +96,7 @@ class PatchedRoute:
         runner = managed.runner(entry.key)
         if not isinstance(runner, GraphRunner):
             return
-        error = relative_error(runner.segments.output.nan_to_num(), result.output.nan_to_num())
+        error = relative_error(runner.output.nan_to_num(), result.output.nan_to_num())
         if error > rounding_limit(entry.key.dtype, entry.key.device, entry.key.precision):
             entry.no_graph = f"functions of other extensions do something else between graphs ({error:.1e})"
             self._graphs.drop({entry.key})

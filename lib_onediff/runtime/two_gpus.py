@@ -24,11 +24,12 @@ from ..core.rows import take_rows, why_not_taken
 from ..core.settings import Settings
 from ..core.table import Entry, Stopwatch
 from ..core.weak_dictionary import WeakDictionary
+from ..devices.cuda.graphs.device_memory import Card
 from ..devices.cuda.graphs.inputs import mapped
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
 from .card_route import CardRoute
-from .cards import Cards, second_card, second_share
+from .cards import second_card, second_share
 from .managed_unet import ManagedUNet
 from .services import Services
 from .stepping import Stepping
@@ -102,7 +103,7 @@ class TwoGpusRoute:
     ) -> None:
         """release: gives a UNet of ours back."""
         self._services, self._stepping, self._by_card, self._release = services, stepping, by_card, release
-        self.cards = Cards()
+        self.cards = Card()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._rests: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
         # The host's own is not timed beside two cards.

@@ -15,7 +15,8 @@ import torch
 from ..core.precision import HALF, HALF_SUMS, SWITCHES
 from ..core.refusal import Refusal
 from ..core.settings import ONE_GPU
-from ..runtime.cards import Cards, second_card
+from ..devices.cuda.graphs.device_memory import Card
+from ..runtime.cards import second_card
 from ..runtime.runtime import runtime
 
 ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
@@ -85,11 +86,10 @@ def of_low_bit(value: str) -> str | None:
 def of_second_gpu(value: str) -> str | None:
     if value == ONE_GPU:
         return None
-    cards = Cards()
-    if not cards.all():
+    if not Card().all():
         return "PyTorch sees no GPU here"
     try:
-        second_card(value, torch.device("cuda", torch.cuda.current_device()), 0, cards)
+        second_card(value, torch.device("cuda", torch.cuda.current_device()), 0, Card())
     except Refusal as refusal:
         return str(refusal)
     return None

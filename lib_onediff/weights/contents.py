@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,9 +151,3 @@ def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
         together = torch.cat(found if dtype.itemsize > 1 else [one.view(torch.uint8) for one in found]).cpu()
         digest.update(f" {dtype} ".encode() + ctypes.string_at(together.data_ptr(), together.nbytes))
     return digest.hexdigest()[:16]
-
-
-def few_rows(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """All of each vector, and the middle row of each matrix."""
-    for tensor in tensors:
-        yield tensor if tensor.dim() == 1 else tensor.detach()[len(tensor) // 2]

@@ -138,7 +138,7 @@ def low_bit_products(
 
 class LowBitWeights:
     """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
-    classes of layers that are never among them."""
+    classes of layers that are never among them. fitted_to: the state of the weights that all were rounded from."""
 
     def __init__(self, layout: Any, round_rows: Round, left_out: frozenset[str] = frozenset()) -> None:
         self.layout, self.left_out = layout, left_out
@@ -147,7 +147,7 @@ class LowBitWeights:
         # Those of float8 that follow from the norm before a layer.
         self._scales: dict[str, Tensor] = {}
         self._norms = {one.name: one.norm for one in every_low_bit_layer(layout) if one.norm}
-        self._fitted_to: object = None
+        self.fitted_to: object = None
 
     def fit(
         self, state: Callable[[], object], weights: Callable[[], Weights], wanted: WantedKinds, device: torch.device,
@@ -158,13 +158,13 @@ class LowBitWeights:
 
         Raises torch.cuda.OutOfMemoryError, and what rounded raises.
         """
-        stale = () if state() == self._fitted_to else self._kept
+        stale = () if state() == self.fitted_to else self._kept
         due: dict[str, list[Kind]] = {}
         for name, kind in (*stale, *(one for one in wanted.items() if one not in self._kept)):
             due.setdefault(name, []).append(kind)
         if not due:
             return
-        self._fitted_to = None
+        self.fitted_to = None
         now = dict(weights())
         for name, kinds in due.items():
             # Nobody else may hold it: of a fused layer, it is a view that keeps the tensor alive.
@@ -184,11 +184,7 @@ class LowBitWeights:
                 self._scales[name].copy_(scale)
             del weight, rows
             rounded(name)
-        self._fitted_to = state()
-
-    def is_fitted_to(self, state: object) -> bool:
-        """Whether everything was rounded from weights in this state."""
-        return self._fitted_to == state
+        self.fitted_to = state()
 
     def source(
         self, binding: Binding, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False

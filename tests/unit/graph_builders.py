@@ -4,7 +4,6 @@ from the graph's own inputs, and takes memory as its pixels do; the gaps that an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
-from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, GraphRunner
+from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
-from lib_onediff.devices.cuda.graphs.segments import Segments, record
+from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
 from lib_onediff.runtime.graphs.pool_size import needs_of
 from lib_onediff.weights.binding import Binding
 
@@ -79,13 +78,10 @@ class PretendedGraphs(CudaGraphs):
             pool = self._pools[device, architecture] = PretendedPool(device)
             self._alive[pool] = None
         self.before_capture(inputs)
-        segments: Segments | None = None
+        runner: GraphRunner | None = None
         if inputs.patches is not None:
             weights = binding.weights()
-            segments = record(
-                TapeRecording(), inputs.patches,
-                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
-            )
+            runner = record(TapeRecording(), inputs, pool, lambda call: compute(binding.layout, weights, ops, call))
         most = most_in_use(inputs.latent)
         pool.hold(max(needs if pool.is_fresh else 0, needs_of(most)), most // 1024)
         pool.is_fresh = False
@@ -95,8 +91,8 @@ class PretendedGraphs(CudaGraphs):
         height, width = inputs.latent.shape[2:]
         self.captured.append(f"{width * 8}x{height * 8}")
         self.most = max(self.most, self.bytes(device))
-        if segments is not None:
-            return GraphRunner(segments, replace(inputs, patches=None), pool, bytes_of(inputs))
+        if runner is not None:
+            return runner
         again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
         return PretendedGraph(self, again, inputs, pool)
 

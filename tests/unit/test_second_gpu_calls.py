@@ -18,8 +18,9 @@ from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.settings import Settings
+from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.runtime import two_gpus
-from lib_onediff.runtime.cards import NO_SECOND, Cards, second_card, second_share
+from lib_onediff.runtime.cards import NO_SECOND, second_card, second_share
 
 
 @pytest.mark.parametrize(("names", "rows"), [
@@ -132,7 +133,7 @@ def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypat
     assert len(image.runtime.guard.faults) == 1 and not image.runtime.guard.suspended
 
 
-@pytest.mark.parametrize(("cards", "reason"), [(TwoCpus([FIRST]), NO_SECOND), (Cards(), "this UNet is on the CPU")])
+@pytest.mark.parametrize(("cards", "reason"), [(TwoCpus([FIRST]), NO_SECOND), (Card(), "this UNet is on the CPU")])
 def test_a_refused_card_costs_no_second_computation(cards: TwoCpus, reason: str) -> None:
     image = Image.of(cards=cards)
     image.begin()

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
 from lib_onediff.devices.cuda.graphs.inputs import own_inputs
-from lib_onediff.devices.cuda.graphs.segments import Segments, record
+from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.weights.bound import BoundUNet
@@ -23,16 +22,13 @@ from lib_onediff.weights.bound import BoundUNet
 SEED = 7
 
 
-def recorded(unet: Any, call: Call) -> tuple[Segments, Call, TapeRecording]:
+def recorded(unet: Any, call: Call) -> tuple[GraphRunner, TapeRecording]:
     bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(call)
     inputs, recording = own_inputs(call), TapeRecording()
     weights = bound.binding.weights()
-    segments = record(
-        recording, inputs.patches,
-        lambda points: compute(bound.layout, weights, torch_ops, replace(inputs, patches=points)),
-    )
-    return segments, replace(inputs, patches=None), recording
+    runner = record(recording, inputs, None, lambda call: compute(bound.layout, weights, torch_ops, call))
+    return runner, recording
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,10 +36,10 @@ def test_a_replay_is_the_forward_of_its_own_call(case: str) -> None:
     unet = shared_ldm_unet()
     with torch.no_grad():
         first, second = (ours(unet, a_call(unet, seed=seed), copied(CASES[case])) for seed in (0, 1))
-        segments, inputs, recording = recorded(unet, first)
-        assert recording.parts > 1 and relative_error(segments.output, our_output(unet, first)) < CLOSE
+        runner, recording = recorded(unet, first)
+        assert recording.parts > 1 and relative_error(runner.output, our_output(unet, first)) < CLOSE
         for call in (second, first):
-            assert relative_error(segments.run(call, inputs), our_output(unet, call)) < CLOSE
+            assert relative_error(runner.run(call), our_output(unet, call)) < CLOSE
 
 
 def test_each_call_is_handed_its_own_options() -> None:
@@ -58,10 +54,10 @@ def test_each_call_is_handed_its_own_options() -> None:
         return ours(unet, a_call(unet, seed=seed), options)
 
     with torch.no_grad():
-        segments, inputs, _ = recorded(unet, listening(0))
+        runner, _ = recorded(unet, listening(0))
         plain, places = heard.copy(), len(heard)
         heard.clear()
-        output = segments.run(listening(3), inputs)
+        output = runner.run(listening(3))
         assert [(3, 1.3, *place) for _, _, *place in plain] == heard and len(heard) == places > 10
         assert relative_error(output, our_output(unet, listening(3))) < CLOSE
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lib_onediff.core.call import Call
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
-from lib_onediff.runtime.cards import Cards
+from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.weights.scan import HostTraits
 
@@ -26,7 +26,7 @@ NAMES = "cat", "ugly"
 
 
 @dataclass
-class TwoCpus(Cards):
+class TwoCpus(Card):
     """The CPU twice. launched: on which card, in order. full: whether the second runs out of memory when it is used."""
 
     cards: list[torch.device] = field(default_factory=lambda: [FIRST, SECOND])

@@ -68,10 +68,6 @@ class Holdings:
         total = self.card.total(device)
         return min(budget * MEBIBYTE or total // SHARE_OF_THE_CARD, total)
 
-    def vram(self) -> int:
-        """Bytes that all graphs of all devices hold."""
-        return sum(self.held(device) for device in self.devices())
-
     def devices(self) -> set[torch.device]:
         """Those that hold graphs."""
         return self.made.devices()
@@ -87,7 +83,8 @@ class Holdings:
 
     def applied_bytes(self, device: torch.device) -> int:
         """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these."""
-        return sum(managed.applied_bytes(device) for managed in self._managed.values())
+        bounds = (managed.bound for managed in self._managed.values() if managed.bound.on_the_fly.bytes)
+        return sum(bound.on_the_fly.bytes for bound in bounds if bound.binding.device == device)
 
     def room(self, budget: int, device: torch.device) -> int:
         """Bytes that may be used beside what is held, for a budget in MiB. Without a GPU, 0 is no limit."""
@@ -117,7 +114,7 @@ class Holdings:
 
     def memory(self) -> MemorySnapshot:
         """What would come back without some graphs."""
-        snapshot = MemorySnapshot(self.vram())
+        snapshot = MemorySnapshot(sum(map(self.held, self.devices())))
         for held in self.graphs():
             snapshot.add(held.kept.runner.memory, HeldGraph(held.key, held.entry.needs, held.kept.runner.own_bytes))
         return snapshot

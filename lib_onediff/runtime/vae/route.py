@@ -31,35 +31,13 @@ log = logging.getLogger("onediff")
 OURS = "ours"
 
 
-class BoundDecoder:
-    """One decoder in our care. settings override the runtime's."""
-
-    def __init__(self, decoder: nn.Module, settings: Settings | None, host_traits: HostTraits) -> None:
-        self.settings = settings
-        self._bound = BoundUNet(decoder, read_decoder, host_traits)
-        self.sources = self._bound.sources
-
-    def look(self) -> Binding:
-        """The decoder's parameters as they are now, at every decode. Raises Refusal where it cannot be run.
-
-        The host's parameters are read where they lie and never re-pointed: turning a weight channels-last takes a
-        thousandth of a decode, so torch may do that at each convolution, and the host's own decode finds its weights
-        as it left them.
-        """
-        self._bound.layout_now()
-        binding, sync_lora = self._bound.binding, self._bound.host_traits.sync_lora
-        if sync_lora is not None:
-            sync_lora(binding.layers())
-        binding.refuse_mixture()
-        return binding
-
-
 class DecoderRoute:
     """Routes the decodes of every decoder that a host has handed over."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._decoders: WeakDictionary[nn.Module, BoundDecoder] = WeakDictionary()
+        # With settings that override the runtime's.
+        self._decoders: WeakDictionary[nn.Module, tuple[BoundUNet, Settings | None]] = WeakDictionary()
         # A live preview is decoded on another thread than the image.
         self._lock = threading.RLock()
         # The last decode, and how many went by each route.
@@ -78,9 +56,9 @@ class DecoderRoute:
         with self._lock:
             known = self._decoders.get(decoder)
             if known is not None:
-                known.settings = settings
+                self._decoders[decoder] = known[0], settings
                 return
-            self._decoders[decoder] = BoundDecoder(decoder, settings, host_traits)
+            self._decoders[decoder] = BoundUNet(decoder, read_decoder, host_traits), settings
             exact = replace(settings or self._services.settings, low_bit="off")
             self._services.devices.prepare_early(decoder, exact, read_decoder)
 
@@ -163,23 +141,22 @@ class DecoderRoute:
         refuse_surroundings(asked.latent)
         return ours.serve()
 
-    def _admitted(self, asked: HostDecode) -> tuple[BoundDecoder, Settings]:
+    def _admitted(self, asked: HostDecode) -> tuple[BoundUNet, Settings]:
         """The decoder, and the settings that hold now. Raises Refusal where OneDiff may not run."""
-        bound = self._decoders.get(asked.decoder)
-        if bound is None:
+        known = self._decoders.get(asked.decoder)
+        if known is None:
             # Or another thread has switched OneDiff off meanwhile.
             raise Refusal("this VAE was not handed to OneDiff")
-        own = bound.settings or self._services.settings
-        settings, why_off = self._services.run_settings or (own, "")
+        settings, why_off = self._services.run_settings or (known[1] or self._services.settings, "")
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
-        return bound, settings
+        return known[0], settings
 
     def _ours(self, asked: HostDecode) -> Decode:
         """The decode as our forward does it. Raises Refusal where the decoder or the latent is none of ours."""
         bound, settings = self._admitted(asked)
         with self._lock:
-            binding, sources = bound.look(), bound.sources()
+            binding, sources = parameters_now(bound), bound.sources()
             refuse_latent(binding, asked.latent)
             weights = binding.weights()
         return Decode(self._services, self._notice, binding.layout, weights, sources, asked, settings)
@@ -235,6 +212,19 @@ class DecoderRoute:
             if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", line)
             self._logged[line] = now
+
+
+def parameters_now(bound: BoundUNet) -> Binding:
+    """A decoder's parameters as they are now, at every decode. Raises Refusal where it cannot be run.
+
+    The host's are read where they lie and never re-pointed: turning a weight channels-last takes a thousandth of a
+    decode, so torch may do that at each convolution, and the host's own decode finds its weights as it left them.
+    """
+    bound.layout_now()
+    if bound.host_traits.sync_lora is not None:
+        bound.host_traits.sync_lora(bound.binding.layers())
+    bound.binding.refuse_mixture()
+    return bound.binding
 
 
 def refuse_latent(binding: Binding, latent: Tensor) -> None:

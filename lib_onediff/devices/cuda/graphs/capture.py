@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +19,8 @@ from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
 from .allocations import peak
 from .device_memory import Card
-from .inputs import bytes_of
 from .recording import GraphRecording, time_in_graph
-from .segments import Segments, record
+from .segments import GraphRunner, record
 
 Result = TypeVar("Result")
 # What torch says of its max_split_size_mb where the user has set none.
@@ -98,17 +96,19 @@ class CudaGraphs:
             before = torch.cuda.memory_reserved(device)
             piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
             stream.wait_stream(torch.cuda.current_stream())
+            recording, weights = GraphRecording(pool.handle, stream, piece), binding.weights()
             try:
-                segments = capture(self._output, binding, ops, inputs, GraphRecording(pool.handle, stream, piece))
+                with recording.ended_on_failure():
+                    runner = record(
+                        recording, inputs, pool, lambda call: self._output(binding.layout, weights, ops, call)
+                    )
             except BaseException:
                 # torch may believe that this pool is still being recorded to, and would refuse every further capture.
                 del self._pools[device, architecture]
                 raise
             pool.is_fresh = False
             pool.grown_since(before)
-        # Whose functions they were must not be kept.
-        inputs = replace(inputs, patches=None)
-        return GraphRunner(segments, inputs, pool, bytes_of(inputs))
+        return runner
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
         """How much memory the pools of a device hold, or that of one architecture alone."""
@@ -151,31 +151,6 @@ class CudaGraphs:
             pool = self._pools[device, architecture] = Pool(device, stream)
             self._alive[pool] = None
         return pool
-
-
-@dataclass
-class GraphRunner:
-    """core.device.Runner by CUDA graphs. memory: the pool that they were captured in."""
-
-    segments: Segments
-    inputs: Call
-    memory: Pool
-    own_bytes: int
-
-    def run(self, call: Call) -> Tensor:
-        return self.segments.run(call, self.inputs)
-
-
-def capture(
-    output: Output, binding: Source, ops: Operators, inputs: Call, recording: GraphRecording
-) -> Segments:
-    """What replays a call. Functions that the call brings are called."""
-    weights = binding.weights()
-    with recording.ended_on_failure():
-        return record(
-            recording, inputs.patches,
-            lambda points: output(binding.layout, weights, ops, replace(inputs, patches=points)),
-        )
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -14,7 +15,21 @@ LEAST, MOST = 256 * MEBIBYTE, 1024 * MEBIBYTE
 
 
 class Card:
-    """The GPUs' memory, as this process can have it."""
+    """The GPUs and their memory, as this process can have them."""
+
+    def all(self) -> list[torch.device]:
+        """Every GPU that torch can use."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return [torch.device("cuda", index) for index in range(count)]
+
+    def are_equal(self, first: torch.device, second: torch.device) -> bool:
+        """Whether both are the same kind of GPU."""
+        one, other = map(torch.cuda.get_device_properties, (first, second))
+        return (one.name, one.multi_processor_count) == (other.name, other.multi_processor_count)
+
+    def using(self, device: torch.device) -> AbstractContextManager[object]:
+        """Kernels are launched there inside."""
+        return torch.cuda.device(device)
 
     def total(self, device: torch.device | None = None) -> int:
         """Bytes of the whole card, by default of the one that torch uses; 0 for what is none."""
@@ -57,6 +72,10 @@ class Card:
             torch.cuda.empty_cache()
         except RuntimeError as refusal:
             log.debug("torch's cache is not emptied now: %s", refusal)
+
+    def room(self, device: torch.device) -> int:
+        """Bytes that weights may take there, with some to spare for whoever else uses the GPU."""
+        return self.free(device) + self.unused(device) - self.spare(device)
 
     def spare(self, device: torch.device) -> int:
         """What should be left of a card for others."""

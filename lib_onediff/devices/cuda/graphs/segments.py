@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from inspect import isfunction
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....core.call import Call
 from ....core.patch_points import PatchPoints
-from .inputs import copy_inputs
+from .inputs import bytes_of, copy_inputs
 from .recording import Address, GraphRecording
 
 # Where the host's options are told of the place, whether anything stands there or not.
@@ -96,21 +96,25 @@ for _name, _point in vars(PatchPoints).items():
 
 
 @dataclass
-class Segments:
-    """The parts of a forward. output: (batch, out channels, height, width), where the last part writes it. places: see
-    PatchPoints; None where no functions run within it."""
+class GraphRunner:
+    """core.device.Runner by the graphs of a forward's parts. output: (batch, out channels, height, width), where the
+    last part writes it. places: see PatchPoints; None where no functions run within it. memory: the pool that the
+    graphs were captured in."""
 
     steps: list[Step]
     output: Tensor
     places: object
+    inputs: Call
+    memory: Any
+    own_bytes: int
 
-    def run(self, call: Call, inputs: Call) -> Tensor:
-        """The output for a call, as a new tensor. inputs: the graphs' own. Raises DoesNotFit, before any function was
-        called where they stand at other places."""
+    def run(self, call: Call) -> Tensor:
+        """The output for a call, as a new tensor. Raises DoesNotFit, before any function was called where they stand at
+        other places."""
         patches = call.patches
         if (None if patches is None else patches.places) != self.places:
             raise DoesNotFit("functions stand at other places than before")
-        copy_inputs(call, inputs)
+        copy_inputs(call, self.inputs)
         if patches is not None:
             patches.begin(call.latent)
         for step in self.steps:
@@ -119,18 +123,21 @@ class Segments:
 
 
 def record(
-    recording: GraphRecording, patches: PatchPoints | None, compute: Callable[[PatchPoints | None], Tensor]
-) -> Segments:
-    """Record a forward; with functions within it, it is computed too. compute: the forward with the points that it is
-    given."""
+    recording: GraphRecording, inputs: Call, memory: Any, compute: Callable[[Call], Tensor]
+) -> GraphRunner:
+    """Record a forward of inputs that are the graphs' own; with functions within it, it is computed too, and they are
+    called. compute: the forward. memory: see GraphRunner."""
+    # Whose functions they were must not be kept.
+    patches, own, places = inputs.patches, replace(inputs, patches=None), None
     recording.begin()
     if patches is None:
-        output = compute(None)
-        return Segments([replaying(recording.stop().replay)], output, None)
-    points = RecordedPoints(patches, recording)
-    output = compute(points)
-    points.steps.append(replaying(recording.end()))
-    return Segments(points.steps, output, patches.places)
+        output = compute(own)
+        steps = [replaying(recording.stop().replay)]
+    else:
+        points, places = RecordedPoints(patches, recording), patches.places
+        output = compute(replace(inputs, patches=points))
+        steps = [*points.steps, replaying(recording.end())]
+    return GraphRunner(steps, output, places, own, memory, bytes_of(own))
 
 
 def tensors_of(returned: Any) -> tuple[Tensor, ...]:

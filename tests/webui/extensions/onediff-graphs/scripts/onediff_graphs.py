@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ class SharedMemory:
 
 def replaying_graphs() -> Any:
     """What stands in for CudaGraphs."""
-    from lib_onediff.devices.cuda.graphs.capture import CudaGraphs, GraphRunner
+    from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
     from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
     from lib_onediff.devices.cuda.graphs.segments import record
     from lib_onediff.families.registry import FAMILIES
@@ -59,11 +58,8 @@ def replaying_graphs() -> Any:
             if inputs.patches is None:
                 return Replayed(binding, ops, inputs, memory)
             weights = all_lying_still(binding.weights())
-            segments = record(
-                tape().TapeRecording(), inputs.patches,
-                lambda points: compute(binding.layout, weights, ops, replace(inputs, patches=points)),
-            )
-            return GraphRunner(segments, replace(inputs, patches=None), memory, bytes_of(inputs))
+            recording = tape().TapeRecording()
+            return record(recording, inputs, memory, lambda call: compute(binding.layout, weights, ops, call))
 
         def peak(self, device: torch.device, work: Any) -> tuple[Any, int]:
             return work(), 0
