@@ -15,8 +15,7 @@ import torch
 from ..core.precision import HALF, HALF_SUMS, SWITCHES
 from ..core.refusal import Refusal
 from ..core.settings import ONE_GPU
-from ..devices.cuda.graphs.device_memory import Card
-from ..runtime.cards import second_card
+from ..runtime.cards import Card, second_card
 from ..runtime.runtime import runtime
 
 ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
