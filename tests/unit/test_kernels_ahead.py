@@ -2,6 +2,7 @@
 driver of our own."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import struct
@@ -166,6 +167,20 @@ def test_tiles_are_described_to_the_driver(card: Any) -> None:
     [(_, parameters)] = card.library.launches
     assert len(card.library.maps) == 3 and struct.unpack_from("@2i2q", parameters, 128) == (70, 320, 320, 1)
     assert card.library.shared and card.library.shared[0] > 48 << 10
+
+
+def test_a_kernel_is_loaded_and_launched_where_its_tensors_are(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def on_card(device: torch.device) -> Iterator[None]:
+        seen.append((device, len(card.library.modules), len(card.library.launches)))
+        yield
+        seen.append((device, len(card.library.modules), len(card.library.launches)))
+
+    monkeypatch.setattr(launching, "on_card", on_card)
+    normed()
+    assert seen == [(torch.device("cpu"), 0, 0), (torch.device("cpu"), 1, 1)]
 
 
 def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ....core.card import on_card
 from ....core.refusal import Refusal
 from ....core.version import written
 from . import archive
@@ -31,8 +32,8 @@ FORMATS, SCRATCH = {"P": "P", "I": "i", "A": "i", "F": "f", "S": "P"}, "S"
 def launch(
     kernel: str, grid: Sequence[int], *arguments: Any, warps: int, stages: int = STAGES, **constants: int
 ) -> None:
-    """kernel: file and name, of source/. grid: how many programs, on up to three axes. arguments: tensors on the
-    current card, Tiles, numbers. constants: those that it is compiled for, in their order.
+    """kernel: file and name, of source/. grid: how many programs, on up to three axes. arguments: tensors of one
+    card, Tiles, numbers. constants: those that it is compiled for, in their order.
 
     Raises Refusal where it is not there for these types, numbers or this card, RuntimeError with the driver's or
     Triton's reason, and torch.cuda.OutOfMemoryError.
@@ -43,7 +44,9 @@ def launch(
         launch_source(kernel, grid, arguments, warps, stages, constants)
         return
     key = archive.key_of(kernel, arguments, warps, stages, constants)
-    loaded(key, device)(grid, arguments)
+    # A kernel belongs to the card that was current when it was loaded.
+    with on_card(device):
+        loaded(key, device)(grid, arguments)
 
 
 def is_ahead(device: torch.device) -> bool:
