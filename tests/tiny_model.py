@@ -130,17 +130,16 @@ def byte_tokenizer(pad_token: str = END) -> CLIPTokenizer:
 
     with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as folder:
         write_byte_vocabulary(Path(folder))
-        return CLIPTokenizer(
-            f"{folder}/vocab.json", f"{folder}/merges.txt", unk_token=END, bos_token=START, eos_token=END,
-            pad_token=pad_token, model_max_length=77,
+        return CLIPTokenizer.from_pretrained(
+            folder, unk_token=END, bos_token=START, eos_token=END, pad_token=pad_token, model_max_length=77,
         )
 
 
 def write_byte_vocabulary(folder: Path) -> None:
     """CLIP's two files without a merge: tokens are each byte inside a word, each at the end of one, start and end."""
-    from transformers.models.clip.tokenization_clip import bytes_to_unicode
-
-    symbols = list(bytes_to_unicode().values())
+    # How CLIP writes bytes: those that can be read as they are, first, and the others from the 256th letter on.
+    readable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    symbols = [*map(chr, readable), *(chr(256 + number) for number in range(256 - len(readable)))]
     tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), START, END]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")

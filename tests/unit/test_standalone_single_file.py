@@ -103,7 +103,9 @@ def write(folder: Path, weights: dict[str, Tensor], name: str = "model.safetenso
 
 
 def sd1_weights(unet: nn.Module | None = None) -> dict[str, Tensor]:
-    return checkpoint(unet or ldm_unet(**SD1), named("cond_stage_model.transformer.", clip_text().state_dict()))
+    # transformers 5 leaves out a part of the names that checkpoints have.
+    text = {name.removeprefix("text_model."): value for name, value in clip_text().state_dict().items()}
+    return checkpoint(unet or ldm_unet(**SD1), named("cond_stage_model.transformer.text_model.", text))
 
 
 def assert_same_unet(loaded: Any, original: nn.Module) -> None:
