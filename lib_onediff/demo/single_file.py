@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ FAMILY_SIGNS = {
 }
 V_IN_YAML = re.compile(r'^\s*parameterization:\s*"?v"?\s*(#.*)?$', re.MULTILINE)
 CACHED = ("openai/clip-vit-large-patch14",)
+VOCABULARY = ("vocab.json", "merges.txt")
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
@@ -85,15 +87,16 @@ def family_of(path: Path, shapes: Shapes) -> str:
 def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
     """Put the files of CLIP's tokenizer into folder, from beside the checkpoint or from the Hugging Face cache. Raises
     Refusal, saying what to put where, when there are none."""
-    from transformers import CLIPTokenizer
+    from transformers.utils import cached_file
 
     parent = checkpoint.resolve().parent
     for place in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *CACHED):
         try:
-            CLIPTokenizer.from_pretrained(place, local_files_only=True).save_vocabulary(str(folder))
+            for name in VOCABULARY:
+                shutil.copy(cached_file(str(place), name, local_files_only=True) or "", folder)
             return
         except Exception:
-            # What is raised for a folder without one depends on what else is installed.
+            # What is raised where there is none depends on what else is installed.
             log.debug("no tokenizer in %s", place, exc_info=True)
     raise Refusal(
         f"{checkpoint.name} holds no tokenizer, and CLIP's was not found on this machine. Put a folder named tokenizer "

@@ -92,6 +92,12 @@ def write(*path: str, text: str) -> Callable[[Path], object]:
     return lambda folder: folder.joinpath(*path).write_text(text, encoding="utf-8")
 
 
+def write_over_tokenizer(folder: Path) -> None:
+    """Its files are others with transformers 5."""
+    for file in (folder / "tokenizer").iterdir():
+        file.write_text("{", encoding="utf-8")
+
+
 SCHEDULER, CONFIG = ("scheduler", "scheduler_config.json"), ("text_encoder", "config.json")
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / UNET_WEIGHTS).unlink(), "no weights of the unet"),
@@ -104,7 +110,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "conv_in.weight",
     ),
     "a file cut off": (lambda folder: cut_off(folder / UNET_WEIGHTS), "diffusion_pytorch_model.safetensors"),
-    "a broken tokenizer": (write("tokenizer", "vocab.json", text="{"), "damaged-model"),
+    "a broken tokenizer": (write_over_tokenizer, "damaged-model"),
+    "no tokenizer": (lambda folder: [file.unlink() for file in (folder / "tokenizer").iterdir()], "vocab.json"),
     "another class for a scheduler": (
         write(*SCHEDULER, text='{"_class_name": "UNet2DConditionModel"}'), "does not know the scheduler",
     ),

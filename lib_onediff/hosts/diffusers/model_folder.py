@@ -41,7 +41,7 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Any:
     }
     parts = {
         part: load_network(folder / part, kind, dtype) if issubclass(kind, torch.nn.Module)
-        else kind.from_pretrained(folder / part, local_files_only=True)
+        else load_tokenizer(folder / part, kind)
         for part, kind in kinds.items() if (folder / part).is_dir()
     }
     parts["scheduler"] = load_scheduler(folder / "scheduler")
@@ -75,6 +75,15 @@ def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
     if missing:
         raise Refusal(f"{folder.name} lacks {len(missing)} of its weights, the first of them {missing[0]}.")
     return network.eval()
+
+
+def load_tokenizer(folder: Path, kind: Any) -> Any:
+    """CLIP's. Raises Refusal where its files lack: transformers 5 makes one then that knows no word."""
+    known = kind.vocab_files_names  # tokenizer.json from transformers 5 on
+    whole = "tokenizer_file" in known and (folder / known["tokenizer_file"]).is_file()
+    if not whole and not all((folder / known[part]).is_file() for part in ("vocab_file", "merges_file")):
+        raise Refusal(f"{folder.name} lacks its vocab.json or merges.txt.")
+    return kind.from_pretrained(folder, local_files_only=True)
 
 
 def load_scheduler(folder: Path) -> Any:
