@@ -58,6 +58,9 @@ def describe_machine() -> str:
     torch_version, cuda_build = find_torch()
     gpu, driver_cuda, capability = find_gpu()
     torch = f"torch {torch_version}" if torch_version else "no torch"
+    newest = next(pin.removeprefix("torch==") for pin in tested("newest") if pin.startswith("torch=="))
+    if release_of(torch_version) > release_of(newest):
+        torch += f" (newer than {newest}, the newest tested)"
     backends = describe_backends(torch_version, cuda_build, driver_cuda, capability)
     return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}; backends: {backends}."
 
@@ -130,13 +133,25 @@ def written(release: tuple[int, ...]) -> str:
 
 
 def requirements_of(extra: str) -> tuple[list[str], list[str]]:
-    """What pip installs for an extra: requirements, and those that it installs without their dependencies."""
+    """What an extra asks pip for: requirements, and those that it installs without their dependencies."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     usual = read_strings(text, "project", "dependencies")
     for requirement in read_strings(text, "project.optional-dependencies", extra):
         own_extra = re.fullmatch(r"sd-webui-onediff\[(\w+)\]", requirement)
         usual += requirements_of(own_extra[1])[0] if own_extra else [requirement]
     return list(dict.fromkeys(usual)), read_strings(text, "tool.onediff.without-dependencies", extra)
+
+
+def tested(which: str) -> list[str]:
+    """The "oldest", "usual" or "newest" versions that are tested, each as pip is told of it."""
+    return read_strings((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), "tool.onediff.tested", which)
+
+
+def within_tested(requirement: str) -> str:
+    """A requirement that asks for nothing newer than is usually tested."""
+    name = re.match(r"[\w-]+", requirement)[0]
+    bounds = [bound.removeprefix(name) for bound in tested("usual") if re.match(r"[\w-]+", bound)[0] == name]
+    return ",".join([requirement, *bounds])
 
 
 def read_strings(toml: str, table: str, key: str) -> list[str]:
@@ -150,6 +165,7 @@ def read_strings(toml: str, table: str, key: str) -> list[str]:
 def prepare_venv(extra: str) -> None:
     """Make .venv hold what the extra needs; nothing is done where it does. Raises CannotInstall with a sentence."""
     usual, without_dependencies = requirements_of(extra)
+    usual = [within_tested(requirement) for requirement in usual]
     wanted = usual + without_dependencies
     if read_stamps().get(extra) == wanted and has_pip():
         return

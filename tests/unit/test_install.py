@@ -4,6 +4,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -35,6 +36,9 @@ test = ["sd-webui-onediff[demo]", "pytest==1.0"]
 
 [tool.onediff.without-dependencies]
 test = ["tiny-oracle==1.0"]
+
+[tool.onediff.tested]
+usual = ["tiny-torch<3"]
 """
 SAY_ARGUMENTS = "import json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv[1:]]))\nsys.exit(7)\n"
 WAIT_FOR_INTERRUPT = """
@@ -83,6 +87,7 @@ def make_checkout(folder: Path) -> Path:
 def wheels(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheels")
     write_wheel(folder, "tiny-torch", "2.5")
+    write_wheel(folder, "tiny-torch", "3.0")
     write_wheel(folder, "tiny-host", "1.0")
     write_wheel(folder, "tiny-oracle", "1.0", requires="Requires-Dist: nowhere-to-be-found\n")
     write_wheel(folder, "pytest", "1.0", main=SAY_ARGUMENTS)
@@ -123,6 +128,13 @@ def test_line_names_this_torch_and_reads_it_without_importing_it(fake_torch):
     assert answer.stdout == (
         "OneDiff: torch 2.7.1+cu128, no NVIDIA GPU; backends: eager (native and cudagraph need an NVIDIA GPU).\n"
     )
+
+
+def test_line_says_that_torch_is_newer_than_what_is_tested(monkeypatch):
+    (newest,) = [pin.removeprefix("torch==") for pin in install.tested("newest") if pin.startswith("torch")]
+    for version, said in {f"{newest}+cu130": "", "99.0": f" (newer than {newest}, the newest tested)"}.items():
+        monkeypatch.setattr(install, "find_torch", lambda version=version: (version, "13.0"))
+        assert install.describe_machine().startswith(f"OneDiff: torch {version}{said}, ")
 
 
 @pytest.mark.parametrize(
@@ -193,8 +205,34 @@ def test_requirements_are_read_as_toml_means_them(text):
     assert install.read_strings(text, "project", "dependencies") == project["project"]["dependencies"]
     for extra, requirements in project["project"]["optional-dependencies"].items():
         assert install.read_strings(text, "project.optional-dependencies", extra) == requirements
-    for extra, requirements in project["tool"]["onediff"]["without-dependencies"].items():
-        assert install.read_strings(text, "tool.onediff.without-dependencies", extra) == requirements
+    for table in ("without-dependencies", "tested"):
+        for extra, requirements in project["tool"]["onediff"][table].items():
+            assert install.read_strings(text, f"tool.onediff.{table}", extra) == requirements
+
+
+def test_nothing_that_users_bring_has_an_upper_bound():
+    """pip would take a newer torch away, and break what stands on it."""
+    requirements = pytest.importorskip("packaging.requirements")
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert install.read_strings(text, "project", "dependencies") == ["torch>=2.1.2"]
+    (extras,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
+    wanted = [requirements.Requirement(one) for extra in re.findall(r"^(\w+) = \[", extras, re.MULTILINE)
+              for one in install.requirements_of(extra)[0]]
+    tested = [requirements.Requirement(one) for which in ("oldest", "usual", "newest") for one in install.tested(which)]
+    users = {"torch", *(one.name for one in tested)}
+    bounds = {f"{one.name}{bound}" for one in wanted if one.name in users for bound in one.specifier}
+    assert len(bounds) >= len(users) and all(">=" in bound for bound in bounds)
+    lows = {one.name: one.specifier for one in wanted if one.name in users}
+    for pin in tested:
+        assert all(lows[pin.name].contains(bound.version) for bound in pin.specifier), pin
+
+
+def test_what_is_tested_is_documented():
+    releases = (REPOSITORY / ".readme" / "hosts.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| diffusers \|.*$", releases, re.MULTILINE)
+    for which in ("oldest", "newest"):
+        torch, diffusers, transformers = (pin.partition("==")[2] for pin in install.tested(which))
+        assert re.search(rf" {diffusers} \((torch )?{torch}, (transformers )?{transformers}\)", row)
 
 
 # The life of a .venv
@@ -206,6 +244,7 @@ def test_arguments_folder_and_exit_code_reach_pytest_and_the_users_arguments_cou
     answer = run_install(checkout, "--test", *words, **environment)
     assert (answer.returncode, answer.stderr) == (7, "")
     assert json.loads(answer.stdout) == [str(checkout), *install.SIDE_BY_SIDE, *words]
+    assert list((checkout / ".venv").rglob("tiny_torch-2.5.dist-info")), "a newer one than is tested was installed"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
@@ -251,7 +290,7 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
     offline = run_install(checkout, "--demo", **EMPTY_PACKAGE_INDEX)
     assert offline.returncode == 1 and "Traceback" not in offline.stderr
     assert "Making .venv" in offline.stdout
-    assert "pip is kept offline by PIP_NO_INDEX and finds no tiny-torch>=2." in offline.stderr
+    assert "pip is kept offline by PIP_NO_INDEX and finds no tiny-torch<3,>=2." in offline.stderr
 
     online = run_install(checkout, "--demo", **{**EMPTY_PACKAGE_INDEX, "PIP_FIND_LINKS": str(wheels)})
     assert "Making .venv" not in online.stdout, "a venv that only lacks packages was thrown away"
