@@ -71,12 +71,13 @@ def compiled(**options: Any) -> Any:
 def test_self_attention_is_the_packages_and_cross_attention_never(package: Package) -> None:
     unet = compiled()
     call = half_call(unet)
-    host = diffusers_output(unet, call)
     output = served(unet, call)
+    # Now, because a CPU rounds otherwise where weights lie as OneDiff binds them.
+    host = diffusers_output(unet, call)
     assert now()[0] == f"native, {SAGE}", reason()
     blocks = len(list(transformer_blocks(runtime.layout_of(unet), 4, 4)))
     assert len(package.calls) % blocks == 0 and all(shape[2] > 3 for shape in package.calls)
-    assert entry_of("", attention=SAGE).relative_error == pytest.approx(relative_error(output, host), rel=0.05)
+    assert entry_of("", attention=SAGE).relative_error == pytest.approx(relative_error(output, host), rel=0.001)
     for _ in range(2):
         assert torch.equal(served(unet, call), output)
     assert now() == (f"native, {SAGE}", "graph")
