@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from fastapi import Depends, FastAPI, HTTPException
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 from fastapi.testclient import TestClient
+
+pytest.importorskip("gradio")
 
 from lib_onediff.api import routes
 from lib_onediff.core.refusal import Refusal
