@@ -17,6 +17,8 @@ import torch
 
 from lib_onediff.core.operators import Stream
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda import native
 from lib_onediff.devices.cuda.kernels import archive, driver, launching, products, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import EXACT_GATED_PRODUCT, INT8_PRODUCT, LAYER_NORM
 
@@ -231,6 +233,25 @@ def test_without_a_driver_or_an_archive(card: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(archive, "ARCHIVE", damaged)
     monkeypatch.setattr(archive, "manifest", archive.manifest.__wrapped__)
     assert "install it anew" in str(launching.why_not(GPU))
+
+
+def test_what_cannot_be_loaded_is_refused_and_out_of_memory_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = native.Native(TuningCache())
+    full, broken = (native.Network(name, (), torch.float32, torch.device("cpu")) for name in ("full", "broken"))
+    errors = [torch.cuda.OutOfMemoryError("full"), None, RuntimeError("broken"), AssertionError("loaded again")]
+
+    def load_kernels(*given: Any) -> None:
+        error = errors.pop(0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(native, "load_kernels", load_kernels)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        device.prepare(full)
+    device.prepare(full)
+    for _ in range(2):
+        with pytest.raises(Refusal, match="broken"):
+            device.prepare(broken)
 
 
 def test_a_driver_that_keeps_nothing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

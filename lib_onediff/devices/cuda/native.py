@@ -101,7 +101,13 @@ class Native(Device):
                 if network.dtype in DTYPES:
                     # Nobody waits for these.
                     self._worker.submit(load_candidates, network.dtype, network.device)
-        failure = self._loading[kind].result()
+            loading = self._loading[kind]
+        try:
+            failure = loading.result()
+        except torch.cuda.OutOfMemoryError:
+            # There may be room the next time.
+            self._loading.pop(kind, None)
+            raise
         if failure:
             raise Refusal(failure)
         if time_ms is not None and kind not in self._tuned:
@@ -123,6 +129,8 @@ class Native(Device):
         try:
             with on_card(network.device):
                 load_kernels(network.users, network.dtype, network.device, self._launches, low_bit)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:
             log.debug("the kernels for %s cannot be loaded", network.dtype, exc_info=True)
             return first_line(error)
