@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, help="timed calls of each row (default: step 40, else 5)")
     parser.add_argument("--steps", type=int, help="image, quality, webui: of an image (default: 20, quality 30)")
     parser.add_argument("--images", type=int, default=200, help="quality: how many")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.runs = options.runs or (40 if options.command == "step" else 5)
     options.batch = options.batch or [1 if options.command == "image" else 2]

@@ -251,7 +251,7 @@ def cold(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             with tempfile.TemporaryDirectory() as folder:
                 for caches in ("empty", "kept"):
                     row = {"model": model, "backend": variant.name, "caches": caches}
-                    for found in in_process(["--child", caches, model, str(index)], folder):
+                    for found in in_process(["--child", model, str(index)], folder):
                         yield {**row, **found}
 
 
@@ -274,10 +274,10 @@ def in_process(arguments: list[str], folder: str) -> list[Row]:
 
 def first_calls(options: argparse.Namespace, device: torch.device) -> list[Row]:
     """What a child of cold does: first calls at each size, until they are at full speed."""
-    caches, model, index = options.child
+    model, index = options.child
     variant, dtype = variants(options)[int(index)], DTYPES[options.dtype]
     unet = models.unet_named(model, torch.device("cpu")).to(dtype).to(device)
-    if caches == "kept" and variant.options is not None:
+    if variant.options is not None:
         # As where a WebUI loads its checkpoint before the first image.
         compile_unet(unet, **variant.options)
         runtime.devices.finish()
