@@ -1,6 +1,6 @@
 """The card that computes: whoever launches makes it torch's current one, and what was measured on it carries its name.
 
-Triton, CUDA graphs and events go to the current card; a model may lie on another.
+Kernels, CUDA graphs and events go to the current card; a model may lie on another.
 """
 from __future__ import annotations
 

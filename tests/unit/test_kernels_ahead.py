@@ -199,6 +199,8 @@ def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:
 def test_what_is_not_there_is_refused(card: Any) -> None:
     with pytest.raises(Refusal, match="no kernel “tokens.layer_norm_rows .*” for compute capability 8.6"):
         normed((7, 1))
+    with pytest.raises(Refusal, match="no kernel .*float64"):
+        tokens.geglu(torch.zeros(2, 64, dtype=torch.float64))
     with pytest.raises(Refusal, match="multiples of 16"):
         normed(start=1)
     with pytest.raises(Refusal, match="multiples of 16"):
@@ -261,5 +263,11 @@ def test_a_driver_that_keeps_nothing_is_named(monkeypatch: pytest.MonkeyPatch, t
     assert driver.why_nothing_is_kept() == ""
     monkeypatch.setattr(driver.os, "access", lambda path, mode: False)
     assert str(tmp_path) in driver.why_nothing_is_kept()
+
+    def nobody() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    assert "no home" in driver.why_nothing_is_kept(), "it never fails"
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
     assert "CUDA_CACHE_DISABLE" in driver.why_nothing_is_kept()

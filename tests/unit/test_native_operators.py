@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from builders import relative_error
 from grid import grid
 from torch import Tensor
@@ -17,8 +18,17 @@ from grid import ends
 from lib_onediff.core.affine import Affine
 from lib_onediff.core.leaves import Convolution, GroupNorm, LayerNorm
 from lib_onediff.core.operators import Stream
+from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.attention import attention, heads_lie_beside
-from lib_onediff.devices.cuda.kernels.launch_config import ATTENTION, LIBRARY, WIDE_ATTENTION, LaunchConfig
+from lib_onediff.devices.cuda.kernels.launch_config import (
+    ATTENTION,
+    EXACT_GATED_PRODUCT,
+    LIBRARY,
+    WIDE_ATTENTION,
+    LaunchConfig,
+    Launches,
+)
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.attention import random_inputs
@@ -144,3 +154,20 @@ def test_large_scores_do_not_overflow() -> None:
     query, key, value = random_inputs((1, 1, 20, 64), (1, 1, 77, 64), torch.float16, DEVICE)
     inputs = 60 * query, 60 * key, value
     assert relative_error(attention(*inputs).double(), exact(*inputs)) < 2e-3
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gated_product_reads_a_weight_as_it_lies(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that somebody has put in the place of a weight is no row after row."""
+    used: list[bool] = []
+    product = products.exact_gated_product
+    monkeypatch.setattr(products, "exact_gated_product", lambda *given: used.append(True) or product(*given))
+    launches = Launches(TuningCache())
+    tokens, bias = torch.randn(3, 32, dtype=torch.float16, device=DEVICE), torch.randn(64, device=DEVICE).half()
+    weight = torch.randn(32, 64, device=DEVICE).half().t() if transposed else torch.randn(64, 32, device=DEVICE).half()
+    config = next(one for one in EXACT_GATED_PRODUCT.candidates[1:] if not one[0])
+    launches.choose(EXACT_GATED_PRODUCT, products.product_class(3, 64, 32), torch.float16, config)
+    affine = Affine(weight, bias)
+    found = NativeOperators(launches).gated_linear(tokens, affine, affine)
+    expected = torch_ops.geglu(functional.linear(tokens.double(), weight.double(), bias.double()))
+    assert bool(used) is not transposed and relative_error(found.double(), expected) < 2e-3

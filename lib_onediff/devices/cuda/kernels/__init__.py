@@ -1,1 +1,1 @@
-"""Our Triton kernels, a file for each family, and the operators that launch them."""
+"""What launches our kernels, a file for each family of them, and the operators of the native backend."""

@@ -66,7 +66,9 @@ def key_name(key: tuple[Any, ...]) -> str:
     def name(part: Any) -> str:
         if isinstance(part, tuple):
             return f"{name(part[0])}[{'x'.join(map(str, part[1]))}]"
-        return TYPE_NAMES[part] if isinstance(part, torch.dtype) else str(int(part) if isinstance(part, bool) else part)
+        if isinstance(part, torch.dtype):
+            return TYPE_NAMES.get(part, str(part))
+        return str(int(part) if isinstance(part, bool) else part)
 
     return " ".join(name(part) for part in key if part is not None)
 
@@ -81,7 +83,8 @@ def variant(
         one for one in by_architecture if serves(one, capability) and driver >= NEWER_DRIVER.get(one, OLDEST_DRIVER)
     ]
     if not serving:
-        raise Refusal(f"OneDiff has no kernel “{name}” for compute capability {written(capability)}")
+        card = f"compute capability {written(capability)} and a driver for CUDA {written(driver)}"
+        raise Refusal(f"OneDiff has no kernel “{name}” for {card}")
     found = Variant(*by_architecture[max(serving, key=number)])
     return found, text_of(found.file)[found.start:found.start + found.bytes] + b"\0"
 

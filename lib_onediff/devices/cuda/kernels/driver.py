@@ -97,9 +97,13 @@ def why_nothing_is_kept() -> str:
     disk."""
     if os.environ.get("CUDA_CACHE_DISABLE", "0") != "0":
         return "CUDA_CACHE_DISABLE is set: the driver prepares OneDiff's kernels anew at every start, for seconds"
-    usual = Path(os.environ["APPDATA"], "NVIDIA") if "APPDATA" in os.environ else Path.home() / ".nv"
-    folder = Path(os.environ.get("CUDA_CACHE_PATH") or usual / "ComputeCache")
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        usual = Path(os.environ["APPDATA"], "NVIDIA") if "APPDATA" in os.environ else Path.home() / ".nv"
+        folder = Path(os.environ.get("CUDA_CACHE_PATH") or usual / "ComputeCache")
+        there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    except (OSError, RuntimeError) as error:
+        # A user without a home, or a folder that may not be looked into.
+        return f"{error}: the driver may prepare OneDiff's kernels anew at every start, for seconds"
     if os.access(there, os.W_OK):
         return ""
     return f"{there} cannot be written: the driver prepares OneDiff's kernels anew at every start, for seconds"

@@ -202,9 +202,12 @@ class NativeOperators:
             width = x.shape[-1]
             shape_class = products.product_class(x.numel() // width, *affine.weight.shape)
             config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, dtype)
-            if config != cuts.LIBRARY and affine.bias is not None and affine.low_rank is None:
+            weight, bias = affine.weight, affine.bias
+            is_plain = config != cuts.LIBRARY and affine.low_rank is None and not weight.is_meta
+            # A weight may be a view that somebody has made: the kernel reads row after row.
+            if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():
                 tokens = x.contiguous().view(-1, width)
-                return products.exact_gated_product(tokens, affine.weight, affine.bias, config).view(*x.shape[:-1], -1)
+                return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
         return self.geglu(self.linear(x, affine), reader)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
