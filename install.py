@@ -1,7 +1,7 @@
 """Explains, installs and starts OneDiff. Needs nothing but Python 3.10 or newer.
 
     python install.py
-        Run by the WebUI at its start: installs nothing, prints one line about this Python and its GPU.
+        Run by the WebUI at its start. Does nothing: a WebUI brings all that OneDiff needs.
 
     python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
         [--gradio-auth USER:PASSWORD]
@@ -22,24 +22,19 @@ if sys.version_info < (3, 10):  # noqa: UP036
 import argparse
 import ast
 import contextlib
-import ctypes
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
-import traceback
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-OLDEST_TORCH = (2, 1, 2)
-OLDEST_CAPABILITY = (7, 5)
-OLDEST_DRIVER = (12, 0)  # the CUDA that r525 serves
-CUDA_ERROR_NO_DEVICE = 100
-COMPUTE_CAPABILITY = (75, 76)  # what cuDeviceGetAttribute calls its two numbers
 FULL_DISK_BYTES = 64 << 20
+# Of .venv: on Linux torch brings CUDA's libraries.
+VENV_BYTES = (7 if sys.platform == "linux" else 2) << 30
 # How many processes "auto" is, tests/conftest.py says. What the user gives comes behind it and counts.
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
@@ -51,80 +46,6 @@ LOCK = VENV / "onediff-install.lock"
 
 class CannotInstall(Exception):
     """What stands in the way, as a sentence for the user."""
-
-
-def describe_machine() -> str:
-    """One line: torch, GPU, the usable backends and what the others lack."""
-    torch_version, cuda_build = find_torch()
-    gpu, driver_cuda, capability = find_gpu()
-    torch = f"torch {torch_version}" if torch_version else "no torch"
-    newest = next(pin.removeprefix("torch==") for pin in tested("newest") if pin.startswith("torch=="))
-    if release_of(torch_version) > release_of(newest):
-        torch += f" (newer than {newest}, the newest tested)"
-    backends = describe_backends(torch_version, cuda_build, driver_cuda, capability)
-    return f"OneDiff: {torch}, {gpu or 'no NVIDIA GPU'}; backends: {backends}."
-
-
-def describe_backends(
-    torch: str | None, cuda: str | None, driver: tuple[int, int] | None, capability: tuple[int, int] | None
-) -> str:
-    """The usable backends by name, then in brackets what the others lack. None: there is no such thing here.
-
-    cuda: the CUDA version that torch was built for, such as "12.8". driver: the newest that the NVIDIA driver serves.
-    """
-    if release_of(torch) < OLDEST_TORCH:
-        return f"none (OneDiff needs torch {written(OLDEST_TORCH)} or newer)"
-    driver_lags = driver is not None and cuda is not None and driver[0] < release_of(cuda)[0]
-    newer_driver = f"a newer NVIDIA driver: this one serves CUDA {written(driver or ())}, torch wants {cuda}"
-    lacks = {"an NVIDIA GPU": driver is None, "a CUDA build of torch": cuda is None, newer_driver: driver_lags}
-    if any(lacks.values()):
-        return f"eager (native and cudagraph need {' and '.join(what for what, lacking in lacks.items() if lacking)})"
-    if capability >= OLDEST_CAPABILITY and driver >= OLDEST_DRIVER:
-        return "native, cudagraph, eager"
-    needed = f"an NVIDIA card from GTX 16 on (compute capability {written(OLDEST_CAPABILITY)}) and driver r525 or newer"
-    return f"cudagraph, eager (native needs {needed})"
-
-
-def find_torch() -> tuple[str | None, str | None]:
-    """torch's version with its build tag, and the CUDA version it was built for; None for what is not there."""
-    try:
-        version, spec = metadata.version("torch"), find_spec("torch")
-    except metadata.PackageNotFoundError:
-        return None, None
-    if spec is None or not spec.origin:
-        return version, None
-    # The metadata of a wheel from a package index lacks the build tag, and importing torch takes seconds.
-    source = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    values = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= *['\"](.+)['\"]", source, re.MULTILINE))
-    return values.get("__version__", version), values.get("cuda")
-
-
-def find_gpu() -> tuple[str | None, tuple[int, int] | None, tuple[int, int] | None]:
-    """The NVIDIA GPUs that this process may use, in words; the newest CUDA version that their driver serves; and the
-    first one's compute capability."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return None, None, None
-    count, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(100)
-    capability = ctypes.c_int(), ctypes.c_int()
-    result = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if result == CUDA_ERROR_NO_DEVICE or (result == 0 and count.value == 0):
-        return None, None, None
-    result = result or driver.cuDriverGetVersion(ctypes.byref(version)) or driver.cuDeviceGetName(name, len(name), 0)
-    for number, attribute in zip(capability, COMPUTE_CAPABILITY, strict=True):
-        result = result or driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)
-    if result != 0:
-        return f"an NVIDIA driver that does not start (CUDA error {result})", None, None
-    words = name.value.decode("ascii", "replace")
-    more = f" and {count.value - 1} more" if count.value > 1 else ""
-    gpu = f"{'' if words.startswith('NVIDIA') else 'NVIDIA '}{words}{more}"
-    return gpu, divmod(version.value // 10, 100), (capability[0].value, capability[1].value)
-
-
-def release_of(version: str | None) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 7, 1) for 2.7.1+cu128, () where there are none."""
-    return tuple(int(number) for number in re.match(r"[\d.]*", version or "")[0].split(".") if number)
 
 
 def written(release: tuple[int, ...]) -> str:
@@ -143,14 +64,14 @@ def requirements_of(extra: str) -> tuple[list[str], list[str]]:
 
 
 def tested(which: str) -> list[str]:
-    """The "oldest", "usual" or "newest" versions that are tested, each as pip is told of it."""
+    """The "oldest" or "newest" versions that are tested, each as pip is told of it."""
     return read_strings((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), "tool.onediff.tested", which)
 
 
 def within_tested(requirement: str) -> str:
-    """A requirement that asks for nothing newer than is usually tested."""
+    """A requirement that asks for nothing newer than is tested."""
     name = re.match(r"[\w-]+", requirement)[0]
-    bounds = [bound.removeprefix(name) for bound in tested("usual") if re.match(r"[\w-]+", bound)[0] == name]
+    bounds = [bound.removeprefix(name) for bound in tested("newest") if re.match(r"[\w-]+", bound)[0] == name]
     return ",".join([requirement, *bounds])
 
 
@@ -170,6 +91,7 @@ def prepare_venv(extra: str) -> None:
     if read_stamps().get(extra) == wanted and has_pip():
         return
     with sole_installer():
+        refuse_full_disk()
         if not has_pip():
             make_venv()
         print(f"Installing what --{extra} needs into .venv. The first time takes minutes and a few GB.", flush=True)
@@ -208,6 +130,14 @@ def sole_installer():
             except BlockingIOError:
                 raise CannotInstall("Another install.py is at work in .venv. Wait until it has finished.") from None
         yield
+
+
+def refuse_full_disk() -> None:
+    """Raise CannotInstall where there is no room for what is missing in .venv."""
+    there = sum(path.lstat().st_size for path in VENV.rglob("*"))
+    free, missing = shutil.disk_usage(VENV).free, VENV_BYTES - there
+    if free < missing:
+        raise CannotInstall(f"{VENV} needs {missing / 2**30:.1f} GB more, and {free / 2**30:.1f} GB are free there.")
 
 
 def empty_venv() -> None:
@@ -252,7 +182,7 @@ def why_failed(output: str) -> str | None:
     missing = re.search(r"No matching distribution found for ([^\s(]+)", output)
     unbuilt = re.search(r"(?:Failed building wheel for|Failed to build) '?([\w.-]+)", output)
     wheels = "set PIP_FIND_LINKS to a folder of wheels, then run the same command again."
-    here = f"for Python {written(sys.version_info[:2])} on {sys.platform}; Python 3.10 to 3.13 are known to work."
+    here = f"for Python {written(sys.version_info[:2])} on {sys.platform}; Python 3.10 to 3.14 are known to work."
     free = min(shutil.disk_usage(folder).free for folder in (VENV.parent, tempfile.gettempdir()))
     if free < FULL_DISK_BYTES or re.search(r"No space left|\[Errno 28\]|\[WinError 112\]|Disk quota exceeded", output):
         return f"The disk is full: {VENV} needs some GB, and so does the folder for temporary files, for a while."
@@ -269,12 +199,20 @@ def why_failed(output: str) -> str | None:
 
 def demo_command(arguments: list[str]) -> list[str]:
     """What starts the standalone host, which reads its arguments itself: --help names them. Ends the process with a
-    sentence where the model is not there."""
+    sentence where the model is not there or the port is taken: installing takes minutes."""
     parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False, add_help=False)
     parser.add_argument("--model", type=model_path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
     chosen, others = parser.parse_known_args(arguments)
+    try:
+        family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
+        socket.create_server((chosen.host, chosen.port), family=family).close()
+    except (OSError, OverflowError) as error:
+        parser.error(f"port {chosen.port} on {chosen.host} is refused ({error}); choose another with --port")
     model = [] if chosen.model is None else ["--model", str(chosen.model)]
-    return [str(VENV_PYTHON), "-m", "lib_onediff.demo", *others, *model]
+    port = ["--port", str(chosen.port)] if chosen.port else []
+    return [str(VENV_PYTHON), "-m", "lib_onediff.demo", *others, "--host", chosen.host, *port, *model]
 
 
 def model_path(text: str) -> Path:
@@ -313,13 +251,8 @@ def install_and_run(extra: str, command: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code. Without arguments always 0: the WebUI must start whatever we find."""
+    """The exit code."""
     if not arguments:
-        try:
-            print(describe_machine())
-        except Exception as error:
-            traceback.print_exc()
-            print(f"OneDiff: cannot tell what is installed here ({type(error).__name__}: {error}).")
         return 0
     if arguments[0] == "--demo":
         return install_and_run("demo", demo_command(arguments[1:]))

@@ -77,7 +77,9 @@ window.onediff = (() => {
     // Numbers of handlers mean others on a server that was started anew, and one that is gone would be an error.
     async function sameServer() {
         try {
-            const answer = await fetch("app_id", {cache: "no-store"});
+            // Since gradio 5 its routes have a prefix.
+            const {api_prefix: prefix = ""} = window.gradio_config || {};
+            const answer = await fetch(`.${prefix}/app_id`, {cache: "no-store"});
             const id = answer.ok ? await answer.text() : null;
             if (server === undefined) server = id;
             return id === server;

@@ -8,7 +8,7 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
-from lib_onediff.core.logs import show_on_console
+from lib_onediff.core.logs import log, show_on_console
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import USUAL_NUMBER, WantedSize, parse_prewarm
 from lib_onediff.hosts import this_webui
@@ -207,6 +207,7 @@ def open_cache() -> None:
 
 # The page comes later, and with --nowebui never; a model may be loaded before it.
 guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
+guard.attempt("saying what serves", lambda: log.info(runtime.devices.start_line(runtime.settings)))
 open_cache()
 guard.attempt("looking for a checkpoint", readiness.look_around)
 follow_settings()

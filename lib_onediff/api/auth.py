@@ -5,7 +5,7 @@ No page of another site may use either: gradio runs our events on the WebUI's pa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import gradio as gr
@@ -15,7 +15,8 @@ from .origins import FOREIGN_PAGE, READING, Origins, origins_of
 
 PACKAGE = __name__.partition(".")[0]
 HOSTS_OWN = "/sdapi/v1/txt2img"
-USER, LOGIN_CHECK = "/user", "/login_check"
+# Since gradio 5 with a prefix.
+LOGIN_CHECK = f"{getattr(getattr(gr, 'route_utils', None), 'API_PREFIX', '')}/login_check"
 NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not know."
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
 LOG_IN = "Log in on the WebUI's page first, and send its cookie; or start the WebUI with --api-auth."
@@ -40,38 +41,48 @@ def let_nobody_in() -> None:
     raise HTTPException(401, NO_CHECK)
 
 
-def login_check(asked_for: bool) -> Callable[[Request], None]:
+def login_check(asked_for: bool) -> Callable[[Request], Awaitable[None]]:
     """A dependency that lets those in whom the page lets in: everybody, or with --gradio-auth who has logged in.
 
-    It asks gradio's own check, which protects gradio's routes alone and knows the names of its cookies. asked_for:
-    whether there must be one, so that a WebUI without a page is not open where a login was asked for.
+    asked_for: whether there must be a login, so that a WebUI without a page is not open where one was asked for.
     """
 
-    def check(request: Request) -> None:
-        user, login = gradio_function(request.app, USER), gradio_function(request.app, LOGIN_CHECK)
-        if user is None or login is None:
-            if asked_for:
-                raise HTTPException(401, NO_PAGE)
-            return
-        try:
-            login(user=user(request))
-        except HTTPException as refused:
-            raise HTTPException(401, LOG_IN) from refused
+    async def check(request: Request) -> None:
+        page = page_in(request.app)
+        if page is not None and await status_of(page, LOGIN_CHECK, request) != 200:
+            raise HTTPException(401, LOG_IN)
+        if page is None and asked_for:
+            raise HTTPException(401, NO_PAGE)
 
     return check
 
 
-def gradio_function(app: Any, path: str) -> Callable[..., Any] | None:
-    """What gradio itself answers at a path of app, or of its page where that is mounted into app; else None."""
-    for route in app.routes:
-        answers = getattr(route, "endpoint", None)
-        if answers is not None and route.path == path and answers.__module__.startswith("gradio."):
-            return answers
-        page = getattr(route, "app", None)
-        found = gradio_function(page, path) if answers is None and hasattr(page, "routes") else None
-        if found is not None:
-            return found
-    return None
+def page_in(app: Any) -> Any:
+    """gradio's application, which app is or has mounted; None where there is no page."""
+    mounted = (getattr(route, "app", None) for route in app.routes)
+    return next((one for one in (app, *mounted) if isinstance(one, gr.routes.App)), None)
+
+
+async def status_of(app: Any, path: str, request: Request) -> int:
+    """The status with which app answers the same browser's GET of another path; it needs no network.
+
+    gradio's own check protects gradio's routes alone; it knows the names of its cookies, which change.
+    """
+    found = 500
+    kept = {key: request.scope[key] for key in ("type", "asgi", "http_version", "scheme", "client", "server")}
+    headers = [(name, value) for name, value in request.headers.raw if name in (b"cookie", b"host")]
+    scope = {**kept, "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+             "headers": headers}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal found
+        found = message.get("status", found)
+
+    await app(scope, receive, send)
+    return found
 
 
 def origin_check(origins: Origins) -> Callable[[Request], None]:

@@ -23,7 +23,8 @@ LINKED = ("/", "/docs")
 # Of somebody who has not logged in no more is read than a login takes.
 LARGEST_LOGIN = 64 * 1024
 LARGEST_BODY = 64 * 1024 * 1024
-FILE_PATHS = ("/file=", "/file/", "/stream/")
+# gradio's, of the release that the demo installs.
+FILE_PATHS = tuple(f"/gradio_api/{name}" for name in ("file=", "file/", "stream/", "proxy="))
 # All others that somebody has uploaded are saved and never shown: a page among them would be this server's own.
 SHOWN_FILES = ("image/png", "image/jpeg", "image/webp")
 NOTHING_RUNS = "sandbox; default-src 'none'; img-src 'self'"
@@ -32,13 +33,13 @@ NOTHING_RUNS = "sandbox; default-src 'none'; img-src 'self'"
 class Gate:
     """ASGI middleware around the whole application, gradio's own routes included.
 
-    identify: raises HTTPException, by a request's headers alone, for somebody who has not logged in where one must.
+    identify: raises HTTPException, by a request's headers alone, for somebody who has not logged in; None: nobody must.
     largest: how many bytes the body of everybody else may have. page_policy: what the page may load, for browsers.
     """
 
     def __init__(
-        self, app: Any, origins: Origins, identify: Callable[[Request], None], largest: int = LARGEST_BODY,
-        page_policy: str = "",
+        self, app: Any, origins: Origins, identify: Callable[[Request], Awaitable[None]] | None = None,
+        largest: int = LARGEST_BODY, page_policy: str = "",
     ) -> None:
         self.app, self.origins, self.identify, self.largest = app, origins, identify, largest
         self.page_policy = page_policy
@@ -50,7 +51,7 @@ class Gate:
         headers = Headers(scope=scope)
         try:
             self.check(scope["method"], scope["path"], headers)
-            limit = self.limit_for(Request(scope))
+            limit = await self.limit_for(Request(scope))
             if int(headers.get("content-length") or 0) > limit:
                 raise too_large(limit)
         except HTTPException as refused:
@@ -68,10 +69,11 @@ class Gate:
         if path.startswith(FILE_PATHS) and "://" in path:
             raise HTTPException(403, NO_FETCHING)
 
-    def limit_for(self, request: Request) -> int:
+    async def limit_for(self, request: Request) -> int:
         """How many bytes a body may have."""
         try:
-            self.identify(request)
+            if self.identify is not None:
+                await self.identify(request)
         except HTTPException:
             return LARGEST_LOGIN
         return self.largest

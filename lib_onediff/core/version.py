@@ -5,6 +5,7 @@ import re
 
 # Changes whenever something changes that is computed, stored or shown.
 __version__ = "0.2.0"
+NEWEST_TORCH = "2.14.1"  # of those that are tested, as pyproject.toml has it
 
 
 def release(version: str | None) -> tuple[int, ...]:

@@ -62,6 +62,7 @@ def stay_offline_and_quiet(cache: str) -> None:
     """Set what libraries read from the environment when they are imported. cache: gradio's folder, which it makes."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
         TRANSFORMERS_OFFLINE="1",
         DIFFUSERS_VERBOSITY="error",
         TRANSFORMERS_VERBOSITY="error",

@@ -73,12 +73,12 @@ def build_generation_tab(runner: Any, tab: str) -> None:
 
     generate.click(
         making_images(tab, list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
-        show_progress="hidden", api_name=False, concurrency_limit=1, concurrency_id="images",
+        show_progress="hidden", api_visibility="private", concurrency_limit=1, concurrency_id="images",
     )
     fields = [(inputs[name], parameter) for name, parameter in PASTED.items() if name in inputs]
     connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
     interrupt.click(
-        shared.state.interrupt, inputs=[], outputs=[], show_progress="hidden", queue=False, api_name=False
+        shared.state.interrupt, inputs=[], outputs=[], show_progress="hidden", queue=False, api_visibility="private"
     )
 
 
@@ -148,7 +148,8 @@ def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iter
             yield "", UNCHANGED, f"<p class='error'>{sentence}</p>", UNCHANGED
         else:
             # The text box must change after each generation, and says no more than that.
-            yield "", processed.images, infotext_html(processed, time.perf_counter() - started), str(started)
+            shown = gr.update(value=processed.images, selected_index=0 if processed.images else None)
+            yield "", shown, infotext_html(processed, time.perf_counter() - started), str(started)
 
     return generate
 

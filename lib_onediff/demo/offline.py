@@ -32,12 +32,16 @@ def refuse(request: httpx.Request) -> NoReturn:
     raise httpx.ConnectError("This host fetches no addresses.", request=request)
 
 
+async def fetch_none(url: str) -> NoReturn:
+    refuse(httpx.Request("GET", url))
+
+
 def fetch_nothing() -> None:
     """Keep gradio in this process from leading a browser to other hosts, and from fetching the addresses that a request
     gives for files."""
     gradio.routes.templates.env.loader = OwnResourcesOnly(gradio.routes.STATIC_TEMPLATE_LIB)
     processing_utils.sync_client = httpx.Client(transport=httpx.MockTransport(refuse))
-    processing_utils.async_client = httpx.AsyncClient(transport=httpx.MockTransport(refuse))
+    processing_utils.async_ssrf_protected_get = fetch_none
 
 
 def limit_pillow() -> None:

@@ -17,9 +17,8 @@ TAGS = re.compile(r"<[^>]*>")
 MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
 
 
-def build_page() -> gr.Blocks:
-    """Build the page, the scripts' components included."""
-    script_callbacks.call_all("before_ui")
+def appearance() -> dict[str, Any]:
+    """What gr.mount_gradio_app gives the page: theme, styles and scripts."""
     theme = gr.themes.Default(
         primary_hue="orange", secondary_hue="orange", neutral_hue="slate", radius_size="md", font=FONTS,
         font_mono=MONOSPACE_FONTS,
@@ -28,10 +27,15 @@ def build_page() -> gr.Blocks:
     extension = Path(paths.script_path)
     scripts_of_page = "".join(f"<script>{read(file)}</script>" for file in sorted(extension.glob("javascript/*.js")))
     head = f"<style>{read(extension / 'style.css')}</style>{scripts_of_page}"
-    own = read(Path(__file__).with_name("page.css"))
+    return {"theme": theme, "css": read(Path(__file__).with_name("page.css")), "head": head}
+
+
+def build_page() -> gr.Blocks:
+    """Build the page, the scripts' components included."""
+    script_callbacks.call_all("before_ui")
     # Outside of the page, as in a WebUI: what is built inside stands there already.
     tabs = [tab for tabs in script_callbacks.call_all("ui_tabs") for tab in tabs or ()]
-    with gr.Blocks(title="OneDiff", theme=theme, css=own, head=head, analytics_enabled=False) as page:
+    with gr.Blocks(title="OneDiff", analytics_enabled=False) as page:
         model = " · ".join(filter(None, (shared.sd_model.name, shared.sd_model.about)))
         gr.HTML(f"<h1>OneDiff</h1><span>{html.escape(model)}</span>", elem_id="onediff_header")
         with gr.Tabs(elem_id="tabs"):
@@ -61,11 +65,11 @@ def build_settings_tab(page: gr.Blocks) -> None:
         components = {key: option_component(key, info) for key, info in shared.opts.data_labels.items()}
     apply.click(
         lambda *values: apply_settings(dict(zip(components, values, strict=True))), inputs=list(components.values()),
-        outputs=[result], show_progress="hidden", api_name=False,
+        outputs=[result], show_progress="hidden", api_visibility="private",
     )
     page.load(
         lambda: [getattr(shared.opts, key) for key in components], inputs=[], outputs=list(components.values()),
-        show_progress="hidden", api_name=False,
+        show_progress="hidden", api_visibility="private",
     )
 
 

@@ -17,7 +17,7 @@ from ..api.gate import Gate
 from ..api.origins import Origins, host_name
 from .models import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
-from .page import build_page
+from .page import appearance, build_page
 
 PAGE_POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
@@ -61,7 +61,7 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
     accounts = [tuple(account.split(":", 1)) for account in (arguments.gradio_auth or "").split(",") if account]
     # Requests beside the queue would take the threads that interrupt and progress need.
     queued = page.queue(default_concurrency_limit=4, api_open=False)
-    return gr.mount_gradio_app(app, queued, path="/", auth=accounts or None)
+    return gr.mount_gradio_app(app, queued, path="/", auth=accounts or None, footer_links=[], **appearance())
 
 
 def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origins:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.card import card_name
 from ..core.device import Candidates, Device, Network
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from ..core.settings import SAGE, Settings
 from ..core.tuning_cache import TuningCache
+from ..core.version import NEWEST_TORCH, release
 from ..weights.contents import Reader
 from .cuda.graphs.capture import Output
 from .cuda.native import Native
@@ -83,6 +85,17 @@ class Devices:
         launching = dict.fromkeys(one if one.traits.launches else self.reference for one in found.devices)
         # Without a GPU, that it has no graphs is no reason.
         return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
+
+    def start_line(self, settings: Settings) -> str:
+        """What a float16 UNet will be served by on this machine, and why by nothing faster, for the console."""
+        kinds = ("cuda", torch.cuda), ("xpu", getattr(torch, "xpu", None)), ("mps", torch.backends.mps)
+        device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
+        is_newer = release(torch.__version__) > release(NEWEST_TORCH)
+        here = f"torch {torch.__version__}{f' (newer than {NEWEST_TORCH}, the newest tested)' if is_newer else ''}"
+        found = self.candidates(settings, device, torch.float16, waits=False)
+        way = f"{found.devices[0].name} is used" if settings.enabled else "switched off in the settings"
+        why = f": {found.reason}" if settings.enabled and found.reason else ""
+        return f"{way} on {card_name(device)} with {here}{why}"
 
     def contents_reader(self, device: torch.device) -> Reader | None:
         """Of the first that has one."""

@@ -134,8 +134,8 @@ def http(config: Config) -> FastAPI:
     """The routes of a Front, behind the same door as the demo's."""
     names = {host_name(name.strip()) for name in config.allowed_hosts.split(",")} - {""}
     origins = Origins(strict_host="*" not in names, names=names)
-    # There are no accounts.
-    gate = Middleware(Gate, origins=origins, identify=lambda request: None, largest=LARGEST_LOGIN)
+    # There are no accounts, so identify is left out.
+    gate = Middleware(Gate, origins=origins, largest=LARGEST_LOGIN)
     app = FastAPI(title="OneDiff", middleware=[gate])
     app.router.route_class = SentenceRoute
     app.add_api_route("/image", image, methods=["POST"])

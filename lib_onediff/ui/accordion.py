@@ -17,6 +17,7 @@ import gradio as gr
 from ..core.option import format_value, words_of
 from ..core.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
+from . import settings_tab
 from .effects import described
 from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults
 from .infotext import SWITCH, describe, options_of_a_run
@@ -70,6 +71,9 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
             with gr.Column(elem_classes="onediff-told"):
                 told = a_place(f"{tab}_told")
                 a_place(f"{tab}_status", value=lambda: status_lines()[1])
+        if tab == "txt2img":
+            # gradio 6 makes other tabs when they are first opened, the settings among them.
+            gr.HTML(settings_tab.for_the_browser(), elem_classes=HIDDEN)
         arguments = [enabled, preset, changes]
         connect_controls(tab, arguments, controls, told, set_here, settings_of)
     return arguments
@@ -78,10 +82,11 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
 def a_control(tab: str, name: str) -> Any:
     """The slider or the list of an option, with its default value."""
     option = options_of_a_run()[name]
-    about = {"label": option.metadata["label"], "elem_id": f"onediff_{tab}_{name}", "min_width": 160}
+    about: dict[str, Any] = {"label": option.metadata["label"], "elem_id": f"onediff_{tab}_{name}", "min_width": 160}
     if option.metadata["bounds"] is not None:
         least, most = option.metadata["bounds"]
-        slider = gr.Slider(least, most, value=option.default, step=option.metadata["step"], **about)
+        value: Any = option.default
+        slider = gr.Slider(least, most, value=value, step=option.metadata["step"], **about)
         return kept_out_of_defaults(slider)
     return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **about))
 

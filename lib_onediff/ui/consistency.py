@@ -16,7 +16,7 @@ from typing import Any
 import gradio as gr
 
 from .amounts import counted
-from .events import QUIET, a_place, a_text
+from .events import COPY_BUTTON, QUIET, a_place, a_text
 from .facts import Facts
 from .markup import sentence
 
@@ -38,7 +38,7 @@ def build_facts_page(facts: Callable[[], Facts], opened: Callable[..., Any]) -> 
             with gr.Column(min_width=320):
                 # gradio 4 would scroll to its end.
                 mine = a_text(
-                    "This machine", "facts", interactive=False, autoscroll=False, show_copy_button=True, **lines,
+                    "This machine", "facts", interactive=False, autoscroll=False, **COPY_BUTTON, **lines,
                 )
             with gr.Column(min_width=320):
                 theirs = a_text("Another machine's report", "other_facts", placeholder="Paste it here.", **lines)

@@ -1,4 +1,4 @@
-"""How our components hang on gradio and on the WebUI, which gradio 3 and 4 take in different words.
+"""How our components hang on gradio and on the WebUI, which gradio 3, 4 and 6 take in different words.
 
 No handler is a generator: gradio 3 never ends the connection of a page that was left while one was running, and then
 the WebUI's "Reload UI" waits for it for ever. What takes long goes on in a thread, and javascript/onediff.js looks at
@@ -19,7 +19,9 @@ DANGER = "onediff-danger"
 CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
 # No spinner over what is being renewed, and no entry in the page's API.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
-UNCHANGED = gr.update()
+UNCHANGED: Any = gr.update()
+GRADIO = int(gr.__version__.split(".")[0])
+COPY_BUTTON: dict[str, Any] = {"buttons": ["copy"]} if GRADIO >= 6 else {"show_copy_button": True}
 
 
 def kept_out_of_defaults(component: Any) -> Any:
@@ -28,12 +30,12 @@ def kept_out_of_defaults(component: Any) -> Any:
     return component
 
 
-def in_the_browser(function: str) -> dict[str, str]:
+def in_the_browser(function: str) -> dict[str, Any]:
     """The argument of an event that has JavaScript turn the inputs' values into others before they are sent.
 
     function: takes the values of all inputs and then of all outputs, and returns a list of the inputs' values.
     """
-    return {"js" if int(gr.__version__.split(".")[0]) >= 4 else "_js": function}
+    return {"js" if GRADIO >= 4 else "_js": function}
 
 
 def a_button(text: str, name: str, **more: Any) -> gr.Button:

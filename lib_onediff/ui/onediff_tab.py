@@ -14,9 +14,7 @@ from .chore import Exclusively
 from .compare.job import TextToImage
 from .compare.tab import ComparePanel, build_compare_page
 from .consistency import build_facts_page
-from .events import HIDDEN
 from .facts import Facts, host_facts, machine_facts, onediff_facts
-from .settings_tab import for_the_browser
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
 
@@ -43,6 +41,4 @@ def build_onediff_tab(
             build_compare_page(panel)
         with gr.Tab("Consistency", elem_id="onediff_page_consistency") as page:
             build_facts_page(facts, page.select)
-    with tab:
-        gr.HTML(for_the_browser(), elem_classes=HIDDEN)
     return tab

@@ -1,4 +1,4 @@
-"""Serving by Ray: `.ci/newest` makes an environment that has it, and elsewhere these tests are skipped."""
+"""Serving by Ray: `.ci/nightly` installs it, and elsewhere these tests are skipped."""
 from __future__ import annotations
 
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """Where a Ray of this machine alone answers HTTP."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed; see .ci/newest")
+    ray = pytest.importorskip("ray", reason="Ray is not installed; see .ci/nightly")
     from ray import serve
 
     with socket.socket() as free:

@@ -18,7 +18,7 @@ import pytest
 import requests
 from PIL import Image
 
-pytest.importorskip("ray", reason="Ray is not installed; see .ci/newest")
+pytest.importorskip("ray", reason="Ray is not installed; see .ci/nightly")
 
 from ray import serve
 from serve_model import LOADING_SECONDS, Load

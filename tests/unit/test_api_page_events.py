@@ -14,10 +14,12 @@ pytest.importorskip("httpx")
 import gradio
 from fastapi.testclient import TestClient
 
-from lib_onediff.api.auth import checked, refuse_foreign_pages
+from lib_onediff.api.auth import LOGIN_CHECK, checked, refuse_foreign_pages
 from lib_onediff.api.origins import Origins
 from lib_onediff.ui.events import QUIET
 
+# gradio's.
+PREFIX = LOGIN_CHECK.removesuffix("/login_check")
 FOREIGN = [
     {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
     {"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:1"},
@@ -53,7 +55,7 @@ def clicked(request: pytest.FixtureRequest) -> tuple[TestClient, list[Any], bool
 
 def click(client: TestClient, headers: dict[str, str]) -> Any:
     body = {"fn_index": 0, "data": ["fox", 2], "session_hash": "x"}
-    return client.post("/run/predict", json=body, headers=headers)
+    return client.post(f"{PREFIX}/run/predict", json=body, headers=headers)
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)

@@ -15,6 +15,7 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
+from lib_onediff.core.version import NEWEST_TORCH
 from lib_onediff.runtime.runtime import Runtime, runtime
 from lib_onediff.weights.scan import HostTraits
 
@@ -78,7 +79,7 @@ def test_status_tells_what_the_last_call_was(own: Runtime, adopted: Any) -> None
     status = own.status()
     assert (status["enabled"], status["backend"], status["route"]) == (True, "eager", "plain")
     assert status["model"] == "SD 1.x UNet, small (prompt width 48)" and status["resolution"] == "88x72"
-    assert status["reason"] == "CUDA graphs need an NVIDIA GPU; this UNet is on the CPU"
+    assert status["reason"] == "CUDA graphs need an NVIDIA or AMD GPU, and this is the CPU"
     assert status["ratio"] == status["host_ms"] / status["step_ms"]
     assert status["relative_error"] < 1e-5
     assert status["calls"] == {"graph": 0, "plain": 4, "blocks": 0, "host": 0}
@@ -86,6 +87,17 @@ def test_status_tells_what_the_last_call_was(own: Runtime, adopted: Any) -> None
     own.configure(Settings(backend="eager"))
     run(own, adopted, a_call(adopted))
     assert own.status()["reason"] == "", "what was chosen by name needs no excuse"
+
+
+def test_the_line_at_the_start_says_what_serves_and_why(own: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = f"on cpu with torch {torch.__version__}"
+    reason = "CUDA graphs need an NVIDIA or AMD GPU, and this is the CPU"
+    assert own.devices.start_line(Settings()) == f"eager is used {here}: {reason}"
+    assert own.devices.start_line(Settings(enabled=False)) == f"switched off in the settings {here}"
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert f" torch 99.0 (newer than {NEWEST_TORCH}, the newest tested)" in own.devices.start_line(Settings())
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert own.devices.start_line(Settings()).endswith(", and this is the MPS")
 
 
 @pytest.mark.parametrize("how", ["configured", "its own", "for the run"])

@@ -31,4 +31,5 @@ def test_images_are_timed_off_and_on_and_with_options(webui: WebUI) -> None:
 def test_a_webui_that_is_not_there_is_a_sentence() -> None:
     finished = bench("webui", "http://127.0.0.1:9", "--runs", "1")
     assert finished.returncode == 1 and not finished.stdout
-    assert finished.stderr.startswith("OneDiff bench: http://127.0.0.1:9/")
+    # torch may have warned before.
+    assert finished.stderr.splitlines()[-1].startswith("OneDiff bench: http://127.0.0.1:9/")

@@ -51,7 +51,8 @@ def event_of_page(url: str, elem_id: str, **values: Any) -> dict[str, Any]:
 
 def wait_for_event(url: str, session: str) -> str:
     """What the page's event stream says of everything that a session has asked for."""
-    with requests.get(f"{url}/queue/data", params={"session_hash": session}, stream=True, timeout=60) as stream:
+    place = f"{url}/gradio_api/queue/data"
+    with requests.get(place, params={"session_hash": session}, stream=True, timeout=60) as stream:
         return "\n".join(line.decode() for line in stream.iter_lines() if line)
 
 
@@ -66,8 +67,8 @@ def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
 def test_uploaded_page_is_not_shown(standalone: WebUI) -> None:
     page = b"<title>mine</title><script>document.title = 'taken'</script>"
     for name, kind in (("page.html", "text/html"), ("image.svg", "image/svg+xml"), ("page.xhtml", "text/html")):
-        sent = requests.post(f"{standalone.url}/upload", files={"files": (name, page, kind)}, timeout=60)
-        answer = requests.get(f"{standalone.url}/file={sent.json()[0]}", timeout=60)
+        sent = requests.post(f"{standalone.url}/gradio_api/upload", files={"files": (name, page, kind)}, timeout=60)
+        answer = requests.get(f"{standalone.url}/gradio_api/file={sent.json()[0]}", timeout=60)
         assert answer.status_code == 200 and answer.headers["content-type"] == "application/octet-stream"
         assert answer.headers["content-disposition"].startswith("attachment")
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -79,10 +80,10 @@ def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: 
     body = event_of_page(standalone.url, "img2img_generate", img2img_image=image)
     with HostProcess.running("--port", "0") as host:
         url = host.url()
-        requests.post(f"{url}/queue/join", json=body, timeout=60).raise_for_status()
+        requests.post(f"{url}/gradio_api/queue/join", json=body, timeout=60).raise_for_status()
         assert "process_completed" in wait_for_event(url, "another")
-        requests.post(f"{url}/run/predict", json=body, timeout=60)
-        followed = requests.get(f"{url}/file={site.url}/secret.png", timeout=60, allow_redirects=False)
+        requests.post(f"{url}/gradio_api/run/predict", json=body, timeout=60)
+        followed = requests.get(f"{url}/gradio_api/file={site.url}/secret.png", timeout=60, allow_redirects=False)
         assert followed.status_code == 403
     assert site.asked == []
 
@@ -93,11 +94,12 @@ def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: 
     {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}, {"Host": "evil.example"},
 ], ids=str)
 def test_no_route_answers_another_site(standalone: WebUI, headers: dict[str, str]) -> None:
-    for path in ("/", "/config", "/queue/data?session_hash=x", "/file=/etc/hostname", "/openapi.json", "/logout",
-                 "/sdapi/v1/options", "/onediff/v1/status"):
+    for path in ("/", "/config", "/gradio_api/queue/data?session_hash=x", "/gradio_api/file=/etc/hostname",
+                 "/openapi.json", "/logout", "/sdapi/v1/options", "/onediff/v1/status"):
         answer = requests.get(standalone.url + path, headers=headers, timeout=60)
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers, path
-    for path in ("/queue/join", "/run/predict", "/upload", "/login", "/sdapi/v1/txt2img", "/onediff/v1/release"):
+    for path in ("/gradio_api/queue/join", "/gradio_api/run/predict", "/gradio_api/upload", "/login",
+                 "/sdapi/v1/txt2img", "/onediff/v1/release"):
         answer = requests.post(standalone.url + path, headers=headers, json={}, timeout=60)
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers, path
         told = answer_to_head(standalone.url, f"POST {path} HTTP/1.1\r\nContent-Length: 600000000")

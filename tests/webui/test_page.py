@@ -143,7 +143,8 @@ def test_the_first_quick_click_opens_the_list_of_presets(page) -> None:
     # Without the pointer: its coming to the accordion asks the server, and the click follows at once.
     page.run("document.querySelector(arguments[0]).click()", "#onediff_txt2img_accordion .label-wrap")
     page.find("#onediff_txt2img_preset input").click()
-    offered = "return [...document.querySelectorAll('ul.options li')].map(at => at.innerText.trim())"
+    options = ":is(ul.options, ul[role=listbox]) li"
+    offered = f"return [...document.querySelectorAll('{options}')].map(at => at.innerText.trim())"
     page.wait(lambda: any("Balanced" in name for name in page.run(offered)), "the list", 10)
     page.wait_for_text("onediff_txt2img_told", "This run: on", 20)
     assert any("Balanced" in name for name in page.run(offered)), "what the server said has closed the list"

@@ -188,8 +188,18 @@ class Browser:
         time.sleep(0.3)
 
     def choose_tab(self, title: str) -> None:
-        tabs = self.driver.find_elements(By.CSS_SELECTOR, "#tabs > .tab-nav button, #tabs button[role=tab]")
-        next(tab for tab in tabs if tab.text.strip().lower() == title.lower()).click()
+        def find() -> Any:
+            tabs = "#tabs > .tab-nav button, #tabs button[role=tab], #tabs > .tab-wrapper .overflow-dropdown button"
+            found = self.driver.find_elements(By.CSS_SELECTOR, tabs)
+            return next((tab for tab in found if tab.text.strip().lower() == title.lower()), None)
+
+        def unfold() -> None:
+            """gradio 6 folds away what does not fit beside each other."""
+            for menu in self.driver.find_elements(By.CSS_SELECTOR, "#tabs > .tab-wrapper .overflow-menu > button"):
+                if menu.is_displayed():
+                    menu.click()
+
+        self.wait(lambda: find() or unfold(), f"the tab {title}", 10).click()
 
     def type(self, selector: str, value: Any) -> None:
         """Put a value into an input as typing does."""

@@ -12,6 +12,10 @@ SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
 
 def accordion_values(page: Any, tab: str) -> tuple[bool, str, str]:
     """The checkbox, the preset and the changed options that the accordion shows."""
+    if not page.there(f"onediff_{tab}_changes"):
+        # gradio 6 makes what stands in an accordion when that is first opened.
+        open_advanced(page, tab)
+        page.close_accordion(f"onediff_{tab}_accordion")
     value = "return document.querySelector(arguments[0]).value"
     checked = page.driver.find_element("css selector", f"#onediff_{tab}_enabled input").is_selected()
     changes = page.run(value, f"#onediff_{tab}_changes :is(textarea, input)")
@@ -28,7 +32,8 @@ def choose_preset(page: Any, tab: str, name: str) -> None:
 
 def choose(page: Any, elem_id: str, name: str) -> None:
     """Choose from a list."""
-    option = "return [...document.querySelectorAll('ul.options li')].find(at => at.innerText.includes(arguments[0]))"
+    options = ":is(ul.options, ul[role=listbox]) li"
+    option = f"return [...document.querySelectorAll('{options}')].find(at => at.innerText.includes(arguments[0]))"
     page.find(f"#{elem_id} input").click()
     page.wait(lambda: page.run(option, name), f"{name} in the list", 20)
     page.run(option, name).click()
@@ -87,7 +92,7 @@ def show_inner_page(page: Any, name: str) -> None:
     """Show one of the pages in the OneDiff tab: Cache, Compare or Consistency."""
     page.choose_tab(TAB_TITLE)
     page.wait(lambda: page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
-    tabs = page.driver.find_elements("css selector", "#onediff_pages button")
+    tabs = page.driver.find_elements("css selector", "#onediff_pages button:not([tabindex='-1'])")
     next(tab for tab in tabs if tab.text.strip() == name).click()
 
 

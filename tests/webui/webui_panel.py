@@ -111,7 +111,7 @@ class Panel:
 
     def choose(self, name: str, choice: str) -> None:
         """Choose from a list of either gradio version, when no other list is closing any more."""
-        lists = "return document.querySelectorAll('ul.options').length"
+        lists = "return document.querySelectorAll(':is(ul.options, ul[role=listbox])').length"
         self.page.wait(lambda: self.page.run(lists) == 0, "the end of other lists", 10)
         self.open_list(name)
         opened = time.monotonic()
@@ -119,7 +119,7 @@ class Panel:
         def chosen() -> bool:
             # It may be drawn anew at any moment.
             with contextlib.suppress(StaleElementReferenceException):
-                for option in self.page.driver.find_elements("css selector", "ul.options li"):
+                for option in self.page.driver.find_elements("css selector", ":is(ul.options, ul[role=listbox]) li"):
                     if choice in option.text.split("\n")[-1]:
                         option.click()
                         return True

@@ -49,7 +49,8 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
         ]
 
     button.click(
-        paste, inputs=[text], outputs=[component for component, _ in fields], show_progress="hidden", api_name=False
+        paste, inputs=[text], outputs=[component for component, _ in fields], show_progress="hidden",
+        api_visibility="private",
     )
 
 

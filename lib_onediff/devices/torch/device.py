@@ -32,6 +32,6 @@ class CudaGraphs(Eager):
 
 
 def refuse_without_gpu(device: torch.device) -> None:
-    """Raise Refusal unless this is an NVIDIA GPU."""
+    """Raise Refusal unless this is a GPU by NVIDIA or, where torch is built for ROCm, by AMD."""
     if device.type != "cuda":
-        raise Refusal(f"CUDA graphs need an NVIDIA GPU; this UNet is on the {device.type.upper()}")
+        raise Refusal(f"CUDA graphs need an NVIDIA or AMD GPU, and this is the {device.type.upper()}")

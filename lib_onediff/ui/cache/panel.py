@@ -243,7 +243,7 @@ def build_presets() -> tuple[list[Any], list[tuple[Any, str]]]:
     rows, buttons = [], []
     for family in FAMILIES:
         with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{family.model}") as row:
-            gr.HTML(f"<b>{family.name}</b>")
+            gr.HTML(f"<b>{family.name}</b>", elem_classes="onediff-presets-of")
             for size in family.sizes:
                 button = a_button(size, f"preset_{family.model}_{size}", size="sm", min_width=20)
                 buttons.append((button, size))

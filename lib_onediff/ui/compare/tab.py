@@ -33,7 +33,7 @@ from .report import images_of, outcome_html
 ELEM_ID = "onediff_compare"
 EXPLAINED = "Makes the image that the txt2img tab asks for (prompt, size, sampler, seed) with two settings."
 # gradio 4 shows images as lossy webp otherwise; gradio 3 knows PNG alone.
-LOSSLESS = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
+LOSSLESS: dict[str, Any] = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
 # Puts what the txt2img tab holds in place of the last input.
 READ_TXT2IMG = """(...values) => {
   const names = ["prompt", "neg_prompt", "width", "height", "steps", "cfg_scale", "sampling", "scheduler", "seed"];
