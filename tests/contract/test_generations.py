@@ -14,7 +14,7 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.fused_storage import shares_storage
 
 RELEASES = {
-    "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.26"),
+    "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.30"),
     "reforge": ("ldm_patched", "reForge 1.0.0v2-v1.10.1RC"), "classic": ("ldm_patched", "Forge Classic"),
 }
 OURS = {"plain": 2}

@@ -102,6 +102,31 @@ def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
     assert same(host.generate(), expected[1])
 
 
+@pytest.mark.parametrize("host", ["neo"], indirect=True)
+def test_a_strength_that_is_written_between_two_calls_counts_at_once(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neo's <lora:x:[1@0,0.25@0.5]>."""
+    model, patches = host.checkpoint.forge_objects.unet.model, lora(host, (*LINEAR, *CONVOLUTIONS))
+    apply = model.apply_model
+
+    def at_its_strength(x: Tensor, t: Tensor, **told: Any) -> Tensor:
+        for layer in host.unet.modules():
+            for function in layer.__dict__.get("weight_function") or ():
+                function.patch[0][0] = 1.0 if t[0] > 5 else 0.25
+        return apply(x, t, **told)
+
+    unscheduled, = expected_of(host, ((patches, 1.0),))
+    monkeypatch.setattr(model, "apply_model", at_its_strength)
+    expected, = expected_of(host, ((patches, 1.0),))
+    assert relative_error(unscheduled.latent, expected.latent) > 1e-2
+    host.start()
+    for _ in range(2):
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, expected), runtime.status()["reason"]
+    assert not managed(host).bound.on_the_fly.copies
+
+
 @family
 def test_other_functions_are_applied_to_copies_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[nn.Module] = []

@@ -29,7 +29,7 @@ from ..contract import NOT_IN_USE, TIMESTEP, Result, WebUI, random_inputs
 from ..hooks import UNetHooks, VaeHooks, check_original, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
-from .attention import HostAttention
+from .attention import EXACT, PREFIX, HostAttention
 from .call import HostCall, names_read_by, unet_call
 from .image_prompts import image_prompts_of
 from .weight_functions import LayerFunctions, cast_to_input
@@ -95,7 +95,7 @@ class Forge(WebUI):
         return (
             Need(cls.unet_module, f"{cls.unet_class}.forward", arguments),
             *(Need(cls.unet_module, name) for name in cls.helpers),
-            Need(cls.attention.caller, cls.attention.name),
+            Need(cls.attention.caller, cls.attention.name), Need(cls.attention.functions, PREFIX + EXACT),
             Need(cls.vae_module, "Decoder.forward", ("z",)), Need(cls.vae_module, "Encoder.forward", ("x",)),
             Need(cls.memory, "get_free_memory"), Need(cls.memory, "module_size"),
             Need(cls.sampling, "sampling_prepare"), Need(cls.sampling, "sampling_cleanup"),

@@ -8,15 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What hosts and their extensions call an attention function, and what people call it.
-ATTENTIONS = {
-    "attention_sage": "SageAttention", "attention_sage3": "SageAttention 3", "attention_flash": "FlashAttention",
-    "attention_xformers": "xformers",
-}
-# These round queries and keys to 8 bits or fewer.
-APPROXIMATE_ATTENTIONS = {"attention_sage", "attention_sage3"}
-EXACT_ATTENTION = "attention_pytorch"
-UPCASTING_ATTENTIONS = {"attention_basic", "attention_split", "attention_sub_quad"}
+PREFIX = "attention_"
+EXACT = "pytorch"
+# Exact too, with scores in float32 where the host wants that.
+UPCASTING = {"basic", "split", "sub_quad"}
 
 
 class HostAttention(NamedTuple):
@@ -31,13 +26,19 @@ class HostAttention(NamedTuple):
         """The function that the UNet calls now."""
         return getattr(importlib.import_module(self.caller), self.name)
 
+    @property
+    def kind(self) -> str:
+        """ "pytorch", "sage", "comfy_kitchen_int8": the name of the chosen one, as far as it tells anything."""
+        return str(getattr(self.chosen(), "__name__", "unknown")).removeprefix(PREFIX)
+
     def unused(self) -> str | None:
-        """What people call the attention that the user has chosen for the host and that we do not use."""
-        return ATTENTIONS.get(self.chosen().__name__)
+        """What people call the attention that the user has chosen for the host, where it may round more than ours."""
+        kind = self.kind
+        return None if kind == EXACT or kind in UPCASTING else f"{kind} attention".replace("_", " ").capitalize()
 
     def upcasts(self, dtype: torch.dtype) -> bool:
         """Whether the host computes the UNet's attention scores in float32 when its inputs are of dtype."""
-        if self.chosen().__name__ not in UPCASTING_ATTENTIONS:
+        if self.kind not in UPCASTING:
             return False
         functions = importlib.import_module(self.functions)
         precision = getattr(functions, "get_attn_precision", None)
@@ -49,15 +50,13 @@ class HostAttention(NamedTuple):
         return bool(precision(*(None, dtype)[:takes]) == torch.float32)
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The host's forward with PyTorch's attention in place of one that rounds its inputs to 8 bits."""
-        chosen = self.chosen()
-        exact = getattr(importlib.import_module(self.functions), EXACT_ATTENTION, None)
-        if chosen.__name__ not in APPROXIMATE_ATTENTIONS or exact is None:
+        """The host's forward with PyTorch's attention in place of one that may round its inputs, such as to 8 bits."""
+        if self.unused() is None:
             return host
 
         def with_exact_attention() -> Tensor:
-            caller = importlib.import_module(self.caller)
-            setattr(caller, self.name, exact)
+            caller, chosen = importlib.import_module(self.caller), self.chosen()
+            setattr(caller, self.name, getattr(importlib.import_module(self.functions), PREFIX + EXACT))
             try:
                 return host()
             finally:

@@ -1,15 +1,16 @@
 """What the Forge family applies to a layer's weights at each use: LoRAs that are not merged, in its layers' attributes.
 
 Forge keeps a list of patches by parameter (forge_online_loras); Forge Neo and ldm_patched, as ComfyUI, lists of
-functions (weight_function, bias_function), of which the host's own apply a list of patches. A patch is strength, what
-it is, strength of the model, offset, function, ...; a plain LoRA is ("lora", (up, down, alpha, mid, dora scale, ...)),
-or an object with that as its weights.
+functions (weight_function, bias_function), of which the host's own apply a list of patches: their patcher's for a key,
+or one of their own (Neo from 2.29 on). A patch is strength, what it is, strength of the model, offset, function, ...;
+a plain LoRA is ("lora", (up, down, alpha, mid, dora scale, ...)), or an object of that name with that as its weights.
 """
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from ...weights.scan import APPLIED_AT_CALL
 from ...weights.weight_functions import Change, LowRankUpdate, Parts, WeightFunctions
 
 WEIGHT_FUNCTION, BIAS_FUNCTION, ONLINE_LORAS = APPLIED_AT_CALL
-PATCH_FUNCTION = "LowVramPatch"
+LORA = "lora"
+# Strength, what, strength of the model, offset, function; hosts add others.
+PARTS_OF_A_PATCH = 5
 PLAIN = frozenset({type(None), bool, int, float, str})
 CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
 
@@ -40,25 +43,27 @@ class LayerFunctions:
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         own: Any = layer.__dict__
-        weight: Any = layer.weight
         on_weight, on_bias = (list[Any](own.get(name) or ()) for name in (WEIGHT_FUNCTION, BIAS_FUNCTION))
         loras = own.get(ONLINE_LORAS) or {}
-        updates = None
-        if all(map(has_patches, on_weight)):
-            patches = [patch for function in on_weight for patch in function.patches[function.key]]
-            updates = low_rank_updates([*patches, *(loras.get("weight") or ())], weight)
-        lasting = all(map(has_patches, (*on_weight, *on_bias)))
+        known = list(map(patches_of, on_weight))
+        lasting = None not in (*known, *map(patches_of, on_bias))
+        patches = [*chain.from_iterable(filter(None, known)), *(loras.get("weight") or ())]
+        updates = [update for patch in patches if (update := low_rank_update(patch, layer.weight)) is not None]
+        are_all = None not in known and len(updates) == len(patches)
         for functions, name in ((on_weight, "weight"), (on_bias, "bias")):
             if loras.get(name):
                 functions.append(merging(loras[name]))
         return WeightFunctions(
-            updates or (), None if updates is not None else in_turn(on_weight), in_turn(on_bias), lasting
+            tuple(updates) if are_all else (), None if are_all else in_turn(on_weight), in_turn(on_bias), lasting
         )
 
 
-def has_patches(function: Any) -> bool:
-    """Whether a function is the host's own, which applies the patches that its patcher has for a key."""
-    return type(function).__name__ == PATCH_FUNCTION
+def patches_of(function: Any) -> list[Any] | None:
+    """What one of the host's own functions applies now, known by what it holds; None for any other function."""
+    by_key, key = getattr(function, "patches", None), getattr(function, "key", None)
+    found = by_key.get(key) if isinstance(by_key, Mapping) else getattr(function, "patch", None)
+    is_patch = lambda one: isinstance(one, (list, tuple)) and len(one) >= PARTS_OF_A_PATCH  # noqa: E731
+    return found if isinstance(found, list) and found and all(map(is_patch, found)) else None
 
 
 def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
@@ -86,34 +91,25 @@ def take_apart(given: Any, parts: Parts) -> None:
             take_apart(part, parts)
     elif isinstance(given, Tensor):
         parts.tensors.append(given)
-    elif has_patches(given):
-        take_apart(given.patches.get(given.key), parts)
     elif isinstance(given, Mapping):
         for name, part in given.items():
             parts.facts.append(name)
             take_apart(part, parts)
+    elif (patches := patches_of(given)) is not None:
+        take_apart(patches, parts)
     else:
         parts.objects.append(given)
         take_apart(getattr(given, "weights", None), parts)
 
 
-def low_rank_updates(patches: Sequence[Any], weight: Tensor) -> tuple[LowRankUpdate, ...] | None:
-    """The patches of a weight as plain LoRAs; None where one is something else."""
-    updates = [low_rank_update(patch, weight) for patch in patches]
-    found = tuple(update for update in updates if update is not None)
-    return found if len(found) == len(updates) else None
-
-
-def low_rank_update(patch: Sequence[Any], weight: Tensor) -> LowRankUpdate | None:
+def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
     """A patch as a plain LoRA; None for whatever is none, or changes more than it adds."""
-    strength, what, strength_of_model, offset, function = patch[:5]
+    strength, what, strength_of_model, offset, function = patch[:PARTS_OF_A_PATCH]
     if strength_of_model != 1.0 or offset is not None or function is not None:
         return None
-    if isinstance(what, tuple) and len(what) == 2 and what[0] == "lora":
-        parts = what[1]
-    elif getattr(what, "name", None) == "lora" and type(what).__name__ == "LoRAAdapter":
-        parts = what.weights
-    else:
+    is_pair = isinstance(what, tuple) and len(what) == 2 and what[0] == LORA
+    parts = what[1] if is_pair else what.weights if getattr(what, "name", None) == LORA else None
+    if parts is None:
         return None
     up, down, alpha, *others = parts
     # A middle matrix, the scale of DoRA, a size to pad to.

@@ -186,7 +186,10 @@ class ComfyPatcher(ModelPatcher):
         super().__init__(model, self.backup)
 
     def put_on(self, key: str, patches: Any) -> None:
-        setattr(self._layer(key), f"{key.rpartition('.')[2]}_function", [LowVramPatch(key, self.lora)])
+        setattr(self._layer(key), f"{key.rpartition('.')[2]}_function", self.functions(key, patches))
+
+    def functions(self, key: str, patches: list[Any]) -> list[Any]:
+        return [LowVramPatch(key, self.lora)]
 
     def take_off(self, layer: Any) -> None:
         for name in ("weight_function", "bias_function"):

@@ -1,10 +1,23 @@
-"""Neo's attention functions: the VAE's has another name, and the precision asks for the type of the inputs."""
+"""Neo's attention functions: wrapped, the VAE's has another name, and the precision asks for the type of the inputs."""
 from __future__ import annotations
 
+from functools import wraps
+from typing import Any
+
 from stand_in_engine import code_of
+
+
+def wrap_attn(function: Any) -> Any:
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
 
 code_of(
     "forge/backend/attention.py", globals(), ("attention_function_single_head_spatial", "attention_function_vae"),
     ("attn_precision: Any = torch.float32)", "attn_precision: Any, current_dtype: Any)"),
     ("return attn_precision", "return None"), ("mask: Any = None)", "mask: Any = None, **others: Any)"),
+    ("def attention_pytorch", "@wrap_attn\ndef attention_pytorch"),
 )

@@ -1,6 +1,20 @@
-"""Neo's model patcher is ComfyUI's."""
+"""Neo's model patcher is ComfyUI's, with a function for each LoRA on the fly."""
 from __future__ import annotations
 
-from stand_in_engine import ComfyPatcher as ModelPatcher
+from typing import Any
 
-__all__ = ["ModelPatcher"]
+from stand_in_engine import ComfyPatcher, merged
+from torch import Tensor
+
+
+class OnlineLoRAPatch:
+    def __init__(self, name: str, key: str, patch: list[Any]) -> None:
+        self.name, self.key, self.patch = name, key, [patch]
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return merged(weight, self.patch)
+
+
+class ModelPatcher(ComfyPatcher):
+    def functions(self, key: str, patches: list[Any]) -> list[Any]:
+        return [OnlineLoRAPatch("a file", key, patch) for patch in patches]
