@@ -106,10 +106,10 @@ class WebUI:
             self.unmet = path and (
                 f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
             )
-            if self.unmet:
-                log.warning("%s.", self.unmet)
         if self.hooks():
             self.adopt(checkpoint)
+            if why_not := self.why_not_served(checkpoint):
+                log.warning("%s.", why_not)
 
     def before_step(self, params: Any) -> None:
         """The host's denoiser begins a step, and says what it will call with."""
@@ -154,14 +154,18 @@ class WebUI:
             runtime.adopt(unet, host_traits=self.host_traits)
         return unet
 
-    def why_not_served(self) -> str | None:
-        """One line about the loaded checkpoint when its UNet cannot be ours; None when it is, or none is loaded."""
-        checkpoint = None if self.unmet is not None else self.checkpoint()
-        if checkpoint is None or self.unet_of(checkpoint) is not None:
+    def kind_of(self, checkpoint: Any) -> str:
+        """What people call a checkpoint's model."""
+        # A1111's SD3 is an SD3Inferencer.
+        return type(checkpoint).__name__.removesuffix("Inferencer")
+
+    def why_not_served(self, checkpoint: Any = None) -> str | None:
+        """One line about a checkpoint, by default the loaded one, whose network cannot be ours; None where it is, or
+        none is loaded."""
+        checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
+        if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet
-        network = self.network(checkpoint)
-        kind = type(checkpoint if network is None else network).__name__
-        return f"this checkpoint's network is a {kind}; OneDiff serves the UNets of SD1, SD2 and SDXL"
+        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves the UNets of SD1, SD2 and SDXL"
 
     def layout_to_warm(self) -> UNetLayout:
         """Of the loaded checkpoint's UNet. Raises Refusal where there is none to make ready."""

@@ -22,11 +22,7 @@ STEPS = {
     "whole": "whole", "cached": "cached", "prompt alone": "without negative prompt", "forecast": "extrapolated",
     "host": "by the WebUI's UNet",
 }
-# What a status says of the last image, which is of no use beside a model that OneDiff does not serve.
-OF_THE_LAST_CALL = (
-    "model", "resolution", "step_ms", "host_ms", "ratio", "relative_error", "image",
-)
-# The same of what leaves steps out or splits them; each is a mapping of counts and texts.
+# What a status says of what leaves steps out or splits them; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
 # In place of both status lines where a fault of ours keeps them from being made.
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
@@ -46,9 +42,9 @@ def current_status(webui: Any) -> dict[str, Any]:
     status["served"] = not why_not
     if not reason:
         return status
-    nothing = CallStats().status()
+    nothing = {**CallStats().status(), "backend": "", "calls": status["calls"]}
     steps = {name: {key: type(value)() for key, value in status[name].items()} for name in OF_THE_STEPS}
-    return {**status, **{name: nothing[name] for name in OF_THE_LAST_CALL}, **steps, "route": "host", "reason": reason}
+    return {**status, **nothing, **steps, "route": "host", "reason": reason}
 
 
 def summary_html(status: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.ui import status
 from lib_onediff.weights.fused_storage import shares_storage
 
 family = pytest.mark.parametrize("host", FAMILY, indirect=True)
@@ -41,16 +42,23 @@ def test_a_refiner_that_is_loaded_within_a_sampling_is_served(host: Host) -> Non
 
 
 @family
-def test_another_network_after_a_unet_leaves_nothing_of_it(host: Host) -> None:
+def test_beside_another_network_nothing_is_left_of_a_unet(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     adapter = host.start()
     host.generate()
     unet, weight = weakref.ref(host.unet), weakref.ref(next(host.unet.parameters()))
     other = host.make()
     other.forge_objects.unet.model.diffusion_model = nn.Linear(1, 1)
+    # What a host calls the model: its engine, or, with ComfyUI's code, what stands around the network.
+    named = other.forge_objects.unet.model if adapter.name == "ldm_patched" else other
+    named.__class__ = type("Anima", (type(named),), {})
     load(host, other)
-    assert unet() is None and weight() is None
-    assert "Linear" in adapter.why_not_served() and "forward" not in vars(host.unet)
-    with pytest.raises(Refusal, match="Linear"):
+    assert unet() is None and weight() is None and "forward" not in vars(host.unet)
+    reason = "Anima is not accelerated: OneDiff serves the UNets of SD1, SD2 and SDXL"
+    assert [record.getMessage() for record in caplog.records if "Anima" in record.getMessage()] == [f"{reason}."]
+    told = status.current_status(adapter)
+    assert (told["served"], told["reason"]) == (False, reason)
+    assert not any(told[name] for name in ("model", "backend", "resolution", "step_ms", "ratio", "relative_error"))
+    with pytest.raises(Refusal, match=reason):
         adapter.warm(64, 64, 2, 77)
     load(host, host.make())
     assert adapter.why_not_served() is None and calls_of(host.generate)[1] == OURS

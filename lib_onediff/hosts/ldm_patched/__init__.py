@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..contract import WebUI
-from ..forge.adapter import Forge, version_and_release
+from ..forge.adapter import Forge, patcher_of, version_and_release
 from ..forge.attention import HostAttention
 from ..needs import check_needs
 
@@ -35,6 +35,9 @@ class LdmPatched(Forge):
         "timestep_embedding": "ldm_patched.ldm.modules.diffusionmodules.util",
     }
     memory, sampling = "ldm_patched.modules.model_management", "modules_forge.forge_sampler"
+
+    def kind_of(self, checkpoint: Any) -> str:
+        return type(getattr(patcher_of(checkpoint), "model", checkpoint)).__name__
 
     def selected_checkpoint(self) -> Any:
         from modules import sd_models
