@@ -28,7 +28,7 @@ from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services
 from .session import Session
 from .stepping import Stepping
-from .verify import blame, judge_cached_pass, prove
+from .verify import HOST_NOT_FINITE, blame, judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
 
@@ -81,17 +81,25 @@ class OneCard:
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
             candidates = self._route.choice.begin(managed, self._settings, call)
+            like = managed.bound.identity(), self._settings, call.signature, call.patches and call.patches.structure
+            if like in managed.not_finite:
+                raise Refusal(HOST_NOT_FINITE)
             served = self._compute(candidates, call)
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             if host is None:
                 raise Refusal("it was not checked yet")
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            prove(
-                entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
-                () if call.patches is None else call.patches.functions(), self._times_host,
-                self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
-            )
+            try:
+                prove(
+                    entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
+                    () if call.patches is None else call.patches.functions(), self._times_host,
+                    self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
+                )
+            except Refusal as refusal:
+                if str(refusal) == HOST_NOT_FINITE:
+                    managed.not_finite.add(like)
+                raise
         elif served.route == PLAIN:
             with services.computing(device), our_modes(device, entry.key.precision):
                 self._make_ready(served)

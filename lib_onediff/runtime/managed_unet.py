@@ -35,6 +35,7 @@ class ManagedUNet:
     low_bit_sampling: bound.samplings when low_bit_choice was asked for last.
     served_last: whether we have served the last call, in this sampling where its host announces them.
     no_room_for_low_bit: whether memory was too short for them in this sampling.
+    not_finite: weights, settings and calls of which the host's own output has NaN or infinite values, until it has not.
     why_not_offloaded: what stands in the way of offloading in this sampling, in one line; "" where nothing does.
     """
 
@@ -56,6 +57,7 @@ class ManagedUNet:
         self.low_bit_sampling = 0
         self.no_room_for_low_bit = False
         self.why_not_offloaded = ""
+        self.not_finite: set[Hashable] = set()
         self.runners: dict[ShapeKey, CachedRunner] = {}
 
     @property

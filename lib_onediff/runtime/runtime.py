@@ -319,7 +319,10 @@ class OursOrHosts:
                 raise
             reason = runtime.guard.give_up("the UNet's forward", error)
         # Only now is everything gone that our forward had computed before it failed.
-        return Answer(runtime.by_host(self._unet, reason, host))
+        output = runtime.by_host(self._unet, reason, host)
+        if self._managed.not_finite and bool(torch.isfinite(output).all()):
+            self._managed.not_finite.clear()
+        return Answer(output)
 
     def _ours(self, call: Call, host: HostFunction) -> Answer:
         """Raises what CardRoute.answer raises."""
