@@ -36,6 +36,13 @@ class HostFunction:
             self.raised = id(error)
             raise
 
+    def its_own(self, error: BaseException) -> BaseException:
+        """What it has raised, with a traceback that begins in it: nobody is to look for the error in our frames."""
+        found = error.__traceback__
+        while found is not None and found.tb_frame.f_locals.get("self") is not self:
+            found = found.tb_next
+        return error if found is None else error.with_traceback(found.tb_next)
+
 
 class Guard:
     """Runs hooks and notes their faults: one traceback in the log for each, and a sentence for the user.
@@ -113,7 +120,7 @@ class Guard:
                 return answer
             except Exception as error:
                 if host is not None and id(error) == host.raised:
-                    raise
+                    raise host.its_own(error)  # noqa: B904
                 reason = A_FAULT_IN + hook
                 with contextlib.suppress(Exception):
                     reason = self.note(hook, error)

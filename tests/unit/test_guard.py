@@ -55,8 +55,10 @@ def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() 
 def test_what_the_host_raises_is_its_own(console: Any) -> None:
     guard, told = Guard(), []
     module = patched(lambda original, module, x: original(module, x), guard, told).owner()
-    with pytest.raises(ValueError, match="the host's own"):
+    with pytest.raises(ValueError, match="the host's own") as raised:
         module.forward(-1)
+    # Where our hook stands in for the host's function and hands it back, and nothing between.
+    assert [frame.name for frame in raised.traceback][1:] == ["patched", "serve", "forward"]
     assert told == [] and guard.faults == [] and not guard.suspended and console.records == []
 
 
