@@ -52,6 +52,9 @@ def format_value(value: Any) -> str:
 def parse_value(option_field: Field[Any], word: str) -> Any:
     """The value that a word means for an option. Raises ValueError for one that it does not take."""
     kind: type[Any] = type(option_field.default)
+    if kind is bool:
+        # Python and plots write True and On.
+        word = {"true": "on", "false": "off"}.get(word.lower(), word.lower())
     if kind is bool and word not in BOOL_OF_WORD:
         raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
     value = BOOL_OF_WORD[word] if kind is bool else kind(word)

@@ -110,6 +110,11 @@ def test_every_option_of_a_run_has_an_axis_and_its_choices_can_all_be_drawn() ->
             assert getattr(settings_with(**{option.name: word}), option.name) == meant
 
 
+@pytest.mark.parametrize(("word", "meant"), [("True", True), ("On", True), ("False", False), ("OFF", False)])
+def test_a_switch_may_be_written_as_others_write_it(word: str, meant: bool) -> None:
+    assert settings_with(low_bit_only=word).low_bit_only is meant
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
