@@ -151,3 +151,14 @@ def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: fro
     with pytest.raises(Refusal, match="another extension changes the UNet for this call: "):
         ours(unet, a_call(unet), options, read)
     assert ours(unet, a_call(unet), {PATCHES: {"attn1_patch": []}, REPLACED: {"attn1": {}}}).patches is None
+
+
+def test_it_is_told_how_many_blocks_a_function_stands_in() -> None:
+    """Extensions set one for every place that any UNet may have, and for stages as for blocks."""
+    unet = shared_ldm_unet()
+    blocks = sum(hasattr(module, "attn1") for module in unet.modules())
+    stages = {(part, number): mean_value for part in ("input", "middle", "output") for number in range(16)}
+    everywhere = {**stages, **{(*stage, index): mean_value for stage in stages for index in range(16)}}
+    for places, count in ((stages, blocks), (everywhere, blocks), ({("middle", 0): mean_value}, 1)):
+        made = ours(unet, a_call(unet), {REPLACED: {"attn1": places}})
+        assert made.patches.structure == (f"{REPLACED}[attn1] of {count} blocks by {__name__}",)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,15 +18,11 @@ from torch import Tensor, nn
 
 from ...core.leaves import TransformerBlock
 from ...core.origins import origin
-from ...core.patch_points import CROSS_ATTENTION, INPUT, Block, PatchPoints
+from ...core.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, Block, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
 OPTIONS = "transformer_options"
-LISTS = frozenset({
-    "emb_patch", "input_block_patch", "input_block_patch_after_skip", "output_block_patch", "attn1_patch",
-    "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch",
-})
 IN_BLOCKS = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
 # The list whose functions a point calls.
 POINTS = {
@@ -35,7 +31,8 @@ POINTS = {
     "between_attentions": "middle_patch",
 }
 OUTPUT_OF = "{}_output_patch"
-ATTENTIONS = frozenset({"attn1", "attn2"})
+LISTS = frozenset({*POINTS.values(), *map(OUTPUT_OF.format, (SELF_ATTENTION, CROSS_ATTENTION))})
+ATTENTIONS = frozenset({SELF_ATTENTION, CROSS_ATTENTION})
 # ldm_patched hands these on from the module of each block.
 PRECISION = "attn_precision"
 # The last part of the path of an attention's query, below its block.
@@ -82,7 +79,8 @@ class OptionPatches(PatchPoints):
         for name, blocks in self._replaced.items():
             # One function for many blocks is one kind.
             kinds = {origin(function): function for function in blocks.values()}
-            yield from ((f"{REPLACED}[{name}] of {len(blocks)} blocks", function) for function in kinds.values())
+            count = sum(place in blocks or place[:2] in blocks for place in blocks_of(self._unet()))
+            yield from ((f"{REPLACED}[{name}] of {count} blocks", function) for function in kinds.values())
         yield from ((MODIFIERS, function) for function in self._modifiers)
         if self._norm is not None:
             yield NORM, self._norm
@@ -218,17 +216,28 @@ class OptionPatches(PatchPoints):
         return self._apply_list("middle_patch", tokens, self._extra)
 
     def _modified(self, hidden_states: Tensor, when: str) -> Tensor:
-        for modifier in self._modifiers:
-            hidden_states = modifier(hidden_states.contiguous(), when, self._options)
-        return hidden_states.detach() if self._modifiers else hidden_states
+        return in_turn(self._modifiers, hidden_states, when, self._options)
 
     def _apply_list(self, name: str, tensor: Tensor, *others: Any) -> Tensor:
-        """What the functions of a list make of a tensor, as a new tensor object: operators must not take what they
-        know of the old one for it."""
-        functions = self._lists.get(name, ())
-        for function in functions:
-            tensor = function(tensor.contiguous(), *others)
-        return tensor.detach() if functions else tensor
+        return in_turn(self._lists.get(name, ()), tensor, *others)
+
+
+def in_turn(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *others: Any) -> Tensor:
+    """What functions make of a tensor, as a new tensor object: operators must not take what they know of the old one
+    for it."""
+    for function in functions:
+        tensor = function(tensor.contiguous(), *others)
+    return tensor.detach() if functions else tensor
+
+
+def blocks_of(unet: Any) -> list[Block]:
+    """The place of every transformer block; an extension may set a function at places that are none."""
+    stages = [("input", *one) for one in enumerate(unet.input_blocks)]
+    stages += [("middle", 0, unet.middle_block), *(("output", *one) for one in enumerate(unet.output_blocks))]
+    return [
+        (part, index, number) for part, index, stage in stages for layer in stage
+        for number in range(len(getattr(layer, "transformer_blocks", ())))
+    ]
 
 
 @lru_cache(maxsize=16)
