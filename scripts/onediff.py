@@ -143,13 +143,20 @@ class OneDiffScript(scripts.Script):
         except ValueError as problem:
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
             run_settings.tell(p, why_off)
-        run_settings.describe(p, settings)
+        run_settings.describe(p, settings, webui.why_not_served() is None)
         run_settings.use_for_sampling(p, settings, why_off)
 
     @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
         if runtime.settings.enabled:
             webui.before_sampling(p)
+
+    @guard.hook("the infotext")
+    def postprocess_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
+        """The images of a batch are computed, and their infotexts are about to be written."""
+        generation = runtime.generations.innermost
+        if generation is not None:
+            run_settings.describe(p, generation.settings, webui.why_not_served() is None, generation.times)
 
     @guard.hook("the end of a generation")
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:

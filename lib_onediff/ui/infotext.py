@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ KEY = "OneDiff"
 # Why a run did not get what it asked of OneDiff: all that a client of the WebUI's API hears of it.
 PROBLEM = "OneDiff problem"
 SWITCH = "enabled"
+NOT_SERVED = "not accelerated"
 PARTS = re.compile(r"[;\n]")
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
@@ -29,17 +30,18 @@ def options_of_a_run() -> dict[str, Field[Any]]:
     return {option.name: option for option in fields(Settings) if option.metadata["per_run"]}
 
 
-def describe(settings: Settings) -> str:
-    """The infotext of a generation that was made with these settings."""
-    return "; ".join([WORD_OF_BOOL[settings.enabled], *differences(settings, Settings())])
+def describe(settings: Settings, resting: Collection[str] = (), is_served: bool = True) -> str:
+    """The infotext of a generation that was made with these settings. resting: options that did not count. is_served:
+    whether its model is one that OneDiff serves; pasting from another one sets nothing."""
+    word = WORD_OF_BOOL[settings.enabled] if is_served or not settings.enabled else NOT_SERVED
+    return "; ".join([word, *differences(settings, Settings(), resting)])
 
 
-def differences(settings: Settings, others: Settings) -> list[str]:
+def differences(settings: Settings, others: Settings, left_out: Collection[str] = ()) -> list[str]:
     """Every option of a run but the switch that has another value in others, with its value in settings, in words."""
-    of_a_run = options_of_a_run()
+    names = options_of_a_run().keys() - {SWITCH, *left_out}
     return [
-        f"{name} {format_value(value)}" for name, value in settings.changed_from(others).items()
-        if name != SWITCH and name in of_a_run
+        f"{name} {format_value(value)}" for name, value in settings.changed_from(others).items() if name in names
     ]
 
 

@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..core.call import CACHED
+from ..core.image_times import FORECAST, PROMPT_ALONE, ImageTimes
+from ..core.key import EXACT
 from ..core.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
+from ..runtime.vae.route import OURS
 from . import infotext
 from .effects import why_no_effect
 from .infotext import KEY, PROBLEM, options_of_a_run, read_changes
@@ -23,6 +27,8 @@ MAKE_IMAGES_ALIKE = (
     "width", "height", "batch_size", "n_iter", "steps", "sampler_name", "cfg_scale", "denoising_strength", "enable_hr",
     "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps",
 )
+# The kinds of steps that options make.
+MAKES = {"guidance_end": {PROMPT_ALONE}, **dict.fromkeys(("deepcache_interval", "deepcache_depth"), {CACHED, FORECAST})}
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
@@ -84,13 +90,32 @@ def tell(p: Any, problem: str) -> None:
     p.extra_generation_params[PROBLEM] = problem
 
 
-def describe(p: Any, settings: Settings) -> None:
-    """Put a run's settings into the infotext, and which of them cannot have counted on this machine."""
-    p.extra_generation_params[KEY] = infotext.describe(settings)
-    changed, of_a_run = settings.changed_from(Settings()), options_of_a_run()
-    unused = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
-    if unused and settings.enabled:
-        p.extra_generation_params[PROBLEM] = f"No effect on this machine: {', '.join(unused)}."
+def describe(p: Any, settings: Settings, is_served: bool, times: ImageTimes | None = None) -> None:
+    """Put the settings that count for a run into the infotext, and which of them cannot on this machine. times: of its
+    images, once they are made; they tell what has rested."""
+    changed, of_a_run = settings.changed_from(Settings()) if settings.enabled else {}, options_of_a_run()
+    resting = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
+    if resting:
+        p.extra_generation_params[PROBLEM] = f"No effect on this machine: {', '.join(resting)}."
+    times = times if is_served else ImageTimes()
+    if settings.enabled and times is not None:
+        resting += options_at_rest(settings, times)
+    p.extra_generation_params[KEY] = infotext.describe(settings, resting, is_served)
+
+
+def options_at_rest(settings: Settings, times: ImageTimes) -> Iterator[str]:
+    """The options without which images with these times were made."""
+    yield from (name for name, kinds in MAKES.items() if not kinds & times.kinds().keys())
+    own = {step.own for step in times.steps}
+    keys = [entry.key for entry in runtime.table.entries() if entry.own in own]
+    if all(key.lossy == EXACT for key in keys):
+        yield from ("low_bit", "low_bit_budget")
+    if not any(key.lossy.only for key in keys):
+        yield "low_bit_only"
+    if all(key.backend != settings.backend for key in keys):
+        yield "backend"
+    if runtime.vae.status()["route"] != OURS:
+        yield "vae_precision"
 
 
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:

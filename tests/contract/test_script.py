@@ -110,7 +110,7 @@ def test_a_fault_in_a_moment_of_a_generation(where: Any, hook: str, standalone: 
     (True, ("yes",), "OneDiff's script argument is true, false or a mapping of its options, not 'yes'.", "off"),
     (False, ({"enabled": True},), "switched off in the settings", None), (False, (False, "Fastest"), "", None),
     (True, ({"low_bit": "auto", "enabled": False},), "", "off; low_bit auto"),
-    (True, ({"low_bit": "int8"},), "No effect on this machine: low_bit.", "on; low_bit int8"),
+    (True, ({"low_bit": "int8"},), "No effect on this machine: low_bit.", "on"),
 ], ids=str)
 def test_arguments_that_are_not_followed_are_told(
     on: bool, arguments: tuple[Any, ...], says: str, infotext: str | None, standalone: Standalone,
@@ -123,6 +123,29 @@ def test_arguments_that_are_not_followed_are_told(
     told = p.extra_generation_params.get("OneDiff problem", "")
     assert says in told and bool(told) == bool(says) and p.extra_generation_params.get("OneDiff") == infotext
     assert p.comments == [told] * bool(told and infotext in ("off", None)) and runtime.guard.faults == []
+
+
+@pytest.mark.parametrize(("wanted", "while_made", "infotext"), [
+    ({"backend": "eager", "deepcache_depth": 2}, "on; deepcache_depth 2; backend eager", "on; backend eager"),
+    ({"backend": "native", "deepcache_interval": 3, "guidance_end": 0.5, "low_bit_budget": 0.05},
+     "on; deepcache_interval 3; backend native; low_bit_budget 0.05; guidance_end 0.5", "on"),
+    ({"enabled": False}, "off", "off"),
+], ids=str)
+def test_what_has_rested_is_not_said_to_have_counted(
+    wanted: Any, while_made: str, infotext: str, standalone: Standalone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step, on a CPU."""
+    p = Generation()
+    standalone.page.process(p, wanted)
+    assert p.extra_generation_params["OneDiff"] == while_made
+    standalone.page.process_before_every_sampling(p)
+    served(standalone.unet, a_call(standalone.unet))
+    standalone.page.postprocess_batch(p, images=[])
+    assert p.extra_generation_params["OneDiff"] == infotext
+    monkeypatch.setattr(standalone.script.webui, "why_not_served", lambda: "Anima is not accelerated")
+    standalone.page.postprocess_batch(p)
+    assert p.extra_generation_params["OneDiff"] == ("not accelerated" if infotext != "off" else "off")
+    standalone.page.postprocess(p, SimpleNamespace())
 
 
 @pytest.mark.parametrize("where", [None, "~/elsewhere", " "])

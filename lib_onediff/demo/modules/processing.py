@@ -167,6 +167,8 @@ def process_images(p: StableDiffusionProcessing) -> Processed:
             check_numbers("UNet", samples)
             pixels = p.sd_model.decode(samples)
             check_numbers("VAE", pixels)
+        if p.scripts is not None:
+            p.scripts.in_generation("postprocess_batch", p)
         for one, seed in zip(pixels, p.seeds, strict=True):
             image = Image.fromarray((one * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
             infotexts.append(create_infotext(p, seed))

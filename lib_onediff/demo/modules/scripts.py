@@ -26,7 +26,7 @@ AlwaysVisible = object()
 class Script:
     """A script: subclasses have a title() and a ui(is_img2img), which creates gradio components and returns those whose
     values its hooks get, and a method for each moment that they take part in: process and postprocess of a generation,
-    process_before_every_sampling, after_component of the page."""
+    process_before_every_sampling and postprocess_batch of its batches, after_component of the page."""
 
     name = ""
     args_from = args_to = 0
