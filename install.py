@@ -123,12 +123,15 @@ def sole_installer():
     """Hold the lock file."""
     VENV.mkdir(exist_ok=True)
     with open(LOCK, "a") as lock:
-        if os.name != "nt":  # Windows does not let anyone remove what another process uses.
-            import fcntl
-            try:
+        try:
+            if os.name == "nt":
+                import msvcrt
+                msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CannotInstall("Another install.py is at work in .venv. Wait until it has finished.") from None
+        except (OSError if os.name == "nt" else BlockingIOError):
+            raise CannotInstall("Another install.py is at work in .venv. Wait until it has finished.") from None
         yield
 
 
@@ -153,12 +156,12 @@ def make_venv() -> None:
     """A new virtual environment with pip. Raises CannotInstall where this Python cannot make one."""
     python = f"python{written(sys.version_info[:2])}"
     if find_spec("venv") is None or find_spec("ensurepip") is None:
-        debian = f"On Debian and Ubuntu: apt install {python}-venv"
-        raise CannotInstall(f"This Python cannot make a .venv: its module venv or ensurepip is missing. {debian}")
+        way = f"On Debian and Ubuntu: apt install {python}-venv" if os.name != "nt" else "Use an installed Python."
+        raise CannotInstall(f"This Python cannot make a .venv: its module venv or ensurepip is missing. {way}")
     print(f"Making .venv with {python}.", flush=True)
     empty_venv()
-    command = [sys.executable, "-m", "venv", VENV]
-    answer = subprocess.run(command, env=own_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command, own = [sys.executable, "-m", "venv", VENV], own_environment()
+    answer = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     if answer.returncode != 0:
         raise CannotInstall(why_failed(answer.stdout) or f"Making .venv failed: {answer.stdout.strip()}")
 
@@ -172,7 +175,8 @@ def own_environment() -> dict[str, str]:
 def run_pip(requirements: list[str], *options: str) -> None:
     """pip install into .venv, with pip's own progress on the screen. Raises CannotInstall with the reason."""
     command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
-    pip = subprocess.run(command, env=own_environment(), stderr=subprocess.PIPE, text=True)
+    # Where PYTHONIOENCODING is set, pip writes in another encoding than we read.
+    pip = subprocess.run(command, env=own_environment(), stderr=subprocess.PIPE, errors="replace")
     if pip.returncode:
         raise CannotInstall(why_failed(pip.stderr) or f"pip stopped with exit code {pip.returncode}:\n{pip.stderr}")
 

@@ -231,17 +231,24 @@ def test_ctrl_c_is_the_hosts_own(installed):
         host.write_text(SAY_ARGUMENTS)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the lock is POSIX's; Windows refuses to remove files in use")
-def test_two_at_once_do_not_meet(installed):
-    import fcntl
-
+def test_two_at_once_do_not_meet(installed, monkeypatch):
     checkout, environment = installed
-    (checkout / ".venv" / install.STAMPS.name).unlink()
-    with open(checkout / ".venv" / install.LOCK.name, "r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    for name in ("STAMPS", "LOCK", "VENV"):
+        monkeypatch.setattr(install, name, checkout / getattr(install, name).relative_to(REPOSITORY))
+    install.STAMPS.unlink()
+    with install.sole_installer():
         answer = run_install(checkout, "--test", **environment)
     assert answer.returncode == 1
     assert answer.stderr == "Another install.py is at work in .venv. Wait until it has finished.\n"
+
+
+def test_what_pip_says_in_another_encoding_is_read(tmp_path, monkeypatch):
+    said = rb"import sys; sys.stderr.buffer.write(b'\x81\xff No matching distribution found for tiny'); sys.exit(1)"
+    (tmp_path / "pip.py").write_bytes(said)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(install, "VENV_PYTHON", sys.executable)
+    with pytest.raises(install.CannotInstall, match="There is no wheel of tiny"):
+        install.run_pip(["tiny"])
 
 
 def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
