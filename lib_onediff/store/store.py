@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 import threading
 from collections import deque
@@ -188,10 +189,10 @@ def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Conne
             if file.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(file):
                 # SQLite would follow it, and write to somebody else's file.
                 raise Unusable(f"{file} is a link, which OneDiff does not follow: delete it")
-        address = f"{path.absolute().as_uri()}?mode={mode}"
-        with contextlib.closing(
-            sqlite3.connect(address, timeout=busy_seconds, isolation_level=None, uri=True)
-        ) as connection:
+        # A network share's server belongs to the path: SQLite knows no hosts.
+        address = re.sub(r"^file://(?=[^/])", "file:////", path.absolute().as_uri()) + f"?mode={mode}"
+        found = sqlite3.connect(address, timeout=busy_seconds, isolation_level=None, uri=True)
+        with contextlib.closing(found) as connection:
             connection.text_factory = lambda text: text.decode("utf-8", "replace")
             yield connection
     except OSError as error:

@@ -1,7 +1,9 @@
 """Every test of this folder starts with one thread, a fixed seed and a runtime that has seen nothing."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,18 @@ def seen() -> Iterator[Any]:
     page = Seen.open()
     yield page
     page.close()
+
+
+@pytest.fixture
+def link() -> Callable[[Path, Path], None]:
+    """Makes a symbolic link. Windows does so for administrators and developers; Wine 8 says only that it did."""
+    def make(place: Path, target: Path) -> None:
+        with suppress(OSError):
+            place.symlink_to(target)
+        if not place.is_symlink():
+            pytest.skip("no symbolic link can be made here")
+
+    return make
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,10 @@ def test_a_disk_that_refuses(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("kind", ["the folder is a file", "the folder is below a file", "the file is a folder",
                                   "the folder is a dead link", "the name is too long"])
-def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str, link: Callable[[Path, Path], None]) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "at all")
+    if kind == "the folder is a dead link":
+        link(tmp_path / "link", tmp_path / "nowhere" / "at all")
     (tmp_path / "full" / FILE / "inside").mkdir(parents=True)
     folder = {
         "the folder is a file": tmp_path / "file", "the folder is below a file": tmp_path / "file" / "below",
@@ -127,13 +129,26 @@ def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str) -> None:
     history.close()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a path of POSIX stands for a network share's")
+def test_a_network_share_can_hold_a_store(tmp_path: Path) -> None:
+    class Share(type(tmp_path)):  # type: ignore[misc]
+        def as_uri(self) -> str:
+            return super().as_uri().replace("file:///", "file://")
+
+    history = opened(Share(tmp_path))
+    history.pin("SD1", "8x8", True)
+    assert history.trouble is None and (tmp_path / FILE).is_file()
+
+
 @pytest.mark.parametrize("name", [FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal", "onediff-2-7.sqlite3"])
 @pytest.mark.parametrize("content", [b"", b"precious" * 1000])
-def test_nobody_elses_file_is_written_through_a_link(tmp_path: Path, name: str, content: bytes) -> None:
+def test_nobody_elses_file_is_written_through_a_link(
+    tmp_path: Path, name: str, content: bytes, link: Callable[[Path, Path], None]
+) -> None:
     theirs, folder = tmp_path / "theirs", tmp_path / "cache"
     theirs.write_bytes(content)
     folder.mkdir()
-    (folder / name).symlink_to(theirs)
+    link(folder / name, theirs)
     history = opened(folder)
     history.tune("tile", 64)
     with pytest.raises(NotKept, match="is a link, which OneDiff does not follow: delete it"):
