@@ -134,6 +134,8 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> int:
     options = parse()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # Where Windows redirects this to a file, that takes the letters of one region alone.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if options.child:
         print(json.dumps(steps.first_calls(options, device)))

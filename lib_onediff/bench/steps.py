@@ -261,10 +261,9 @@ def in_process(arguments: list[str], folder: str) -> list[Row]:
     caches = {name: os.path.join(folder, name) for name in CACHES}
     try:
         finished = subprocess.run(
-            command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=SECONDS_FOR_A_PROCESS
+            command, env={**os.environ, **caches}, capture_output=True, errors="replace", timeout=SECONDS_FOR_A_PROCESS
         )
-        rows: list[Row] = json.loads(finished.stdout.splitlines()[-1])
-        return rows
+        return list(json.loads(finished.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return [{"note": f"not done after {SECONDS_FOR_A_PROCESS} s"}]
     except (ValueError, IndexError):
