@@ -105,6 +105,13 @@ def installed(tmp_path_factory, wheels) -> tuple[Path, dict[str, str]]:
     return checkout, environment
 
 
+def test_a_webuis_start_needs_no_site_and_no_folder_on_the_path():
+    """Like an embeddable Python for Windows, which takes neither PYTHONPATH nor the script's folder."""
+    command = [sys.executable, "-I", "-S", REPOSITORY / "install.py"]
+    answer = subprocess.run(command, cwd=REPOSITORY.anchor, capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr, answer.stdout) == (0, "", "")
+
+
 # Arguments
 
 
