@@ -43,6 +43,7 @@ VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMPS = VENV / "onediff-installed.json"
 LOCK = VENV / "onediff-install.lock"
+HELD = OSError if os.name == "nt" else BlockingIOError  # what is raised where another has locked it
 
 class CannotInstall(Exception):
     """What stands in the way, as a sentence for the user."""
@@ -130,7 +131,7 @@ def sole_installer():
             else:
                 import fcntl
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (OSError if os.name == "nt" else BlockingIOError):
+        except HELD:
             raise CannotInstall("Another install.py is at work in .venv. Wait until it has finished.") from None
         yield
 

@@ -257,7 +257,7 @@ def test_what_cannot_be_loaded_is_refused_and_out_of_memory_tried_again(monkeypa
 
 
 def test_a_driver_that_keeps_nothing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("CUDA_CACHE_DISABLE", "CUDA_CACHE_PATH"):
+    for name in ("CUDA_CACHE_DISABLE", "CUDA_CACHE_PATH", "APPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert driver.why_nothing_is_kept() == ""

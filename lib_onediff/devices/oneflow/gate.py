@@ -117,10 +117,10 @@ def brief(message: str) -> str:
 def main(device: str, dtype: torch.dtype) -> None:
     """Try OneFlow in this process. Raises what OneFlow raises, and RuntimeError where it computes something else than
     torch."""
-    import resource
-
-    # What ends by itself shall leave no memory image behind.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # What ends by itself shall leave no memory image behind. Windows writes none, and has no such module.
+    with contextlib.suppress(ImportError):
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # torch uses the device before OneFlow does, as in the WebUI.
     weight, kernel = torch.ones(64, 64, device=device, dtype=dtype), torch.randn(8, 4, 3, 3, device=device, dtype=dtype)
     import oneflow as flow
