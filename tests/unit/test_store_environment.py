@@ -78,7 +78,7 @@ print(json.dumps([before, refused, after, sorted(opened("cache").pins())]))
 
 def on_a_small_disk(folder: Path, kilobytes: int, script: str, *arguments: str) -> list:
     """Run a script with a file system of its own on folder, which goes when the script ends; what it printed."""
-    namespace = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
+    namespace = ["unshare", "-m"] if getattr(os, "geteuid", int)() == 0 else ["unshare", "-Urm"]
     mount = f'mount -t tmpfs -o size={kilobytes}k none "$0" && exec "$@"'
     in_namespace = [*namespace, "sh", "-c", mount, folder]
     if shutil.which("unshare") is None or subprocess.run([*in_namespace, "true"], capture_output=True).returncode:
