@@ -24,7 +24,8 @@ def readable(sentence: str) -> str:
 
 class OneLineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return one_line(super().formatMessage(record))
+        # Some of our sentences begin with the name themselves.
+        return one_line(super().formatMessage(record)).replace("OneDiff: OneDiff", "OneDiff", 1)
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]

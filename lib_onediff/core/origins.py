@@ -2,23 +2,47 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
+
+# Where WebUIs keep extensions, all of which have a package that is called scripts.
+FOLDERS = ("extensions", "extensions-builtin")
 
 
 def origin(function: object) -> str:
-    """The Python module whose code a function, method or callable object runs.
+    """The Python module whose code a function, method, class or callable object runs."""
+    return str(namespace_of(function).get("__name__", "?"))
+
+
+def author(function: object) -> str:
+    """Whose code that is, for people: the folder of the extension; the Python module, where it is in none."""
+    return extension_of(str(namespace_of(function).get("__file__"))) or origin(function)
+
+
+def namespace_of(function: object) -> Mapping[str, Any]:
+    """Of the Python module whose code runs.
 
     Not function.__module__, which functools.wraps copies from the function that is being replaced. A decorator of
     torch's (inference_mode, compiler.disable) runs what it decorates.
     """
     inner = underlying(function)
-    module_globals = getattr(inner, "__globals__", None)
-    while module_globals is not None and package(module_globals.get("__name__", "")) == "torch" and (
-        hasattr(inner, "__wrapped__")
-    ):
+    found = getattr(inner, "__globals__", None)
+    while found is not None and package(found.get("__name__", "")) == "torch" and hasattr(inner, "__wrapped__"):
         inner = inner.__wrapped__
-        module_globals = getattr(inner, "__globals__", None)
-    return type(inner).__module__ if module_globals is None else module_globals.get("__name__", "?")
+        found = getattr(inner, "__globals__", None)
+    if found is None:
+        name = (inner if isinstance(inner, type) else type(inner)).__module__
+        found = {"__name__": name, "__file__": getattr(sys.modules.get(name), "__file__", None)}
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def extension_of(path: str) -> str:
+    """The folder of the extension to which a file belongs; "" where it is none's."""
+    parts = PurePath(path).parts
+    return next((name for folder, name in zip(parts, parts[1:-1], strict=False) if folder in FOLDERS), "")
 
 
 def underlying(function: Any) -> Any:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..core.call import Call
 from ..core.guard import Guard
-from ..core.origins import origin, package
+from ..core.origins import author
 from ..core.refusal import Refusal
 from ..core.rows import PromptRows
 from ..runtime.runtime import runtime
-from ..weights.scan import HostTraits, own_method
+from ..weights.scan import HostTraits, own_method, refuse_replaced
 
 # replacement(original, self, *args, **kwargs) -> what the method returns
 Replacement = Callable[..., Any]
@@ -191,7 +191,7 @@ class VaeHooks(ForwardPatches):
             replaced = own_method(decoder, "forward")
             if replaced is not None:
                 # It may decode without ours, and nobody would tell why. If it asks ours, that is told then.
-                reason = f"the decoder has a forward of its own, set by {origin(replaced)} (tiles?)"
+                reason = f"the decoder has a forward of its own, set by {author(replaced)} (tiles?)"
                 runtime.vae.note_host(reason, is_decode=False)
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
@@ -199,18 +199,10 @@ class VaeHooks(ForwardPatches):
         host, upcasts = lambda: original(decoder, z, **kwargs), self._upcasts()
         runtime.vae.adopt(decoder, host_traits=self._host_traits)
         try:
-            check_original(decoder, original)
+            refuse_replaced(type(decoder), beneath_ours=original)
             if kwargs:
                 raise Refusal(f"the VAE is called with more than we know ({', '.join(sorted(kwargs))})")
             self._check(decoder)
         except Refusal as refusal:
             return runtime.vae.decode(decoder, z, host, upcasts, str(refusal))
         return runtime.vae.decode(decoder, z, host, upcasts)
-
-
-def check_original(module: nn.Module, original: Any) -> None:
-    """Raise Refusal where another package has replaced the forward of a module's class. original: what stood
-    there before us."""
-    source, kind = origin(original), type(module)
-    if package(source) != package(kind.__module__):
-        raise Refusal(f"{kind.__name__}.forward was replaced by {source}")

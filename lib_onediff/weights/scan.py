@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.origins import origin, package, underlying
+from ..core.origins import author, origin, package, underlying
 from ..core.refusal import Refusal
 from .offload import RestoreFirst
 from .weight_functions import Casts, FunctionReader
@@ -36,7 +36,7 @@ class HostTraits:
     inert: whether the forwards set on a module's instance (unet, module) do now just what its class's would.
     sync_lora: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
     wanted_lora: what sync_lora brings them up to; equal as long as nothing has to be done.
-    brought: whether every call brings what is set on a module's instance (unet, module) as patches.
+    brought: whether every call brings what is set on the instance of the module at a path (unet, path) as patches.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     casts: how the host casts its layers' weights at each use; None where it never does.
@@ -48,7 +48,7 @@ class HostTraits:
     inert: Callable[[nn.Module, nn.Module], bool] = lambda unet, module: False
     sync_lora: Callable[[Iterable[nn.Module]], None] | None = None
     wanted_lora: Callable[[], Hashable] | None = None
-    brought: Callable[[nn.Module, nn.Module], bool] = lambda unet, module: False
+    brought: Callable[[nn.Module, str], bool] = lambda unet, path: False
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda host: host
     functions: FunctionReader | None = None
     casts: Casts | None = None
@@ -77,12 +77,12 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
         for method in run[kind]:
             own = own_method(module, method) if method in state else None
             if own is not None and not (
-                method in FORWARDS and (host_traits.inert(network, module) or host_traits.brought(network, module))
+                method in FORWARDS and (host_traits.inert(network, module) or host_traits.brought(network, name))
             ):
-                raise Refusal(f"{name} has a {method} of its own, set by {origin(own)}")
-        before = state["_forward_pre_hooks"].values()
-        if state["_forward_hooks"] or not all(isinstance(hook, RestoreFirst) for hook in before):
-            raise Refusal(f"{name} has a forward hook")
+                raise Refusal(f"{name} has a {method} of its own, set by {author(own)}")
+        for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
+            if not isinstance(hook, RestoreFirst):
+                raise Refusal(f"{name} has a forward hook, set by {author(hook)}")
         if host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             raise Refusal(
                 "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
@@ -91,21 +91,36 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
             raise Refusal(f"{name} drops values (the UNet is in training mode)")
     for kind, methods in (processors | run).items():
         for method in methods:
-            source = replaced_by(kind, method)
-            if is_foreign(source, host_traits.trusted):
-                raise Refusal(f"{kind.__name__}.{method} was replaced by {source}")
-    everywhere = nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        raise Refusal("a forward hook is set on all modules")
+            refuse_replaced(kind, method, host_traits.trusted)
+    refuse_global_hooks()
     for name in FUNCTIONS:
-        source = origin(getattr(nn.functional, name))
-        if package(source) not in ("torch", "builtins") and is_foreign(source, host_traits.trusted):
-            raise Refusal(f"torch.nn.functional.{name} was replaced by {source}")
+        function = getattr(nn.functional, name)
+        if package(origin(function)) not in ("torch", "builtins") and is_foreign(function, host_traits.trusted):
+            raise Refusal(f"torch.nn.functional.{name} was replaced by {author(function)}")
 
 
-def is_foreign(source: str | None, trusted: Collection[str]) -> bool:
-    """Whether a Python module is neither ours nor among those that an adapter sees to."""
-    return source is not None and source not in trusted and package(source) != OURS
+def refuse_replaced(
+    kind: type, method: str = "forward", trusted: Collection[str] = (), beneath_ours: object = None
+) -> None:
+    """Raise Refusal where the code of somebody who is not trusted stands in the place of a class's own method, or of
+    what stood there before us."""
+    owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
+    function = beneath_ours or (owner and owner.__dict__[method])
+    # A class's own package may decorate it: diffusers.utils around a method of diffusers.models.
+    if owner and package(origin(function)) != package(owner.__module__) and is_foreign(function, trusted):
+        raise Refusal(f"{kind.__name__}.{method} was replaced by {author(function)}")
+
+
+def refuse_global_hooks() -> None:
+    """Raise Refusal where a hook runs around every module's forward. Microseconds."""
+    everywhere = nn.modules.module
+    for hook in (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()):
+        raise Refusal(f"a forward hook is set on all modules, by {author(hook)}")
+
+
+def is_foreign(function: object, trusted: Collection[str]) -> bool:
+    """Whether a function is neither ours nor of those Python modules that an adapter sees to."""
+    return origin(function) not in trusted and package(origin(function)) != OURS
 
 
 def methods_of(kind: type) -> tuple[str, ...]:
@@ -135,13 +150,3 @@ def own_method(module: nn.Module, name: str) -> object | None:
             return None
         below = getattr(below, "__wrapped__", None)
     return own
-
-
-def replaced_by(kind: type, method: str = "forward") -> str | None:
-    """The Python module whose code stands in the place of a class's own method; None where the class's own stands."""
-    owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
-    if owner is None:
-        return None
-    source = origin(owner.__dict__[method])
-    # A class's own package may decorate it: diffusers.utils around a method of diffusers.models.
-    return None if package(source) == package(owner.__module__) else source

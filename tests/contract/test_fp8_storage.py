@@ -133,10 +133,6 @@ def test_a_foreign_loop_gets_our_blocks(host: A1111Host) -> None:
     assert calls_of(host.generate)[1] == OURS
 
 
-def functional_lora(host: A1111Host) -> None:
-    host.set_lora(0.5, online=True)
-
-
 def cast_by_hand(host: A1111Host) -> None:
     """As on a GPU with --no-half."""
     host.store_in_fp8(True, by_hand=True)
@@ -149,7 +145,6 @@ def cast_without_float8(host: A1111Host) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (functional_lora, "LoRA is set to the old method"),
     (cast_by_hand, "the WebUI casts what every layer computes with itself"),
     (cast_without_float8, "the WebUI casts what every layer computes with itself"),
 ])

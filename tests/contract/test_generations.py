@@ -101,6 +101,29 @@ def test_loras_are_merged_and_taken_out(host: Host, in_place: bool) -> None:
     assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
 
 
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_loras_are_computed_beside_their_layers(host: Any) -> None:
+    sequence, expected = ((0.5, False), (0.5, True), (0.25, True), (0.5, True), (0.0, False)), []
+    for strength, online in sequence:
+        host.set_lora(strength, online)
+        expected.append(host.generate())
+    host.start()
+    for (strength, online), hosts in zip(sequence, expected, strict=True):
+        host.set_lora(strength, online)
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, hosts), runtime.status()["reason"]
+    # Without OneDiff, the host leaves in what was merged.
+    host.set_lora(0.5)
+    assert close(host.generate(), expected[0])
+    host.set_lora(0.0, online=True)
+    assert close(host.generate(), expected[-1])
+    networks, convolution = host.module("networks"), "input_blocks.1.0.in_layers.2"
+    difference = random(*host.unet.get_submodule(convolution).weight.shape)
+    networks.loaded_networks[:] = [networks.network("another kind", 0.5, {convolution: difference})]
+    calls = calls_of(host.generate)[1]
+    assert calls == BY_HOST and runtime.status()["reason"].startswith("the LoRA another kind is applied by the old")
+
+
 def drawn(h: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
     """Random numbers of torch's, as token merging draws them."""
     return h + 0.1 * torch.randn_like(h), skip

@@ -44,7 +44,7 @@ FAULTS = {
     "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
     "serving a call": Fault(lambda host: (OursOrHosts, "_ours"), HOSTS, UNET, LATENT),
     "merging a LoRA": Fault(lambda host: (layers, "wanted_networks"), ("a1111",), UNET, LATENT),
-    "looking at a decode": Fault(lambda host: (hooks, "check_original"), HOSTS, VAE, IMAGES),
+    "looking at a decode": Fault(lambda host: (hooks, "refuse_replaced"), HOSTS, VAE, IMAGES),
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),
     "the schedule": Fault(lambda host: (host.adapter_module, "sampling_of"), HOSTS, BEGINNING, ALL),
     "hearing the schedule": Fault(

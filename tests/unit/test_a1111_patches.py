@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from lib_onediff.core.call import Call
+from lib_onediff.core.origins import author
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.a1111.patches import does_nothing_now, is_brought, patches_of
 from lib_onediff.hosts.a1111.stages import StageHooks
-from lib_onediff.hosts.changed_modules import ChangedModules, author
+from lib_onediff.hosts.changed_modules import ChangedModules
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
 
@@ -92,7 +93,21 @@ def merging(unet: Any) -> Undo:
     return undo
 
 
-CASES = {"image prompt": image_prompt, "tiles": tiles, "merging": merging}
+def projections(unet: Any) -> Undo:
+    """As ControlLLLite: adds to what goes into projections, and puts back a bound method."""
+    layers = [layer for block in blocks_of(unet) for layer in (block.attn1.to_q, block.attn1.to_v, block.attn2.to_q)]
+    below = [layer.forward for layer in layers]
+    for layer in layers:
+        layer.forward = lambda x, original=layer.forward: original(x + 0.3 * x.flip(1))
+
+    def undo() -> None:
+        for layer, original in zip(layers, below, strict=True):
+            layer.forward = original
+
+    return undo
+
+
+CASES = {"image prompt": image_prompt, "tiles": tiles, "merging": merging, "projections": projections}
 
 
 @pytest.fixture
@@ -252,13 +267,24 @@ def test_what_hypertile_leaves_counts_while_it_is_switched_on(unet: Any) -> None
     assert not does_nothing_now(unet, attention), "somebody else's, over it"
 
 
+def test_the_webuis_own_attention_that_an_extension_has_bound_is_no_patch(unet: Any) -> None:
+    space: dict[str, Any] = {"__name__": "modules.sd_hijack_optimizations"}
+    exec("def forward(self, x, context=None, mask=None): raise AssertionError('ours computes it')", space)
+    changed = ChangedModules(does_nothing_now)
+    plain = ours(unet, changed)
+    undo = set_forwards(unet, "attn2", space["forward"])
+    assert torch.equal(ours(unet, changed), plain) and route() == "plain", runtime.status()["reason"]
+    assert "compute within" not in runtime.status()["reason"]
+    undo()
+
+
 @pytest.mark.parametrize(("path", "name"), [
     ("/webui/extensions/sd-webui-controlnet/scripts/hook.py", "sd-webui-controlnet"),
     ("/webui/extensions-builtin/hypertile/hypertile.py", "hypertile"),
     ("/venv/tomesd/patch.py", "tomesd.patch"), ("/webui/extensions/loose.py", "tomesd.patch"),
 ])
 def test_reasons_name_the_extension_that_users_have_installed(path: str, name: str) -> None:
-    space = {"__name__": "tomesd.patch"}
-    exec(compile("def function(): pass", path, "exec"), space)
+    space: dict[str, Any] = {"__name__": "tomesd.patch", "__file__": path}
+    exec("def function(): pass", space)
     assert author(types.MethodType(space["function"], object())) == name
     assert author(functools.partial(space["function"])) == name

@@ -108,7 +108,7 @@ def test_the_slower_blocks_are_not_used(
     own_loop(unet)
     with runtime.settings_for_run(Settings(enabled=False)):
         expected = controlled(unet)
-    monkeypatch.setattr(loop._route, "timed_on", ("cpu",))
+    monkeypatch.setattr(loop, "timed_on", ("cpu",))
     clock = [0.0]
 
     def taking(seconds: float, function: Any) -> Any:
@@ -180,7 +180,7 @@ def test_weights_changed_between_passes_are_seen(unet: Any, loop: StageHooks) ->
 
 def test_a_pass_that_its_owner_gives_up_keeps_no_weights(unet: Any, loop: StageHooks) -> None:
     unet.forward = types.MethodType(failing_forward, unet)
-    watched, _ = loop._route._places[unet.input_blocks[0]]
+    watched, _ = loop._places[unet.input_blocks[0]]
     # pytest.raises would keep the traceback, and with it the frames of the loop.
     with contextlib.suppress(TypeError):
         controlled(unet)

@@ -7,6 +7,7 @@ import pytest
 
 from lib_onediff.core.logs import DEBUG_VARIABLE, show_on_console
 from lib_onediff.runtime.call_stats import CallStats
+from lib_onediff.runtime.vae.route import described
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +19,14 @@ def test_no_name_makes_lines_of_its_own_or_commands_the_console(capsys: pytest.C
     show_on_console()
     logging.getLogger("onediff").warning("%s is loaded", "a\x1b[2J\nOneDiff: all is well\r\u202e.ckpt")
     assert capsys.readouterr().err == "OneDiff: a?[2J?OneDiff: all is well??.ckpt is loaded\n"
+
+
+def test_the_name_stands_once_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show_on_console()
+    for text in ("OneDiff: the driver is old", "OneDiff's output is used unchecked.", described("ours", "")):
+        logging.getLogger("onediff").info(text)
+    shown = ["OneDiff: the driver is old", "OneDiff's output is used unchecked.", "OneDiff: VAE: accelerated"]
+    assert capsys.readouterr().err.splitlines() == shown
 
 
 def test_two_routes_that_take_turns_within_a_step_are_two_lines(capsys: pytest.CaptureFixture[str]) -> None:

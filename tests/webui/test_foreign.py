@@ -61,6 +61,16 @@ TILED = [
 COUPLE = {"prompt": "a red fox in the snow\na castle at night", **script(
     "Forge Couple", True, True, "Basic", "", "Horizontal", "None", 0.5,
 )}
+BY_REGIONAL_PROMPTER = "Linear.forward was replaced by sd-webui-regional-prompter"
+
+
+def regions(mode: str) -> dict[str, Any]:
+    """Two side by side, by the author's Regional Prompter."""
+    places = (True, False, "Matrix", "Columns", "Mask", "Prompt", "1,1", "0.2", False, False, False)
+    others = ([], "0", "0", "0.4", "", "0", "0", False)
+    return {"prompt": "a red fox BREAK a castle at night", **script("Regional Prompter", *places, mode, *others)}
+
+
 DYNAMIC_THRESHOLDING = script(
     "DynamicThresholding (CFG-Fix) Integrated", True, 5.0, 0.9, "Constant", 0.0, "Constant", 0.0, 1.0, "enable",
     "MEAN", "AD", 1.0,
@@ -111,9 +121,9 @@ WITHIN = [
     Foreign("SAG and Kohya HRFix", "forge", "input_block_patch", {
         **LARGER, "alwayson_scripts": {**SAG["alwayson_scripts"], **KOHYA_HRFIX["alwayson_scripts"]},
     }, doubles_calls=True),
-    Foreign("forge-couple on reForge", "ldm_patched", r"patches\[attn2_patch\] by lib_couple", COUPLE),
-    Foreign("forge-couple beside token merging", "forge", "lib_couple", COUPLE, {"token_merging_ratio": 0.5}),
-    Foreign("forge-couple, batch of 2, three lines and a background", "forge", "lib_couple", {
+    Foreign("forge-couple on reForge", "ldm_patched", r"patches\[attn2_patch\] by .*couple", COUPLE),
+    Foreign("forge-couple beside token merging", "forge", "couple", COUPLE, {"token_merging_ratio": 0.5}),
+    Foreign("forge-couple, batch of 2, three lines and a background", "forge", "couple", {
         **LARGER, **script("Forge Couple", True, True, "Basic", "", "Vertical", "First Line", 0.5), "batch_size": 2,
         "prompt": "the sea\na red fox in the snow\na castle at night", "negative_prompt": "rain",
     }),
@@ -124,6 +134,7 @@ WITHIN = [
         "FreeU and token merging on A1111", "a1111", "block by tomesd.*skips by sd-webui-freeu",
         {**LARGER, **FREEU_OF_A1111}, {"token_merging_ratio": 0.5},
     ),
+    Foreign("Regional Prompter", "a1111", "attn2 by sd-webui-regional-prompter", regions("Attention")),
     Foreign("token merging", "a1111", r"block by tomesd", options={"token_merging_ratio": 0.5}),
     Foreign(
         "HyperTile", "a1111", "attn1 by hypertile", LARGEST,
@@ -228,13 +239,26 @@ def test_hypernetwork(webui: WebUI, sd15: Models) -> None:
     assert_same(run_on(webui, {"prompt": PROMPT}), plain)
 
 
-def test_lora_functional(webui: WebUI, sd15: Models) -> None:
+@pytest.mark.parametrize(("role", "checkpoint"), [("lora-a", "sd15"), ("locon", "sd15"), ("sdxl-lora", "sdxl")])
+def test_lora_functional(webui: WebUI, sd15: Models, role: str, checkpoint: str) -> None:
     """A1111's older way of applying a LoRA, inside every layer's forward."""
     only_on(webui, "a1111")
-    request = {"prompt": f"{PROMPT} <lora:{sd15.need('lora-a')}:1>"}
+    request = {"prompt": f"{PROMPT} <lora:{sd15.need(role)}:0.7>"}
+    sd15.use(checkpoint)
     plain, merged = run_on(webui, {"prompt": PROMPT}), run_on(webui, request)
     with webui.options(lora_functional=True):
-        made = assert_host_served(webui, request, "lora")
-        assert_different(plain, made, "the LoRA")
+        # Without OneDiff, A1111 leaves the LoRA in that was merged.
+        assert_same(run_on(webui, {"prompt": PROMPT}), plain)
+        for changes in ({}, {"width": 72, "height": 88, "batch_size": 2}):
+            made, _ = on_and_off(webui, {**request, **changes})
+            assert_different(run_on(webui, {"prompt": PROMPT, **changes}), made, "the LoRA")
     assert_same(run_on(webui, {"prompt": PROMPT}), plain)
     assert_same(run_on(webui, request), merged)
+
+
+def test_a_forward_of_every_layer_is_named_by_its_extension(webui: WebUI, sd15: Models) -> None:
+    """Regional Prompter's Latent mode sets lora_functional, and replaces Linear.forward."""
+    request, plain = prepared(webui, Foreign("Regional Prompter, Latent", "a1111", "", regions("Latent")))
+    for lora in ("", f" <lora:{sd15.need('lora-a')}:0.7>"):
+        made = assert_host_served(webui, {**request, "prompt": request["prompt"] + lora}, BY_REGIONAL_PROMPTER)
+        assert_different(run_on(webui, plain), made, "the regions")

@@ -17,6 +17,8 @@ from webui_compare import (
     assert_within,
     graphs_on_a_cpu,
     need,
+    on_and_off,
+    run_on,
 )
 from webui_models import Models
 
@@ -27,7 +29,9 @@ ENCODER = {"forge": "CLIP-ViT-H (IPAdapter)", "ldm_patched": "CLIP-ViT-H (IPAdap
 BY_IP_ADAPTER = {
     "forge": r"^(?!.*patches_replace)", "ldm_patched": r"patches_replace\[attn2\]", "a1111": "attn2 by",
 }
-BY_LLLITE = r"^(?!.*patches_replace).*patches\[attn1_patch\].*lllite"
+BY_LLLITE = {
+    "forge": r"^(?!.*patches_replace).*patches\[attn1_patch\].*lllite", "a1111": "attn1 by sd-webui-controlnet in",
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ LLLITES = [
     Case("ControlLLLite", (Unit("lllite"),)),
     # Its modules count their calls.
     Case("for half the steps", (Unit("lllite", changes=HALF_THE_STEPS),), {"steps": 4}),
-    Case("from the middle on", (Unit("lllite", changes={"guidance_start": 0.5}),), {"steps": 4}),
+    Case("from the second step on", (Unit("lllite", changes={"guidance_start": 0.25}),), {"steps": 4}),
     Case("two", (Unit("lllite"), Unit("lllite", 2, changes={**HALF_THE_STEPS, "weight": 0.5})), {"steps": 4}),
     Case("with an IP-Adapter, a ControlNet and a LoRA", (Unit("lllite"), PLAIN, Unit("controlnet")), lora=True),
     Case("SDXL", (Unit("lllite-sdxl"),), checkpoint="sdxl"),
@@ -132,8 +136,9 @@ def only_forge(webui: WebUI) -> None:
 def reason_for(webui: WebUI, case: Case) -> str:
     """What the reason says of who runs; skips what only Forge and Forge Neo have."""
     if case in LLLITES:
-        only_forge(webui)
-        return BY_LLLITE
+        if webui.kind not in BY_LLLITE:
+            only_forge(webui)
+        return BY_LLLITE[webui.kind]
     masked = any(unit.masked for unit in case.units)
     return BY_IP_ADAPTER["ldm_patched" if masked and webui.kind == "forge" else webui.kind]
 
@@ -144,6 +149,18 @@ def test_at_every_attention(webui: WebUI, sd15: Models, case: Case) -> None:
     reason = reason_for(webui, case)
     plain, on = assert_within(webui, request, without, reason, ROUTES[webui.kind])
     assert_different(plain, on, case.name)
+
+
+def test_what_it_leaves_behind_is_the_webuis_own(webui: WebUI, sd15: Models) -> None:
+    """Attentions with a forward set, which was their class's before another optimization was chosen."""
+    if webui.kind != "a1111":
+        pytest.skip("A1111's: give its address with --webui URL")
+    request, without = prepared(webui, sd15, IP_ADAPTERS[0])
+    run_on(webui, request, routes=("blocks",))
+    for optimization in ("sub-quadratic", "None", "Automatic"):
+        with webui.options(cross_attention_optimization=optimization):
+            on, _ = on_and_off(webui, without)
+            assert "compute within" not in on.reason, on.reason
 
 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)

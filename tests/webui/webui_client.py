@@ -25,7 +25,7 @@ OPTION_DEFAULTS = {
     "live_previews_enable": True, "show_progress_every_n_steps": 10, "show_progress_type": "Approx NN",
     "hypertile_enable_unet": False, "hypertile_swap_size_unet": 3, "hypertile_max_tile_unet": 256,
     "token_merging_ratio": 0, "lora_functional": False, "sd_vae": "Automatic", "forge_additional_modules": [],
-    "sd_noise_schedule": "Default", "refiner_use_steps": False,
+    "sd_noise_schedule": "Default", "refiner_use_steps": False, "cross_attention_optimization": "Automatic",
 }
 
 

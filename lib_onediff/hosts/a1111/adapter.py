@@ -13,30 +13,24 @@ from torch import Tensor, nn
 
 from ...core.call import Call
 from ...core.key import LATENT_PIXEL
+from ...core.origins import author
 from ...core.refusal import Refusal
 from ...core.rows import APART, OTHER_ROWS, PromptRows, half_of
 from ...core.sizes import TOKENS
 from ...runtime.runtime import runtime
-from ...weights.scan import HostTraits, own_method
+from ...weights.scan import HostTraits, own_method, refuse_global_hooks
 from ...weights.watch import no_object
 from ..changed_modules import ChangedModules, foreign_forward
 from ..contract import TIMESTEP, WebUI, random_inputs, random_state_kept
 from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
-from .layers import CASTS, apply_wanted_networks, check_layers, wanted_networks
-from .patches import does_nothing_now, is_brought, patches_of, replaced_concatenation
+from .layers import CASTS, LorasOnTheFly, apply_wanted_networks, check_layers, wanted_networks
+from .patches import TRUSTED, does_nothing_now, is_brought, patches_of, replaced_concatenation
 from .stages import StageHooks
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
-# The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
-# compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name, and
-# so is the manual cast of modules.devices.
-TRUSTED = (
-    "networks", "modules.devices", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
-    "modules.sd_hijack_utils", "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
-)
 # Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
 # Its decoders note the latent's shape at every decode.
 VAE_TRAITS = HostTraits((*TRUSTED, "ldm.modules.diffusionmodules.model"), written=frozenset({"last_z_shape"}))
@@ -80,8 +74,7 @@ class A1111(WebUI):
         super().__init__(release())
         modules = [importlib.import_module(name) for name in UNET_MODULES]
         self._unets = UNetHooks(
-            [module.UNetModel for module in modules], self._forward,
-            lambda: "another extension runs the UNet past OneDiff's hook",
+            [module.UNetModel for module in modules], self._forward, self._why_bypassed
         )
         self._changed = ChangedModules(does_nothing_now)
         self._stages = StageHooks(
@@ -89,7 +82,8 @@ class A1111(WebUI):
             self._check_state, upcasts_attention,
         )
         self.host_traits = HostTraits(
-            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS
+            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS,
+            functions=LorasOnTheFly(),
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
@@ -125,6 +119,11 @@ class A1111(WebUI):
     def after_run(self, p: Any) -> None:
         self._unets.end_sampling()
         super().after_run(p)
+
+    def _why_bypassed(self) -> str:
+        unet = self.unet_of(self.checkpoint())
+        owner = None if unet is None else foreign_forward(unet)
+        return f"{owner or 'another extension'} runs the UNet past OneDiff's hook"
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -166,13 +165,13 @@ class A1111(WebUI):
         if self.unmet is not None:
             raise Refusal(self.unmet)
         if sd_unet.current_unet is not None:
-            raise Refusal("another extension's UNet is active (Settings, SD Unet)")
+            raise Refusal(f"the UNet of {author(sd_unet.current_unet)} is active (Settings, SD Unet)")
         if shared.loaded_hypernetworks:
             raise Refusal("a hypernetwork changes the attention")
-        if getattr(sys.modules[type(unet).__module__], "th", None) is not sd_hijack_unet.th:
-            raise Refusal("an extension has replaced the UNet's torch functions")
-        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-            raise Refusal("a forward hook is set on all modules")
+        functions = getattr(sys.modules[type(unet).__module__], "th", None)
+        if functions is not sd_hijack_unet.th:
+            raise Refusal(f"the UNet's torch functions were replaced by {author(functions)}")
+        refuse_global_hooks()
         if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
             raise Refusal("--lowvram moves the UNet's layers one at a time")
         check_layers()

@@ -1,6 +1,6 @@
 """What AUTOMATIC1111's WebUI does to a UNet's layers, each in its own patched forward, and has to be asked for as our
-forward calls none of them: LoRAs are merged lazily, and weights that are stored in float8 are cast by torch.autocast,
-to float16 on a GPU and to bfloat16 on a CPU.
+forward calls none of them: LoRAs are merged lazily, or computed beside each layer (lora_functional, "the old method"),
+and weights that are stored in float8 are cast by torch.autocast, to float16 on a GPU and to bfloat16 on a CPU.
 """
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import nn
 from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
 from ...weights.offload import restore_before
-from ...weights.weight_functions import Casts
+from ...weights.weight_functions import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PLAIN_LORA = "NetworkModuleLora"
 # What network_apply_weights compares a layer's network_current_names with: a tuple for each network.
 Networks = tuple[tuple[Any, ...], ...]
 
@@ -27,10 +28,17 @@ def loras() -> Any:
     return extension if hasattr(extension, "network_apply_weights") else None
 
 
+def networks(on_the_fly: bool) -> Sequence[Any]:
+    """The loaded LoRAs, where the WebUI applies them in this way now; none where it applies them in the other."""
+    from modules import shared
+
+    is_now = bool(getattr(shared.opts, "lora_functional", False))
+    return getattr(loras(), "loaded_networks", ()) if is_now is on_the_fly else ()
+
+
 def wanted_networks() -> Networks:
-    """What apply_wanted_networks brings layers up to; empty where LoRA is switched off."""
-    loaded = getattr(loras(), "loaded_networks", ())
-    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in loaded)
+    """What apply_wanted_networks brings layers up to; empty where nothing is merged."""
+    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in networks(on_the_fly=False))
 
 
 def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
@@ -39,7 +47,12 @@ def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
     for layer in () if extension is None else layers:
         if holds_others(layer, wanted):
             restore_before(layer)
-            extension.network_apply_weights(layer)
+            if wanted:
+                extension.network_apply_weights(layer)
+            else:
+                # What network_apply_weights asks for may be loaded, and applied on the fly.
+                extension.network_restore_weights_from_backup(layer)
+                layer.__dict__["network_current_names"] = ()
 
 
 def holds_others(layer: nn.Module, wanted: Networks) -> bool:
@@ -49,17 +62,57 @@ def holds_others(layer: nn.Module, wanted: Networks) -> bool:
 
 def check_layers() -> None:
     """Raise Refusal where the WebUI computes something beside every layer now, and not in its weights."""
-    from modules import shared
-
-    if getattr(shared.opts, "lora_functional", False) and wanted_networks():
-        raise Refusal(
-            "LoRA is set to the old method (Settings, Compatibility), which runs beside every layer"
-        )
     # What the WebUI's manual cast leaves on the classes of torch's layers while it is on.
     if hasattr(nn.Linear, "org_forward"):
         raise Refusal(
             "the WebUI casts what every layer computes with itself (this kind of GPU, --precision, fp8 with --no-half)"
         )
+
+
+class LorasOnTheFly:
+    """weights.weight_functions.FunctionReader of the LoRAs that the WebUI computes beside each layer."""
+
+    def could_apply(self, layers: Sequence[nn.Module]) -> bool:
+        """Of the option and of the list of loaded LoRAs nobody tells."""
+        return loras() is not None
+
+    def parts(self, layers: Sequence[nn.Module]) -> Parts:
+        parts, wanted = Parts(), networks(on_the_fly=True)
+        for place, layer in enumerate(layers) if wanted else ():
+            modules = modules_of(layer, wanted)
+            if modules:
+                parts.places.append(place)
+                parts.objects += modules
+                parts.facts += [module.multiplier() for module in modules]
+                factors = (vars(module).get(name) for module in modules for name in ("up_model", "down_model"))
+                parts.tensors += [factor.weight for factor in factors if factor is not None]
+        return parts
+
+    def of(self, layer: nn.Module) -> WeightFunctions:
+        wanted = networks(on_the_fly=True)
+        return WeightFunctions(tuple(low_rank_update(layer, module) for module in modules_of(layer, wanted)))
+
+
+def modules_of(layer: nn.Module, wanted: Iterable[Any]) -> list[Any]:
+    """What these LoRAs have for a layer."""
+    name = layer.__dict__.get("network_layer_name")
+    return [net.modules[name] for net in wanted if name in net.modules]
+
+
+def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
+    """As its forward computes it: whatever else its file holds for the layer does not count in this way. Raises Refusal
+    where it is no plain LoRA."""
+    weight = layer.weight
+    if type(module).__name__ == PLAIN_LORA and weight.dim() > 1:
+        up, down = module.up_model.weight, module.down_model.weight
+        # The way down pads with zeros.
+        fits = down[0].numel() == weight[0].numel() and up.flatten(1).shape == (len(weight), len(down))
+        if fits and (down[0, 0].numel() == 1 or layer.padding_mode == "zeros"):
+            scale = module.multiplier() * module.calc_scale()
+            return LowRankUpdate(up.flatten(1), down.view(len(down), *weight.shape[1:]), scale)
+    raise Refusal(
+        f"the LoRA {module.network.name} is applied by the old method (Settings, Compatibility), and is no plain one"
+    )
 
 
 def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:

@@ -14,9 +14,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.leaves import TransformerBlock
+from ...core.origins import author, origin
 from ...core.patch_points import CROSS_ATTENTION, Block, PatchPoints
-from ..changed_modules import SELF_NORM, Changed, author, foreign_forward, functions_of, is_block_or_attention, kinds_of
+from .. import changed_modules
+from ..changed_modules import METHODS, SELF_NORM, Changed, foreign_forward, functions_of, kinds_of
 
+# The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
+# compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name, and
+# so is the manual cast of modules.devices.
+TRUSTED = (
+    "networks", "modules.devices", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
+    "modules.sd_hijack_utils", "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
+)
 Concatenation = Callable[..., Tensor]
 # What sd-webui-freeu leaves there as long as the WebUI runs.
 FREEU = "free_u_cat_hijack"
@@ -99,23 +108,28 @@ def is_the_hosts(standing: Any, own_globals: dict[str, Any]) -> bool:
 
 
 def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
-    """Whether what HyperTile or ControlNet left on a module is switched off: neither takes it away after use."""
+    """Whether what HyperTile or ControlNet left on a module is switched off, or the WebUI's own: neither takes it away
+    after use, and an IP-Adapter leaves the attention that was chosen when it came (Settings, Optimizations)."""
     state = module.__dict__
     tiles = state.get("__webui_hypertile_params")
     if tiles is not None and "_forward" not in state:
         below = getattr(state["forward"], "__wrapped__", None)
         return not tiles.enabled and below == tiles.forward
-    if foreign_forward(unet) is not None:
+    left = [state[name] for name in METHODS if name in state and not is_the_webuis(module, state[name])]
+    if left and foreign_forward(unet) is not None:
         # ControlNet at work: what is empty now may be about to record.
         return False
-    left = [state[name] for name in ("forward", "_forward") if name in state]
     banks = (getattr(module, name, None) for name in ("bank", "mean_bank", "var_bank"))
-    return all(getattr(hack, "__name__", "") in REFERENCE_HACKS for hack in left) and not any(banks)
+    return not left or all(getattr(hack, "__name__", "") in REFERENCE_HACKS for hack in left) and not any(banks)
 
 
-def is_brought(unet: nn.Module, module: nn.Module) -> bool:
-    """Whether calls bring what is set on a module's instance as patches. A stage's own runs around our hook where an
-    extension walks through the stages: ControlNet's reference records norms there."""
-    if is_block_or_attention(module):
-        return True
-    return type(module).__name__ == STAGE and foreign_forward(unet) is not None
+def is_the_webuis(module: nn.Module, method: Any) -> bool:
+    """Whether what is set on a module is one that the WebUI has, or had, on its class."""
+    return getattr(method, "__self__", None) is module and origin(method) in (*TRUSTED, type(module).__module__)
+
+
+def is_brought(unet: nn.Module, path: str) -> bool:
+    """As changed_modules.is_brought. A stage's own runs around our hook where an extension walks through the stages:
+    ControlNet's reference records norms there."""
+    is_stage = type(unet.get_submodule(path)).__name__ == STAGE
+    return is_stage and foreign_forward(unet) is not None or changed_modules.is_brought(unet, path)

@@ -18,7 +18,7 @@ from ...core.rows import PromptRows
 from ...core.settings import Settings
 from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts
 from ...runtime.runtime import runtime
-from ...weights.scan import HostTraits, replaced_by
+from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.watch import no_object
 from .call import arguments_of_prompt, control_of, rows_of_prompt
 from .instance_forward import InstanceForward, attached, put_on, take_off
@@ -144,8 +144,7 @@ def names_of(kind: type, forward: Callable[..., Any]) -> tuple[str, ...]:
     """What this class's forward takes besides the module. Raises Refusal where it is not the one of diffusers' UNet."""
     if kind.__name__ != UNET:
         raise Refusal(f"{kind.__name__} is not a UNet that OneDiff knows")
-    if (replaced := replaced_by(kind)) is not None:
-        raise Refusal(f"{UNET}.forward was replaced by {replaced}")
+    refuse_replaced(kind)
     return tuple(inspect.signature(forward).parameters)[1:]
 
 

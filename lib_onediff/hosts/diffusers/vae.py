@@ -14,7 +14,7 @@ from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...families.vae.read import is_diffusers
 from ...runtime.runtime import runtime
-from ...weights.scan import replaced_by
+from ...weights.scan import refuse_replaced
 from .instance_forward import InstanceForward, put_on, take_off, unwrapped
 
 
@@ -40,9 +40,7 @@ class DecoderForward(InstanceForward):
 
 def check_call(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> None:
     """Raise Refusal where a call of diffusers' Decoder.forward is not ours."""
-    source = replaced_by(type(decoder))
-    if source is not None:
-        raise Refusal(f"{type(decoder).__name__}.forward was replaced by {source}")
+    refuse_replaced(type(decoder))
     if not isinstance(latent, Tensor):
         raise Refusal("the VAE's decoder is called without a latent")
     passed = sorted(name for name, value in others.items() if value is not None)

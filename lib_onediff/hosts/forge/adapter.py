@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from ...core.call import Call
 from ...core.guard import first_line, outcome_of
 from ...core.key import LATENT_PIXEL
-from ...core.origins import origin
+from ...core.origins import author, origin
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows
 from ...core.sampling import Sampling
 from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
 from ...weights.fused_storage import shares_storage
-from ...weights.scan import HostTraits
+from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.weight_functions import Casts
-from ..changed_modules import ChangedModules, foreign_forward, is_block_or_attention
+from ..changed_modules import ChangedModules, foreign_forward, is_brought
 from ..contract import NOT_IN_USE, TIMESTEP, Result, WebUI, random_inputs
-from ..hooks import UNetHooks, VaeHooks, check_original, serve_call
+from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
 from .attention import EXACT, PREFIX, HostAttention
@@ -111,7 +111,7 @@ class Forge(WebUI):
         self.patches = self._unets, self._vae
         self.host_traits = HostTraits(
             yardstick=self.attention.exactly, functions=LayerFunctions(), casts=Casts(cast_to_input),
-            brought=lambda unet, module: is_block_or_attention(module),
+            brought=is_brought,
             keeps_weights=lambda unet: f"Low-bit only is not for {release}, which moves the weights itself",
         )
         self._changed = ChangedModules()
@@ -170,7 +170,7 @@ class Forge(WebUI):
             return f"another extension has replaced the UNet's forward ({owner})"
         wrapper = None if patcher is None else patcher.model_options.get("model_function_wrapper")
         if wrapper is not None:
-            return f"another extension runs the UNet in its own way ({origin(wrapper)})"
+            return f"another extension runs the UNet in its own way ({author(wrapper)})"
         return "none of this generation's UNet calls came to OneDiff"
 
     # --- one call -------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Forge(WebUI):
         if unet not in self._refusals:
             self._refusals[unet] = self.unmet or ""
             try:
-                check_original(unet, self._unets.patches[0].original)
+                refuse_replaced(type(unet), beneath_ours=self._unets.patches[0].original)
                 check_storage(unet)
             except Refusal as refusal:
                 self._refusals[unet] = self.unmet or str(refusal)
@@ -215,14 +215,14 @@ class Forge(WebUI):
         attention = self.attention
         called = [(name, getattr(self._unet_code, name), owner) for name, owner in self.helpers.items()]
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
-            if (source := origin(function)) != owner:
-                raise Refusal(f"{name} of the WebUI's UNet was replaced by {source}")
+            if origin(function) != owner:
+                raise Refusal(f"{name} of the WebUI's UNet was replaced by {author(function)}")
 
     def _check_vae(self, decoder: Any) -> None:
         """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""
-        source = origin(self.vae_attention(decoder))
-        if source not in (self.attention.functions, self.vae_module):
-            raise Refusal(f"the attention of the WebUI's VAE was replaced by {source}")
+        function = self.vae_attention(decoder)
+        if origin(function) not in (self.attention.functions, self.vae_module):
+            raise Refusal(f"the attention of the WebUI's VAE was replaced by {author(function)}")
 
     # --- what users ask -------------------------------------------------------------------------------------------
 

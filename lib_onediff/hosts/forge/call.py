@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...core.call import Call, Control, ImagePrompt
-from ...core.origins import origin
+from ...core.origins import author
 from ...core.refusal import Refusal
 from ...core.rows import APART, OTHER_ROWS, half_of, rows_within
 from ..changed_modules import Changed
@@ -137,7 +137,7 @@ def describe(name: str, part: Any, value: Any) -> str:
     label = f"{name}[{part}]" if part != "" else name
     while isinstance(value, (Mapping, list, tuple)) and value:
         value = next(iter(value.values() if isinstance(value, Mapping) else value))
-    return f"{label} by {origin(value)}" if callable(value) else label
+    return f"{label} by {author(value)}" if callable(value) else label
 
 
 def control_of(control: Mapping[str, Any] | None) -> Control | None:

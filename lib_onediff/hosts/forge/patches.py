@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.leaves import TransformerBlock
-from ...core.origins import origin
+from ...core.origins import author
 from ...core.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, Block, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
 
@@ -70,7 +70,7 @@ class OptionPatches(PatchPoints):
             sorted(self._lists), {name: set(blocks) for name, blocks in self._replaced.items()}, bool(self._modifiers),
             self._norm is not None, {path: tuple(names) for path, names in changed.items()},
         )
-        listed = (f"{name} by {origin(function)}" for name, function in self._named())
+        listed = (f"{name} by {author(function)}" for name, function in self._named())
         self.structure = tuple(sorted((*listed, *kinds_of(changed))))
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -78,7 +78,7 @@ class OptionPatches(PatchPoints):
             yield from ((f"{PATCHES}[{name}]", function) for function in functions)
         for name, blocks in self._replaced.items():
             # One function for many blocks is one kind.
-            kinds = {origin(function): function for function in blocks.values()}
+            kinds = {author(function): function for function in blocks.values()}
             count = sum(place in blocks or place[:2] in blocks for place in blocks_of(self._unet()))
             yield from ((f"{REPLACED}[{name}] of {count} blocks", function) for function in kinds.values())
         yield from ((MODIFIERS, function) for function in self._modifiers)

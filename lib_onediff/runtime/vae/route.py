@@ -20,7 +20,7 @@ from ...core.weak_dictionary import WeakDictionary
 from ...families.registry import read_decoder
 from ...weights.binding import Binding
 from ...weights.bound import BoundUNet
-from ...weights.scan import HostTraits
+from ...weights.scan import HostTraits, refuse_global_hooks
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .decode import Decode, Decoded, HostDecode, NoTypeHelps
@@ -242,8 +242,7 @@ def refuse_surroundings(latent: Tensor) -> None:
     """Raise Refusal for what surrounds a decode that our forward takes no part in."""
     if torch.is_grad_enabled():
         raise Refusal(TRAINING)
-    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-        raise Refusal("a forward hook is set on all modules")
+    refuse_global_hooks()
     autocast = autocast_dtype(latent.device.type)
     if autocast not in (None, latent.dtype):
         raise Refusal(f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}")
@@ -259,5 +258,5 @@ def described(route: str | None, reason: str) -> str:
     if route is None:
         return ""
     if route == OURS:
-        return "VAE: OneDiff" + (f" ({reason})" if reason else "")
+        return "VAE: accelerated" + (f" ({reason})" if reason else "")
     return "VAE: the WebUI's own" + (f", because {reason}" if reason else "")

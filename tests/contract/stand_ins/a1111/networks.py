@@ -1,19 +1,52 @@
-"""A1111's LoRA: merged in place, from a backup, by each layer's own patched forward."""
+"""A1111's LoRA: merged in place, from a backup, by each layer's own patched forward, or computed there beside it."""
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from modules import shared
+from torch import nn
 
 loaded_networks: list[Any] = []
 
 
 def network(name: str, strength: float, differences: dict[str, torch.Tensor]) -> Any:
     """differences: what it adds, by the layer's name for the weight, and by that and ".bias"."""
-    return SimpleNamespace(
-        name=name, te_multiplier=1.0, unet_multiplier=strength, dyn_dim=None, differences=differences
+    net = SimpleNamespace(
+        name=name, te_multiplier=1.0, unet_multiplier=strength, dyn_dim=None, differences=differences, modules={}
     )
+    for layer, difference in differences.items():
+        net.modules[layer] = (NetworkModuleLora if difference.dim() == 2 else NetworkModuleFull)(net, difference)
+    return net
+
+
+class NetworkModuleFull:
+    """What a network has for a layer."""
+
+    def __init__(self, net: Any, difference: torch.Tensor) -> None:
+        self.network, self.difference = net, difference
+
+    def multiplier(self) -> float:
+        return float(self.network.unet_multiplier)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y + nn.functional.conv2d(x, self.multiplier() * self.difference, padding="same")
+
+
+class NetworkModuleLora(NetworkModuleFull):
+    """With a rank as high as it can be."""
+
+    def __init__(self, net: Any, difference: torch.Tensor) -> None:
+        super().__init__(net, difference)
+        self.up_model, self.down_model = (nn.Linear(*reversed(difference.shape), bias=False) for _ in range(2))
+        self.up_model.weight.data, self.down_model.weight.data = 4 * difference, torch.eye(difference.shape[1])
+
+    def calc_scale(self) -> float:
+        return 0.25
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y + self.up_model(self.down_model(x)) * self.multiplier() * self.calc_scale()
 
 
 def network_apply_weights(layer: Any) -> None:
@@ -23,10 +56,10 @@ def network_apply_weights(layer: Any) -> None:
         return
     if layer.__dict__.get("network_weights_backup") is None:
         layer.network_weights_backup = {key: value.clone() for key, value in layer.named_parameters()}
+    network_restore_weights_from_backup(layer)
     with torch.no_grad():
-        for key, backup in layer.network_weights_backup.items():
+        for key in layer.network_weights_backup:
             parameter = layer.get_parameter(key)
-            parameter.copy_(backup)
             for net in loaded_networks:
                 difference = net.differences.get(name if key == "weight" else f"{name}.{key}")
                 if difference is not None:
@@ -36,8 +69,30 @@ def network_apply_weights(layer: Any) -> None:
     layer.network_current_names = wanted
 
 
+def network_restore_weights_from_backup(layer: Any) -> None:
+    with torch.no_grad():
+        for key, backup in (layer.__dict__.get("network_weights_backup") or {}).items():
+            layer.get_parameter(key).copy_(backup)
+
+
+def network_forward(layer: Any, x: torch.Tensor, original: Any) -> torch.Tensor:
+    """As the host has it: with no network, what was merged stays."""
+    if not loaded_networks:
+        return original(layer, x)
+    network_restore_weights_from_backup(layer)
+    layer.network_current_names, layer.network_weights_backup = (), None
+    y = original(layer, x)
+    for net in loaded_networks:
+        module = net.modules.get(layer.__dict__.get("network_layer_name"))
+        if module is not None:
+            y = module.forward(x, y)
+    return y
+
+
 def patched(original: Any) -> Any:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if shared.opts.lora_functional:
+            return network_forward(self, x, original)
         network_apply_weights(self)
         return original(self, x)
 
