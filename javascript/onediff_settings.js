@@ -1,11 +1,13 @@
 /* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, buttons that
    set a speed, a mark and a button where they are not at their default, and a note where a value does nothing on this
-   machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py. */
+   machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py; the last button
+   is for whoever uninstalls OneDiff, and clicks on a hidden one of lib_onediff/ui/onediff_tab.py. */
 "use strict";
 
 (() => {
     const BETWEEN_LOOKS = 400;
     const rowOf = (key) => document.getElementById(`setting_${key}`);
+    const REMOVE = "Remove OneDiff's settings from config.json, its entries from ui-config.json, and its cache folder?";
     let told = null;
 
     // --- values ---
@@ -53,12 +55,18 @@
         return made;
     }
 
-    function aButton(text, name, wanted) {
+    function aButton(text, name, wanted, isWanted = () => true) {
         const button = element("button", "onediff-small", text);
         button.type = "button";
         button.setAttribute("aria-label", name);
-        button.addEventListener("click", () => { showAll(wanted); look(); });
+        button.addEventListener("click", () => { if (isWanted()) { showAll(wanted); look(); } });
         return button;
+    }
+
+    function removeEverything() {
+        if (!window.confirm(REMOVE)) return false;
+        document.getElementById("onediff_remove").click();
+        return true;
     }
 
     // Below the field itself; what stands there already is not drawn anew. Returns what was made.
@@ -89,6 +97,9 @@
         }
         head.append(aButton("Reset all to defaults", "Reset all to defaults", defaults));
         section.querySelector(".onediff-group").before(head);
+        const foot = element("div", "onediff-settings-foot", "To uninstall: "), name = "Remove what OneDiff keeps";
+        foot.append(aButton(name, name, defaults, removeEverything));
+        Object.keys(told.options).map(rowOf).filter(Boolean).pop().after(foot);
     }
 
     function mark(section, now) {
@@ -125,6 +136,7 @@
         if (!data) return;
         told = told || JSON.parse(data.dataset.onediffSettings);
         if (!section.querySelector(".onediff-settings-head")) build(section);
+        say(section.querySelector(".onediff-settings-foot"), "removed", document.getElementById("onediff_removed").textContent.trim());
         mark(section, values());
     }
 

@@ -132,6 +132,18 @@ class History:
             self.commit()
         self._store = None
 
+    def remove(self) -> int:
+        """As close(), and delete everything in the folder, and it if nothing else is in it. Returns the bytes that came
+        back."""
+        before, store = self.size_bytes(), self._store
+        self.close()
+        if store is None:
+            return 0
+        store.delete(everything=True)
+        with contextlib.suppress(OSError):
+            store.folder.rmdir()
+        return before - store.size_bytes()
+
     # --- uses and times -------------------------------------------------------------------------------------------
 
     def keep(
@@ -259,7 +271,7 @@ class History:
         if self._store is not None:
             self._store.commit(purge)
             if everything:
-                self._store.delete_others()
+                self._store.delete()
 
     def size_bytes(self) -> int:
         """What lies on the disk."""

@@ -139,12 +139,13 @@ class Store:
             pass
         return []
 
-    def delete_others(self) -> None:
-        """Delete the files that were set aside and those of earlier versions; what cannot be deleted stays."""
+    def delete(self, everything: bool = False) -> None:
+        """Delete the files that were set aside and those of earlier versions, or everything; what cannot be deleted
+        stays."""
         # In this order: another process may begin a file meanwhile.
         files, current = self._files(ALL_STORES), self.path.name
         for file in files:
-            if not file.name.startswith(current):
+            if everything or not file.name.startswith(current):
                 with contextlib.suppress(OSError):
                     file.unlink()
         self._damage = ""

@@ -17,12 +17,12 @@ import gradio as gr
 from ..core.option import format_value, words_of
 from ..core.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
-from . import settings_tab
 from .effects import described
 from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults
 from .infotext import SWITCH, describe, options_of_a_run
 from .markup import sentence
 from .presets import AS_IN_SETTINGS, PRESETS, preset_options
+from .removal import build_for_the_settings
 from .run_settings import AS_AT_FIRST, EXAMPLE
 
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
@@ -73,7 +73,7 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
                 a_place(f"{tab}_status", value=lambda: status_lines()[1])
         if tab == "txt2img":
             # gradio 6 makes other tabs when they are first opened, the settings among them.
-            gr.HTML(settings_tab.for_the_browser(), elem_classes=HIDDEN)
+            build_for_the_settings()
         arguments = [enabled, preset, changes]
         connect_controls(tab, arguments, controls, told, set_here, settings_of)
     return arguments

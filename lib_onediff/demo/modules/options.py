@@ -54,11 +54,11 @@ class Options:
     def set(self, key: str, value: Any) -> bool:
         """Set an option and call its onchange, which takes back what it does not accept; whether the option changed."""
         info = self.data_labels[key]
-        if self.data[key] == value:
+        if getattr(self, key) == value:
             return False
         self.data[key] = value
         info.onchange()
-        return bool(self.data[key] == value)
+        return bool(getattr(self, key) == value)
 
     def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str]]:
         """Set options and save all as JSON: the labels of those that changed, and what is wrong with the others."""
@@ -71,15 +71,19 @@ class Options:
                 elif getattr(self, key) != value:
                     problems.append(f"{label} did not accept {value!r}.")
             try:
-                path = Path(filename)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Another process may share the folder.
-                unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
-                unfinished.write_text(json.dumps(self.data, indent=4), encoding="utf-8")
-                os.replace(unfinished, path)
+                self.save(filename)
             except OSError as error:
                 problems.append(f"The options hold until the server ends; they could not be saved ({error.strerror}).")
         return changed, problems
+
+    def save(self, filename: str) -> None:
+        """Write all values, as JSON. Raises OSError."""
+        path = Path(filename)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may share the folder.
+        unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+        unfinished.write_text(json.dumps(self.data, indent=4), encoding="utf-8")
+        os.replace(unfinished, path)
 
     def load(self, filename: str) -> None:
         """Read values from such a file, before options are added; a damaged file is set aside."""
