@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 README, MAP = ROOT / "README.md", ROOT / "lib_onediff" / "README.md"
 PAGES = sorted((ROOT / ".readme").glob("*.md"))
 EVERYTHING = [README, MAP, *PAGES]
-MOST_WORDS = {README: 900, ROOT / ".readme" / "changelog.md": 1400}
+MOST_WORDS = {README: 900, ROOT / ".readme" / "changelog.md": 1500, ROOT / ".readme" / "hosts.md": 1000}
 def text_of(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
