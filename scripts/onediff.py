@@ -10,9 +10,8 @@ from modules import script_callbacks, scripts, shared
 
 from lib_onediff.core.logs import log, show_on_console
 from lib_onediff.core.settings import Settings
-from lib_onediff.core.sizes import USUAL_NUMBER, WantedSize, parse_prewarm
+from lib_onediff.core.sizes import parse_prewarm
 from lib_onediff.hosts import this_webui
-from lib_onediff.prewarm.idle import IdleWarmUp
 from lib_onediff.prewarm.readiness import Readiness
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
@@ -32,15 +31,6 @@ warmup = WarmUp(webui, runtime)
 readiness = Readiness(webui, warmup, runtime)
 
 
-def most_used_now() -> list[WantedSize]:
-    """The sizes that the loaded model has made the most images at on this machine."""
-    count = parse_prewarm(runtime.settings.prewarm).most_used or USUAL_NUMBER
-    return runtime.history.most_used(warmup.model, count)
-
-
-idle = IdleWarmUp(warmup, runtime.rows, most_used_now)
-
-
 @guard.hook("following the settings")
 def follow_settings() -> None:
     """Hook in or out, as the settings tab says."""
@@ -50,7 +40,6 @@ def follow_settings() -> None:
         # First, so that the hooks are out whatever else fails.
         for step in (webui.stop, warmup.stop):
             guard.attempt("switching OneDiff off", step)
-    idle.follow(runtime.settings.enabled and parse_prewarm(runtime.settings.prewarm).while_idle)
 
 
 @guard.hook("looking at a loaded checkpoint")
@@ -65,7 +54,6 @@ def model_loaded(sd_model: Any) -> None:
 def prepare(sd_model: Any) -> None:
     """Serve a checkpoint, and queue what it wants ready."""
     webui.model_loaded(sd_model)
-    idle.disturb()
     wanted = parse_prewarm(runtime.settings.prewarm)
     warmup.add(wanted.sizes, "settings")
     for size, tokens in runtime.history.most_used(webui.model_name(sd_model), wanted.most_used):
@@ -79,7 +67,7 @@ def before_step(params: Any) -> None:
 
 
 def stop() -> None:
-    last = (lambda: xyz.remove_axes(scripts.scripts_data), idle.stop, lambda: warmup.stop(SECONDS_FOR_THE_LAST_CALL))
+    last = (lambda: xyz.remove_axes(scripts.scripts_data), lambda: warmup.stop(SECONDS_FOR_THE_LAST_CALL))
     for step in (webui.stop, *last):
         guard.attempt("unloading the script", step)
 
@@ -136,7 +124,6 @@ class OneDiffScript(scripts.Script):
             if refusal := run_settings.refusal_while_off(arguments):
                 run_settings.tell(p, refusal)
             return
-        idle.disturb()
         why_off = ""
         try:
             settings = xyz.settings_of_cell(p, settings_of_run(*arguments))
@@ -162,7 +149,6 @@ class OneDiffScript(scripts.Script):
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
         is_whole = not (shared.state.interrupted or shared.state.skipped)
         run_settings.restore_sampling(p, checkpoint_name(), is_whole)
-        idle.disturb()
         if runtime.settings.enabled:
             webui.after_run(p)
             runtime.keep_history()

@@ -31,9 +31,7 @@ def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
         # An output forecast is DeepCache that computes nothing in the steps between.
         number = isinstance(values["forecast_interval"], int)
         found.update(deepcache_interval=values["forecast_interval"], deepcache_depth=0 if number else "0")
-    most_used, idle = str(values.get("prewarm_most_used", 0)), str(values.get("idle_prewarm")) in SWITCHED_ON
-    parts = [f"most used {most_used}"] if most_used not in ("", "0") else []
-    parts += ["while idle"] if idle else []
-    if parts:
-        found["prewarm"] = ", ".join(filter(None, (found.get("prewarm"), *parts)))
+    most_used = str(values.get("prewarm_most_used", 0))
+    if most_used not in ("", "0"):
+        found["prewarm"] = ", ".join(filter(None, (found.get("prewarm"), f"most used {most_used}")))
     return found

@@ -65,7 +65,7 @@ class Settings:
         group=MEMORY, bounds=(0, MOST_GRAPH_MEMORY_MIB),
     )
     prewarm: str = option(
-        "", "Pre-warm list", "After a checkpoint loads; for example: 512x512, 768x512 x2, most used 4, while idle",
+        "", "Pre-warm list", "After a checkpoint loads; for example: 512x512, 768x512 x2, most used 4",
         group=MEMORY, check=parse_prewarm,
     )
     backend: str = option(

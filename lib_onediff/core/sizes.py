@@ -14,7 +14,8 @@ LONGEST_QUOTE = 40
 TOKENS = 77
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
 MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
-WHILE_IDLE = "while idle"
+# Of earlier versions: the first image at a size takes hardly longer than the others.
+GONE = "while idle"
 USUAL_NUMBER = 8
 
 
@@ -72,25 +73,21 @@ def parse_size(text: str) -> Size:
 
 
 class PrewarmList(NamedTuple):
-    """sizes: to make ready after a checkpoint has loaded. most_used: how many of the most used sizes besides.
-    while_idle: whether the most used sizes are made ready too when nobody has made an image for a minute."""
+    """sizes: to make ready after a checkpoint has loaded. most_used: how many of the most used sizes besides."""
 
     sizes: list[Size]
     most_used: int
-    while_idle: bool
 
 
 def parse_prewarm(text: str) -> PrewarmList:
-    """The list in a text such as "512x512, 768x512 x2, most used 4, while idle". Raises ValueError with a sentence for
-    what cannot be read."""
-    sizes, most_used, while_idle = [], 0, False
+    """The list in a text such as "512x512, 768x512 x2, most used 4". Raises ValueError with a sentence for what cannot
+    be read."""
+    sizes, most_used = [], 0
     for part in filter(None, map(str.strip, SEPARATOR.split(text))):
         if found := MOST_USED.fullmatch(part):
             most_used = int(found[1] or USUAL_NUMBER)
-        elif part.lower() == WHILE_IDLE:
-            while_idle = True
-        else:
+        elif part.lower() != GONE:
             sizes.append(part)
     if most_used > MOST_SIZES:
         raise ValueError(f"{most_used} sizes are too many at once; give at most {MOST_SIZES}.")
-    return PrewarmList(parse_sizes(", ".join(sizes)), most_used, while_idle)
+    return PrewarmList(parse_sizes(", ".join(sizes)), most_used)

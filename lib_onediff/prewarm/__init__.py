@@ -1,5 +1,5 @@
 """How do shapes become ready between generations?
 
-worker: the queue, of which one after the other is made. idle: what is queued while nobody generates. presets: what to
+worker: the queue, of which one after the other is made. presets: what to
 ask for. Imports hosts/ and everything below.
 """

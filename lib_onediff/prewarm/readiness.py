@@ -5,7 +5,6 @@ from typing import Any
 
 from ..core.sizes import parse_prewarm
 from ..runtime.runtime import Runtime
-from .idle import SOURCE as IDLE
 from .worker import WarmUp
 
 LOADING = "The WebUI is loading its checkpoint."
@@ -36,7 +35,7 @@ class Readiness:
                 return LOADING
             if self._wants_sizes():
                 return NO_CHECKPOINT
-        count = sum(job.pending and job.source != IDLE for job in self._warmup.jobs())
+        count = sum(job.pending for job in self._warmup.jobs())
         return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready." if count else ""
 
     def _wants_sizes(self) -> bool:

@@ -80,8 +80,9 @@ class Services:
 
     @property
     def settings_shown(self) -> Settings:
-        """What a page says: those of settings_for_run while that goes on, else the WebUI's."""
-        return self.settings if self._for_run is None else self._for_run[0]
+        """What a page says: those of the generation in progress, else the WebUI's."""
+        run = self.run_settings
+        return self.settings if run is None else run[0]
 
     @property
     def run_settings(self) -> tuple[Settings, str] | None:

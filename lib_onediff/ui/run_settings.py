@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,6 @@ from .infotext import KEY, PROBLEM, options_of_a_run, read_changes
 from .presets import AS_IN_SETTINGS, with_preset
 
 log = logging.getLogger("onediff")
-# What of a generation runs the model: init encodes the image that img2img begins with.
-STEPS_OF_A_RUN = ("init", "sample")
 EXAMPLE = "low_bit fp8; backend eager"
 # Images that are equal in these take the host equally long, but for what other extensions do.
 MAKE_IMAGES_ALIKE = (
@@ -31,23 +29,6 @@ MAKE_IMAGES_ALIKE = (
 MAKES = {"guidance_end": {PROMPT_ALONE}, **dict.fromkeys(("deepcache_interval", "deepcache_depth"), {CACHED, FORECAST})}
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
-
-
-class StepWithSettings:
-    """Stands in for a step of a generation and runs it with the generation's own settings."""
-
-    def __init__(self, step: Callable[..., Any], settings: Settings, why_off: str) -> None:
-        self.host_step = step
-        self.settings = settings
-        self.why_off = why_off
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        serve = runtime.guard.serve
-        return serve("the settings of this generation", self._run, self.host_step, log.debug, *args, **kwargs)
-
-    def _run(self, host_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with runtime.settings_for_run(self.settings, self.why_off):
-            return host_step(*args, **kwargs)
 
 
 def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
@@ -126,27 +107,15 @@ def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
 def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
     """Have the generation p sample with settings, and what it generates inside itself. why_off: why they switch OneDiff
     off, if the user did not ask for it."""
-    unwrap(p)
     runtime.call_stats.show(runtime.generations.begin(p, settings, why_off).times)
-    if settings != runtime.settings:
-        for name in STEPS_OF_A_RUN:
-            if hasattr(p, name):
-                setattr(p, name, StepWithSettings(getattr(p, name), settings, why_off))
 
 
 def restore_sampling(p: Any, checkpoint: str = "", is_whole: bool = True) -> None:
-    """Undo use_for_sampling, but for what somebody has wrapped since, and note how long an image has taken. checkpoint:
-    the name of the loaded one. is_whole: whether nobody has interrupted it."""
+    """Undo use_for_sampling, and note how long an image has taken. checkpoint: the name of the loaded one. is_whole:
+    whether nobody has interrupted it."""
     generation = runtime.generations.end(p)
-    unwrap(p)
     if generation is not None and is_whole:
         images = getattr(p, "n_iter", 1) * getattr(p, "batch_size", 1)
         seconds = (time.perf_counter() - generation.began) / max(1, images)
         like = checkpoint, *(str(getattr(p, name, "")) for name in MAKE_IMAGES_ALIKE)
         runtime.call_stats.image_made(generation.times, seconds, like, not generation.settings.enabled)
-
-
-def unwrap(p: Any) -> None:
-    for name in STEPS_OF_A_RUN:
-        if isinstance(p.__dict__.get(name), StepWithSettings):
-            delattr(p, name)

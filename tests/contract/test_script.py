@@ -196,8 +196,8 @@ def test_what_the_webui_keeps_of_onediff_can_be_removed(
 
 @pytest.mark.parametrize("where", [
     lambda host: (host.script.warmup, "stop"), lambda host: (runtime, "release_all"),
-    lambda host: (host.script.xyz, "remove_axes"), lambda host: (host.script.idle, "stop"),
-], ids=["warmup.stop", "release_all", "remove_axes", "idle.stop"])
+    lambda host: (host.script.xyz, "remove_axes"),
+], ids=["warmup.stop", "release_all", "remove_axes"])
 def test_an_unloaded_script_leaves_no_hook(where: Any, standalone: Standalone) -> None:
     standalone.generate()
     with pytest.MonkeyPatch.context() as patch:

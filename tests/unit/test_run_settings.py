@@ -130,13 +130,3 @@ def test_settings_hold_from_the_first_encode_to_the_end_of_sampling_only() -> No
     p.init()
     p.sample()
     assert p.seen == [False, False, False, True, True]
-    assert "sample" not in p.__dict__ and "init" not in p.__dict__
-
-
-def test_somebody_elses_wrapper_stays() -> None:
-    p = Generation()
-    run_settings.use_for_sampling(p, Settings(enabled=False))
-    ours = p.sample
-    p.sample = lambda: ours()
-    run_settings.restore_sampling(p)
-    assert p.sample() == "latents" and p.seen == [False]

@@ -52,7 +52,7 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     ({"deepcache_interval": 2, "deepcache_hires": "own values", "deepcache_schedule": "uneven", "verify": False},
      {"deepcache_interval": 2}),
     ({"prewarm": "64x64", "prewarm_most_used": 3, "idle_prewarm": True},
-     {"prewarm": "64x64, most used 3, while idle"}),
+     {"prewarm": "64x64, most used 3"}),
     ({"cache_folder": "/somewhere", "own_presets": "mine: tf32 on"}, {}),
     # A wrong value, which somebody has written into the file, costs no other option.
     ({"deepcache_interval": 99, "tf32": "perhaps", "vae_precision": "fp32"}, {"vae_precision": "fp32"}),
