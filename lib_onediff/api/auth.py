@@ -69,10 +69,10 @@ async def status_of(app: Any, path: str, request: Request) -> int:
     gradio's own check protects gradio's routes alone; it knows the names of its cookies, which change.
     """
     found = 500
-    kept = {key: request.scope[key] for key in ("type", "asgi", "http_version", "scheme", "client", "server")}
+    kept = {key: request.scope[key] for key in ("type", "http_version", "scheme", "client", "server")}
     headers = [(name, value) for name, value in request.headers.raw if name in (b"cookie", b"host")]
-    scope = {**kept, "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
-             "headers": headers}
+    scope = {**kept, "asgi": {"version": "3.0"}, "method": "GET", "path": path, "raw_path": path.encode(),
+             "root_path": "", "query_string": b"", "headers": headers}
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
