@@ -75,7 +75,13 @@ def page_of_a_host(accounts: list[tuple[str, str]]) -> Any:
     page.auth, page.auth_message = accounts, None
     page.config, page.root_path, page.favicon_path = page.get_config_file(), "", None
     page.delete_cache = getattr(page, "delete_cache", None)
-    return gradio.routes.App.create_app(page, app_kwargs={"docs_url": "/docs"})
+    app = gradio.routes.App.create_app(page, app_kwargs={"docs_url": "/docs"})
+
+    @app.middleware("http")
+    async def as_a1111_has_one(request: Any, call_next: Any) -> Any:
+        return await call_next(request)
+
+    return app
 
 
 def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
