@@ -3,7 +3,7 @@ PyTorch's operators launched one by one. What fails is taken down with its reaso
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
@@ -81,8 +81,8 @@ class OneCard:
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
             candidates = self._route.choice.begin(managed, self._settings, call)
-            like = managed.bound.identity(), self._settings, call.signature, call.patches and call.patches.structure
-            if like in managed.not_finite:
+            # Not made at every call: it reads weights.
+            if managed.not_finite and self._like(call) in managed.not_finite:
                 raise Refusal(HOST_NOT_FINITE)
             served = self._compute(candidates, call)
         entry, is_noise = served.entry, services.waits_for_compile
@@ -98,7 +98,7 @@ class OneCard:
                 )
             except Refusal as refusal:
                 if str(refusal) == HOST_NOT_FINITE:
-                    managed.not_finite.add(like)
+                    managed.not_finite.add(self._like(call))
                 raise
         elif served.route == PLAIN:
             with services.computing(device), our_modes(device, entry.key.precision):
@@ -106,6 +106,11 @@ class OneCard:
         managed.served_last = True
         self._note_session(call, served)
         return served
+
+    def _like(self, call: Call) -> tuple[Hashable, ...]:
+        """What calls share whose host's output is expected to be finite, or not, alike."""
+        structure = call.patches and call.patches.structure
+        return self._managed.bound.identity(), self._settings, call.signature, structure
 
     def check(self, call: Call, served: Served) -> None:
         """Of the backend that has served."""
