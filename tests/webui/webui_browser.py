@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from selenium import webdriver
-from selenium.common.exceptions import ElementClickInterceptedException
+from selenium.common.exceptions import (
+    ElementClickInterceptedException,
+    ElementNotInteractableException,
+    StaleElementReferenceException,
+)
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
@@ -199,7 +203,18 @@ class Browser:
                 if menu.is_displayed():
                     menu.click()
 
-        self.wait(lambda: find() or unfold(), f"the tab {title}", 10).click()
+        def clicked() -> bool:
+            tab = find()
+            if tab is None:
+                return bool(unfold())
+            try:
+                tab.click()
+            except (ElementNotInteractableException, StaleElementReferenceException):
+                # Between finding it and clicking, gradio 6 may have folded the tab away or redrawn it.
+                return bool(unfold())
+            return True
+
+        self.wait(clicked, f"the tab {title}", 10)
 
     def type(self, selector: str, value: Any) -> None:
         """Put a value into an input as typing does."""
