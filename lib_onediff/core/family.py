@@ -40,6 +40,11 @@ class Family(Protocol):
         """The network's output, (batch, channels, height, width) in the latent's dtype. With call.cut, hidden states
         are written to or read from its memory (see Cut). Raises RuntimeError where a cut was never written."""
 
+    def units(self, layout: Any, call: Call) -> list[tuple[str, ...]]:
+        """What output reads of the weights, in its order, by the names of layers, fused ones in the place of their
+        members. It asks for what is in one unit once it has launched all that reads the units before, and for no matrix
+        of those again."""
+
     def deepest(self, layout: Any) -> int:
         """The largest depth at which it can be cut in two; 0 where it cannot."""
 

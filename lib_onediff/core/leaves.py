@@ -139,6 +139,15 @@ def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
             waiting.extend(getattr(node, name) for name in _names_backwards(known))
 
 
+def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
+    """The names of the layers in a tree, in its order: of fused ones, and not of what is fused in them. apart: paths
+    that belong elsewhere."""
+    fused = list(descriptions(node, FusedLinear))
+    left_out = {*apart, *(member.path for fusion in fused for member in fusion.members)}
+    leaves = descriptions(node, (Linear, Convolution, GroupNorm, LayerNorm))
+    return (*(fusion.name for fusion in fused), *(leaf.path for leaf in leaves if leaf.path not in left_out))
+
+
 @cache
 def _names_backwards(kind: type) -> tuple[str, ...]:
     """The names of a dataclass's fields, the last one first; none for what is no dataclass."""

@@ -39,6 +39,10 @@ class Families:
         """See Family.output."""
         return self.of(layout).output(layout, weights, ops, call)
 
+    def units(self, layout: Any, call: Call) -> list[tuple[str, ...]]:
+        """See Family.units."""
+        return self.of(layout).units(layout, call)
+
 
 # A new family is a folder beside this, and a name here.
 FAMILIES = Families((UNets(),))

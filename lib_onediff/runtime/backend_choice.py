@@ -13,6 +13,7 @@ from .managed_unet import ManagedUNet
 from .services import Services
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
+CHANGES_AT_EACH_CALL = "Low-bit rests: the WebUI applies something to the weights that may change at each call"
 SAGE_ATTENTION = "SageAttention"
 
 
@@ -34,12 +35,15 @@ class BackendChoice:
             call, candidates.devices[0].traits.channels_last, lambda: self._services.holdings.room(budget, device)
         )
         managed.refuse_call(call)
+        applied = managed.bound.on_the_fly.applied
         if managed.kinds:
-            self._graphs.drop_low_bit(managed)
             candidates = self._that_cast(candidates, managed.kinds, settings, call)
-        elif settings.low_bit in ("off", SAGE):
+        if settings.low_bit in ("off", SAGE):
             self._graphs.drop_low_bit(managed)
             managed.low_bit_choice = None
+        elif applied is not None and not applied.lasting:
+            self._graphs.drop_low_bit(managed)
+            candidates = candidates._replace(reason=CHANGES_AT_EACH_CALL)
         else:
             candidates = self._with_low_bit(managed, settings, call, candidates)
         return with_sage(candidates, call) if settings.low_bit == SAGE else candidates
@@ -66,7 +70,7 @@ class BackendChoice:
         wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
         tried: list[Lossy] = []
         for lossy in wanted:
-            lack = why_not_offloaded(managed, settings) if lossy.only else ""
+            lack = why_not_offloaded(managed, settings) if lossy.only and not managed.bound.binding.away else ""
             lack = lack or self._why_no_low_bit(managed, lossy, call) or ""
             if lack:
                 lacks[lack] = None

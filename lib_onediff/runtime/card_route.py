@@ -190,8 +190,6 @@ class OneCard:
                 self._services.call_stats.notice(entry)
                 if entry.state is State.FAILED:
                     raise Refusal(entry.reason)
-                if not lossy.only:
-                    self._graphs.restore(managed)
                 time_ms = self._services.time_ms(call) if self._services.waits_for_compile else None
                 device.prepare(network_of(managed, call, lossy), time_ms)
                 return self._run(device, entry, call, reason)
@@ -222,12 +220,14 @@ class OneCard:
             if entry.state is State.COLD:
                 # Before the first use is checked, so that what is checked is what will run.
                 self._route.low_bit.tune(managed, lossy, call)
-            self._route.low_bit.fit(managed, lossy, call, self._settings.low_bit_budget)
+            self._route.low_bit.fit(managed, lossy, call, self._settings)
         if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
             raise Refusal("the weights have changed since the last whole step")
         plainly = partial(self._plainly, entry, call)
+        streamed = managed.streamed(lossy)
+        told = lambda why: "; ".join(filter(None, (why, streamed)))  # noqa: E731
         if call.patches is not None:
-            return self._route.patched.run(managed, entry, call, call.patches, plainly, reason)
+            return self._route.patched.run(managed, entry, call, call.patches, plainly, told(reason))
         runner = device.runner(managed, entry.key, call, self._services.waits_for_compile)
         if runner is None and entry.state is not State.COLD:
             # What a graph replays was launched and judged before.
@@ -235,7 +235,7 @@ class OneCard:
         if runner is not None:
             entry.state = State.READY
             output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
-            return Served(output, entry, managed.bound.edition, GRAPH, reason, call)
+            return Served(output, entry, managed.bound.edition, GRAPH, told(reason), call)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         work: Callable[[], Tensor] = plainly
         if has_graphs and entry.state is not State.COLD:
@@ -246,13 +246,13 @@ class OneCard:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
+        return Served(output, entry, managed.bound.edition, PLAIN, told(reason), call)
 
     def _plainly(self, entry: Entry, call: Call) -> Tensor:
         managed, lossy = self._managed, entry.key.lossy
         ops = self._devices.operators(entry.key.backend, managed.has_wide_norms, lossy.attention)
-        binding = managed.binding_for(lossy)
-        return self._families.output(binding.layout, binding.weights(), ops, call)
+        source = managed.source(lossy, call)
+        return self._families.output(source.layout, source.weights(), ops, call)
 
     # --- the graph ------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class OneCard:
         if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):
             return measured
         try:
-            low_bit.fit(self._managed, key.lossy, call, self._settings.low_bit_budget)
+            low_bit.fit(self._managed, key.lossy, call, self._settings)
         except Refusal:
             return False
         return True

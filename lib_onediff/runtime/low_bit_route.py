@@ -17,10 +17,10 @@ from ..core.call import Call
 from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
-from ..core.settings import MOST_LOW_BIT_ERROR
+from ..core.settings import MOST_LOW_BIT_ERROR, Settings
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.offload import NoHostMemory
-from .backend_choice import NO_ROOM
+from .backend_choice import NO_ROOM, why_not_offloaded
 from .low_bit_errors import BOTH, SECOND_HALF, TOGETHER, Choice, half_of
 from .managed_unet import ManagedUNet
 from .services import Services
@@ -42,11 +42,11 @@ class LowBitRoute:
         """Measure which products in eight bits pay, where that is not known; whether it was so."""
         return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, self._services.time_ms(call))
 
-    def fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float) -> None:
-        """Have the weights in eight bits that a call wants: those that pay within a budget, or, where they take the
+    def fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings) -> None:
+        """Have the weights in eight bits that a call wants: those that pay within the budget, or, where they take the
         place of the host's, all. Raises Refusal with the reason where there are none."""
         try:
-            self._fit(managed, lossy, call, budget)
+            self._fit(managed, lossy, call, settings)
         except torch.cuda.OutOfMemoryError:
             managed.no_room_for_low_bit = True
             self._graphs.drop_low_bit(managed)
@@ -61,12 +61,13 @@ class LowBitRoute:
             self._graphs.drop_low_bit(managed)
             raise
 
-    def _fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float) -> None:
+    def _fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings) -> None:
+        budget = settings.low_bit_budget
         if managed.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
         low_bit, layout = self._devices.lossy.low_bit, managed.bound.layout
         other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
-        if other or (lossy.only and not managed.bound.offloaded):
+        if other or (managed.low_bit is not None and managed.low_bit.are_alone != lossy.only):
             # Those of another choice.
             self._graphs.drop_low_bit(managed)
         wanted = low_bit.wanted(lossy, layout, call)
@@ -75,7 +76,8 @@ class LowBitRoute:
         else:
             left_out = self._left_out(managed, lossy, call, budget, wanted)
         if lossy.only:
-            if managed.fit_low_bit_alone(low_bit.quantizer(), wanted):
+            may_move = not why_not_offloaded(managed, settings)
+            if managed.fit_low_bit_alone(low_bit.quantizer(), wanted, call, may_move):
                 # What torch keeps unused is what was gained.
                 self._services.holdings.card.empty_cache()
         elif not self._have(managed, wanted, left_out):
@@ -155,7 +157,6 @@ class LowBitRoute:
 
     def _output(self, managed: ManagedUNet, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
         """The whole UNet's, with these layers alone in eight bits."""
-        assert managed.low_bit is not None
-        binding = managed.low_bit.source(managed.bound.binding, KINDS_OF[lossy.low_bit], layers)
         ops, whole = self._devices.lossy.operators(), replace(call, cut=None)
-        return self._families.output(binding.layout, binding.weights(), ops, whole)
+        source = managed.source(lossy, whole, layers)
+        return self._families.output(source.layout, source.weights(), ops, whole)

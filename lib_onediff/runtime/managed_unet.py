@@ -22,6 +22,8 @@ from ..weights.low_bit import KINDS_OF, LowBitWeights, Round, WantedKinds
 from ..weights.scan import HostTraits
 from .low_bit_errors import Choice
 
+MEBIBYTE = 1 << 20
+
 
 class ManagedUNet:
     """The bound module, its own settings, and its graphs.
@@ -46,7 +48,7 @@ class ManagedUNet:
         """bound: the UNet, where it is bound in another way than a host's."""
         self._families = families
         self.settings = settings
-        self.bound = bound or BoundUNet(unet, families.read, host_traits)
+        self.bound = bound or BoundUNet(unet, families.read, host_traits, families.units)
         self.served_last = False
         self.session: Any = None
         self.step_memories: dict[str, StepMemory] = {}
@@ -75,8 +77,6 @@ class ManagedUNet:
         self._families.of(binding.layout).refuse_call(binding.layout, call, is_embedded)
         if binding.layout.foreign and call.patches is None and not call.additions:
             raise Refusal(f"others compute within the UNet: {', '.join(binding.layout.foreign)}")
-        if call.latent.device != binding.device:
-            raise Refusal(f"the UNet's weights are on {binding.device}, the latent is on {call.latent.device}")
         autocast = autocast_dtype(call.latent.device.type)
         # Where the host casts its weights at each use, autocast takes inputs of any type to the same.
         casts_inputs = binding.cast_to is not None and autocast == binding.cast_to
@@ -96,47 +96,69 @@ class ManagedUNet:
     def fit_low_bit(self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset()) -> None:
         """Have these weights in eight bits, as they are now; left_out: see LowBitWeights. Raises
         torch.cuda.OutOfMemoryError."""
-        bound = self.bound
-        self._low_bit(round_rows, left_out).fit(
-            lambda: bound.edition, bound.binding.weights, wanted, bound.binding.device
-        )
-        bound.watch_contents(whole=False)
+        self._low_bit(round_rows, left_out).fit(self._low_bit_state, self.bound.merged, wanted)
+        self.bound.watch_contents(whole=False)
 
-    def fit_low_bit_alone(self, round_rows: Round, wanted: WantedKinds) -> bool:
-        """As fit_low_bit, and offload the weights: what is there in eight bits keeps its kind. Layer by layer, so that
-        the GPU holds no more than one of them twice. Returns whether any was moved.
+    def fit_low_bit_alone(self, round_rows: Round, wanted: WantedKinds, call: Call, may_move: bool) -> bool:
+        """As fit_low_bit, of the layers whose weights are in the computer's memory, or are moved there (may_move):
+        what is there in eight bits keeps its kind. Layer by layer, so that the GPU holds no more than one of them
+        twice. Returns whether any was made.
 
-        Raises torch.cuda.OutOfMemoryError and NoHostMemory; some weights are offloaded then.
+        Raises torch.cuda.OutOfMemoryError and NoHostMemory; some weights are moved then.
         """
-        bound, low_bit = self.bound, self._low_bit(round_rows)
-        state = lambda: (bound.edition, bound.offloaded.content())  # noqa: E731
-        there = low_bit.names()
-        missing = {name: kinds for name, kinds in wanted.items() if name not in there}
-        low_bit.fit(state, bound.binding.weights, missing, bound.binding.device, bound.offload)
-        if missing:
-            bound.note_offloaded()
+        bound, low_bit = self.bound, self._low_bit(round_rows, are_alone=True)
+        there, away = low_bit.names(), bound.binding.away
+        missing = {
+            name: kinds for name, kinds in wanted.items() if name not in there and (may_move or name in away)
+        }
+        low_bit.fit(self._low_bit_state, bound.merged, missing, bound.offload if may_move else lambda name: None)
+        if missing and may_move:
+            bound.note_offloaded(call)
+            low_bit.fitted_to = self._low_bit_state()
         return bool(missing)
 
     def low_bit_is_decided(self, lossy: Lossy) -> bool:
-        """Whether later calls of a shape have the same layers in eight bits. What is offloaded comes back at any time.
-        """
+        """Whether later calls of a shape have the same layers in eight bits, and their weights are known to be what
+        they were. What is in the computer's memory is looked at anew."""
         choice = self.low_bit_choice
-        return bool(lossy.low_bit) and not lossy.only and (choice is None or not choice.awaits)
+        return bool(lossy.low_bit) and self.bound.streaming is None and (choice is None or not choice.awaits)
+
+    def _low_bit_state(self) -> object:
+        bound = self.bound
+        return bound.edition, bound.content_of_away() if bound.streaming is not None else ""
 
     def low_bit_stands(self) -> bool:
         """Whether the weights in eight bits are still those that were rounded."""
-        return self.low_bit is not None and self.low_bit.fitted_to == self.bound.edition
+        return self.low_bit is not None and self.low_bit.fitted_to == self._low_bit_state()
 
-    def _low_bit(self, round_rows: Round, left_out: frozenset[str] = frozenset()) -> LowBitWeights:
+    def _low_bit(
+        self, round_rows: Round, left_out: frozenset[str] = frozenset(), are_alone: bool = False
+    ) -> LowBitWeights:
         if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
-            self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out)
+            self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
         return self.low_bit
 
-    def binding_for(self, lossy: Lossy) -> Source:
-        """The weights, those in eight bits among them where they are wanted."""
-        if lossy.low_bit and self.low_bit is not None:
-            return self.low_bit.source(self.bound.binding, KINDS_OF[lossy.low_bit], alone=lossy.only)
-        return self.bound.on_the_fly.source(self.bound.binding)
+    def source(self, lossy: Lossy, call: Call, layers: Collection[str] | None = None) -> Source:
+        """The weights for a call, those in eight bits among them where they are wanted. layers: of these alone."""
+        bound, low_bit = self.bound, self.low_bit
+        if not lossy.low_bit or low_bit is None:
+            return bound.source(call)
+        alone = self._alone(lossy) if layers is None else frozenset[str]()
+        return low_bit.source(bound.source(call, alone), KINDS_OF[lossy.low_bit], layers, alone)
+
+    def _alone(self, lossy: Lossy) -> frozenset[str]:
+        """The layers in eight bits whose other weights are in the computer's memory: nobody copies those."""
+        bound, low_bit = self.bound, self.low_bit
+        if not lossy.low_bit or low_bit is None:
+            return frozenset()
+        moved = bound.binding.away.union(bound.offloaded.names())
+        return low_bit.linear_names(KINDS_OF[lossy.low_bit]).intersection(moved)
+
+    def streamed(self, lossy: Lossy) -> str:
+        """What of the weights is copied at every call, in words for the user; "" for nothing."""
+        streaming = self.bound.streaming
+        copied = 0 if streaming is None else streaming.copied(self._alone(lossy))
+        return f"{copied / MEBIBYTE:.0f} MiB of its weights are copied from main memory at every step" if copied else ""
 
     @property
     def has_wide_norms(self) -> bool:
@@ -192,7 +214,7 @@ class ManagedUNet:
         holds = (
             self.runners or self.low_bit is not None
             or any(memory.bytes() for memory in self.step_memories.values())
-            or self.bound.on_the_fly.bytes
+            or self.bound.bytes
         )
         if holds and not self.bound.unmoved():
             self.drop_runners()

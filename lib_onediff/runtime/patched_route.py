@@ -40,12 +40,16 @@ class PatchedRoute:
         within = f"other extensions compute within the UNet: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
         rewind, traits = None, self._devices.named(entry.key.backend).traits
+        # A graph's copies cannot go on beside the next graph.
+        streams = managed.bound.streaming is not None
+        if streams and not traits.launches_patched:
+            raise Refusal("weights are copied from the computer's memory between functions of other extensions")
         if entry.state is State.COLD:
             output = computed_twice(entry, plainly, patches.functions())
             if output is None:
                 what = f"what another extension computes within the UNet differs each time ({names})"
                 raise Refusal(blame(entry, what))
-        elif not traits.has_graphs:
+        elif not traits.has_graphs or streams:
             output = entry.own.time(device, plainly, PLAIN)
         else:
             replayed = self._replayed(managed, entry, call)

@@ -315,6 +315,8 @@ def refuse_kinds(managed: ManagedUNet) -> None:
     """Raise Refusal where a copy of the weights is not all that the host computes with."""
     if managed.kinds:
         raise Refusal(f"the host computes with {' and '.join(managed.kinds)}")
+    if managed.bound.streaming is not None:
+        raise Refusal("a part of the weights is in the computer's memory")
 
 
 def served_of(answer: Answer) -> Served:

@@ -7,7 +7,7 @@ and an unloaded model's memory is freed at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -17,15 +17,14 @@ from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution
 from ..core.refusal import Refusal
 from ..core.tuners import layer_within
-from .fused_storage import fuse, joined_affine, shares_storage
+from .fused_storage import fuse, joined, joined_affine, shares_storage
 from .watch import present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
 STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
-PARTLY_LOADED = (
-    "a part of the UNet's weights is not on the GPU (low VRAM): the WebUI moves it there at every call"
-)
+COMPUTERS_MEMORY = torch.device("cpu")
+NOWHERE = torch.device("meta")
 LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
 
 
@@ -33,7 +32,8 @@ class Binding:
     """The parameters of one module, in the order and grouping that a layout gives them.
 
     cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
-    offloaded: the layers, by path or fused layer's name, whose weights may lie elsewhere than the others.
+    device: where it is computed. away: the layers, fused ones in the place of their members, of which any parameter is
+    not there but in the computer's memory.
     """
 
     def __init__(self, module: nn.Module, layout: Any) -> None:
@@ -51,8 +51,15 @@ class Binding:
         # The paths of a layer, by its path, and of a fused layer, by its name.
         self._members = {path: [path] for path in self._leaves}
         self._members |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
+        self._fusion_of: dict[str, tuple[str, int, int]] = {}
+        for fusion in self.fusions:
+            first = 0
+            for member in fusion.members:
+                self._fusion_of[member.path] = fusion.name, first, member.out_features
+                first += member.out_features
         self.cast_to: torch.dtype | None = None
-        self.offloaded: Container[str] = ()
+        self.device = self._first_weight().device
+        self.away: frozenset[str] = frozenset()
 
     def follow(self, module: nn.Module, layout: Any) -> bool:
         """Take what has been put around the layers of a module, and taken from there; returns whether they are the same
@@ -65,21 +72,30 @@ class Binding:
         self.layout, self._called = layout, list(map(weakref.ref, called))
         return True
 
-    def bind(self, channels_last: bool = False) -> int:
-        """Let the members of every fused layer share one storage, and the convolutions' weights lie channels-last, or
-        as torch makes them; what already does is left as it is.
+    def bind(self, channels_last: bool = False, device: torch.device | None = None) -> int:
+        """Let the members of every fused layer share one storage, but for those that are away, and the convolutions'
+        weights lie channels-last, or as torch makes them; what already does is left as it is. device: where it is
+        computed from now on; None: where the first layer is.
 
         Returns the bytes that were copied. Parameters are re-pointed (Parameter.data), never written: a host may keep
-        the old storage as its backup. Raises Refusal if the parameters are of a dtype that we do not run, or
-        lie on several devices.
+        the old storage as its backup. Raises Refusal if the parameters are of a dtype that we do not run, or lie on
+        other devices than this one and the computer's memory.
         """
+        self.device = self._first_weight().device if device is None else device
         self.refuse_mixture()
         affines = self._affines()
+        self.away = frozenset(name for name in self.names() if any(
+            lies_away(parameter, self.device) for kind in ("weight", "bias") for parameter in self.parts(name, kind)
+        ))
+        if self.away and device is None:
+            raise Refusal("a part of its weights is in the computer's memory")
         if channels_last:
             copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
         else:
             copied = self.turn_convolutions_back()
         for fusion in self.fusions:
+            if fusion.name in self.away:
+                continue
             copied += fuse([affines[member.path].weight for member in fusion.members])
             biases = [affines[member.path].bias for member in fusion.members]
             if any(bias is not None for bias in biases):
@@ -87,15 +103,13 @@ class Binding:
         return copied
 
     def unbind(self) -> None:
-        """Give every fused parameter a storage of its own again, and every convolution its usual memory format."""
+        """Give every parameter a storage of its own again, and every convolution its usual memory format."""
         self.turn_convolutions_back()
-        fused_paths = {member.path for fusion in self.fusions for member in fusion.members}
-        for path, leaf in self._leaves.items():
-            if path in fused_paths and leaf() is not None:
-                for parameter in self._parameters(leaf):
-                    if parameter is not None and shares_storage(parameter):
-                        with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
-                            parameter.data = parameter.detach().clone()
+        for leaf in self._leaves.values():
+            for parameter in () if leaf() is None else self._parameters(leaf):
+                if parameter is not None and shares_storage(parameter):
+                    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+                        parameter.data = parameter.detach().clone()
 
     def turn_convolutions_back(self) -> int:
         """Let what we have turned lie as it did; a host may hold others channels-last by itself. Returns the bytes
@@ -138,14 +152,39 @@ class Binding:
         """Of all layers, in their order. Drop the result after the call. Raises Refusal if a layer is gone."""
         return present_in(self.layers())
 
+    def names(self) -> list[str]:
+        """Of all layers, fused ones in the place of their members."""
+        return [name for name in self._members if name not in self._fusion_of]
+
+    def rows_of_members(self) -> dict[str, tuple[str, int, int]]:
+        """By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it
+        has."""
+        return dict(self._fusion_of)
+
+    def parts(self, name: str, kind: str) -> list[Tensor]:
+        """The weights or the biases (kind) of a layer's members, in order; of one that is not fused, its own."""
+        layers = (self._parameters(self._leaves[path]) for path in self._members[name])
+        return [part for layer in layers if (part := layer[kind == "bias"]) is not None]
+
+    def affine_on(self, device: torch.device, name: str) -> Affine:
+        """A layer's tensors on a device, wherever they are; views where they are there and lie together."""
+        together = [self.parts(name, kind) for kind in ("weight", "bias")]
+        moved = [[part.detach().to(device) for part in parts] for parts in together]
+        weight, bias = (joined(parts) if parts else None for parts in moved)
+        if weight is None or (moved[1] and bias is None):
+            weight, bias = (torch.cat(parts) if parts else None for parts in moved)
+        return Affine(cast(Tensor, weight), bias)
+
     def weights(self) -> Weights:
-        """Every layer's tensors by path, and every fused layer's by its name. Drop the result after the call.
+        """Every layer's tensors by path, and every fused layer's by its name; of those that are away, its shape alone.
+        Drop the result after the call.
 
         Raises Refusal if a fused layer's members no longer lie together (bind again).
         """
         affines = self._affines()
         for fusion in self.fusions:
-            affines[fusion.name] = joined_affine(fusion, affines)
+            is_away = fusion.name in self.away
+            affines[fusion.name] = self.affine_on(NOWHERE, fusion.name) if is_away else joined_affine(fusion, affines)
         return affines
 
     @property
@@ -156,10 +195,6 @@ class Binding:
     @property
     def stored_dtype(self) -> torch.dtype:
         return self._first_weight().dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._first_weight().device
 
     def _first_weight(self) -> Tensor:
         return self._parameters(next(iter(self._leaves.values())))[0]
@@ -175,11 +210,10 @@ class Binding:
         return weight, module._parameters.get("bias")
 
     def refuse_mixture(self) -> None:
-        """Raise Refusal if the parameters are of a dtype that we do not run, or lie on several devices. What is
-        cast to one type may be stored in several, layer by layer."""
+        """Raise Refusal if the parameters are of a dtype that we do not run, or lie neither on the device nor in the
+        computer's memory. What is cast to one type may be stored in several, layer by layer."""
         known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
         device = self.device
-        offloaded = {path for name, paths in self._members.items() if name in self.offloaded for path in paths}
         affines = self._affines()
         for path, affine in affines.items():
             for parameter in (affine.weight, affine.bias):
@@ -189,17 +223,12 @@ class Binding:
                     raise Refusal(f"{path} holds a tensor that is none of its parameters (functional_call?)")
                 if type(parameter.data) is not Tensor or parameter.dtype not in known:
                     raise Refusal(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
-                may_lie_elsewhere = parameter is affine.weight and path in offloaded
-                is_elsewhere = parameter.device != device and not may_lie_elsewhere
-                if is_elsewhere and "meta" not in (parameter.device.type, device.type):
-                    raise Refusal(PARTLY_LOADED)
-                if is_elsewhere or (self.cast_to is None and parameter.dtype != stored):
-                    raise Refusal(
-                        f"its parameters are mixed: {stored} on {device}, "
-                        f"but {path} is {parameter.dtype} on {parameter.device}"
-                    )
-        if device.type == "meta":
-            raise Refusal("its parameters are not loaded (they are on the meta device)")
+                if parameter.is_meta:
+                    raise Refusal("its parameters are not loaded (they are on the meta device)")
+                if parameter.device not in (device, COMPUTERS_MEMORY):
+                    raise Refusal(f"the UNet computes on {device}, and {path} is on {parameter.device}")
+                if self.cast_to is None and parameter.dtype != stored:
+                    raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")
         for fusion in self.fusions:
             members = [affines[member.path] for member in fusion.members]
             parameters = [parameter for affine in members for parameter in affine[:2] if parameter is not None]
@@ -207,6 +236,11 @@ class Binding:
                 raise Refusal(f"the layers of {fusion.name} are stored in several types")
             if len({affine.bias is None for affine in members}) > 1:
                 raise Refusal(f"{fusion.name} has a bias on some of its layers only")
+
+
+def lies_away(parameter: Tensor, device: torch.device) -> bool:
+    """Whether it is not on the device that computes."""
+    return parameter.device != device
 
 
 def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:

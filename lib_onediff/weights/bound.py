@@ -5,19 +5,21 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
-from ..core.affine import Weights
+from ..core.affine import Affine, Source, Weights
 from ..core.call import Call
 from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values
-from .offload import OffloadedWeights
+from .offload import HostMemory, OffloadedWeights
 from .on_the_fly import OnTheFly
 from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
+from .streaming import Streaming, Units, streaming_of
 from .watch import Parameters, Tree, during
 
 log = logging.getLogger("onediff")
@@ -36,15 +38,18 @@ class BoundUNet:
     samplings: how many samplings the host has announced. in_sampling: whether one goes on.
     channels_last: whether the convolutions' weights were laid out so.
     on_the_fly: what the host applies to the weights at each use.
-    offloaded: the weights that are in the computer's memory for the time being.
+    offloaded: the weights that we have moved to the computer's memory for the time being.
+    streaming: brings the weights that are there to the device that computes; None where all are on that.
     reader: reads the contents of weights, where there is something better than torch's operators.
     """
 
     def __init__(
         self, unet: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
+        units_of: Callable[[Any, Call], Units] | None = None,
     ) -> None:
-        """read: reads the layout of a module; see Families.read."""
-        self._read_layout = read
+        """read, units_of: read the layout of a module, and give the order of its weights; see Families. None: weights
+        that are away are refused."""
+        self._read_layout, self._units_of = read, units_of
         self._unet = weakref.ref(unet)
         self.host_traits = host_traits
         self.reader: Reader | None = None
@@ -61,6 +66,8 @@ class BoundUNet:
         self._refreshed: int | None = None
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.offloaded = OffloadedWeights()
+        self.streaming: Streaming | None = None
+        self._memory = HostMemory()
         self.samplings = 0
         self.in_sampling = False
         self._lora: Hashable = None
@@ -95,13 +102,39 @@ class BoundUNet:
         return self._binding
 
     def weights(self) -> Weights:
-        """Every layer's tensors as the host computes with them, by path or name; see Binding.weights."""
-        return self.on_the_fly.source(self.binding).weights()
+        """Every layer's tensors as the host computes with them, by path or name; see Binding.weights. Raises Refusal
+        where some are away."""
+        if self.streaming is not None:
+            raise Refusal("a part of the weights is in the computer's memory")
+        return self.on_the_fly.source(self.binding, self.binding.weights).weights()
+
+    def source(self, call: Call, left_out: Collection[str] = ()) -> Source:
+        """The weights for a call. left_out: the layers whose matrices nobody asks for."""
+        binding, streaming, applied = self.binding, self.streaming, self.on_the_fly.applied
+        if binding.away and streaming is None:
+            raise Refusal("what weights are copied to was given back with the graphs' memory")
+        if streaming is None or self._units_of is None:
+            return self.on_the_fly.source(binding, binding.weights)
+        units = self._units_of(binding.layout, call)
+        unread = frozenset(left_out).union(() if applied is None else applied.weights)
+        return self.on_the_fly.source(binding, lambda: streaming.weights(binding.weights(), units, unread))
+
+    def merged(self, name: str) -> Affine:
+        """A layer's tensors as the host computes with them, where it computes, LoRAs added to the weight."""
+        return self.on_the_fly.merged(self.binding, name)
 
     def drop_applied(self) -> None:
-        """Give back the memory of what is applied on the fly; the next refresh makes it anew."""
+        """Give back the memory of what is applied on the fly, and of what weights are copied to; the next refresh makes
+        it anew."""
+        if self.streaming is not None:
+            self.streaming = self._parameters = None
         if self.on_the_fly.drop():
             self._note_moved()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the device that computes, beside the host's own weights."""
+        return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 
     def begin_sampling(self) -> None:
         """The host says that a new sampling starts."""
@@ -168,7 +201,10 @@ class BoundUNet:
     def _watch_parameters(self) -> None:
         binding = self.binding
         self._parameters = Parameters(binding.layers())
-        places = list(map(Place.of, binding.parameters())) if self._part else []
+        places = [
+            Place.of(parameter) for name in binding.names() if self._part and name not in binding.away
+            for kind in ("weight", "bias") for parameter in binding.parts(name, kind)
+        ]
         self._contents = Contents(places, self._part, self.reader) if self._part else None
 
     def checkpoint(self) -> str:
@@ -224,6 +260,7 @@ class BoundUNet:
         channels_last: how the weights of convolutions are to lie in memory. room: how many bytes copies of weights may
         take, to which the host applies functions; None: any number.
         """
+        device = call.latent.device
         if self.offloaded and not self.unmoved():
             # The host has moved or exchanged weights, and knows nothing of those that lie elsewhere.
             self._have_restored()
@@ -237,10 +274,11 @@ class BoundUNet:
         if traits.wanted_lora is not None:
             self._lora = traits.wanted_lora()
         before, binding.cast_to = binding.cast_to, self.on_the_fly.cast_to(binding, call.latent.dtype)
-        if self.unmoved() and channels_last == self.channels_last and binding.cast_to == before:
+        stays = channels_last == self.channels_last and binding.cast_to == before and device == binding.device
+        if self.unmoved() and stays:
             self._look_for_edits()
         else:
-            self._bind(channels_last)
+            self._bind(channels_last, call)
         moved = self.on_the_fly.refresh(binding, self.edition == self._refreshed, room, self.reader)
         if moved is not None:
             self.generation, self.edition = self.generation + moved, self.edition + 1
@@ -248,12 +286,18 @@ class BoundUNet:
         if self.on_the_fly.copies:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
 
-    def _bind(self, channels_last: bool) -> None:
-        began = time.perf_counter()
-        self._parameters = None
+    def _bind(self, channels_last: bool, call: Call | None = None) -> None:
+        """call: whose latent's device computes; None: all weights are where they are needed."""
+        began, binding = time.perf_counter(), self.binding
+        self._parameters = self.streaming = None
         self._binds += 1
-        copied = self.binding.bind(channels_last)
+        copied = binding.bind(channels_last, None if call is None else call.latent.device)
         self.channels_last = channels_last
+        if binding.away and call is not None:
+            if self._units_of is None:
+                raise Refusal("a part of its weights is in the computer's memory")
+            units = self._units_of(binding.layout, replace(call, cut=None))
+            self.streaming = streaming_of(binding, units, self._memory)
         self._watch_parameters()
         self._note_moved()
         milliseconds = (time.perf_counter() - began) * 1e3
@@ -261,19 +305,26 @@ class BoundUNet:
 
     def bind_anew(self) -> None:
         """Something failed over these weights: read and bind everything again at the next call."""
-        self._tree = self._parameters = self._contents = None
+        self._tree = self._parameters = self._contents = self.streaming = None
 
     def offload(self, name: str) -> None:
-        """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed.
-        Raises what OffloadedWeights.offload raises; note_offloaded has to follow the last."""
-        self.binding.offloaded = self.offloaded
-        self.offloaded.offload(name, self.binding.layers_of(name))
+        """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed;
+        nothing where it is there. Raises what OffloadedWeights.offload raises; note_offloaded has to follow the last.
+        """
+        if name not in self.binding.away:
+            self.offloaded.offload(name, self.binding.layers_of(name))
 
-    def note_offloaded(self) -> None:
+    def note_offloaded(self, call: Call) -> None:
         """Graphs that know where the weights lay are of no use."""
-        self._watch_parameters()
+        self._bind(self.channels_last, call)
         self._tree = None if self._tree is None else self._tree_now()
-        self.generation += 1
+
+    def content_of_away(self) -> str:
+        """What tells whether weights in the computer's memory were edited where no edit is counted (weight.data +=
+        ...): of the first row of each matrix; 10 microseconds a layer."""
+        binding = self.binding
+        matrices = (part for name in sorted(binding.away) for part in binding.parts(name, "weight") if part.dim() > 1)
+        return digest_of_values("", (part[0] for part in matrices))
 
     def restore(self) -> None:
         """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError; the rest is still offloaded then."""
@@ -287,8 +338,7 @@ class BoundUNet:
             if self._binding is not None:
                 with contextlib.suppress(Refusal):
                     if not self.offloaded:
-                        self._binding.bind(self.channels_last)
-                    self._watch_parameters()
+                        self._bind(self.channels_last)
 
     def _have_restored(self) -> None:
         """As restore, by whoever has more to do with it."""
@@ -344,7 +394,7 @@ class BoundUNet:
     def _drop_binding(self) -> None:
         self._have_restored()
         self.undo_channels_last()
-        self._binding = self._parameters = self._contents = None
+        self._binding = self._parameters = self._contents = self.streaming = None
         self.drop_applied()
 
     def undo_channels_last(self) -> bool:
@@ -359,9 +409,10 @@ class BoundUNet:
     def release(self) -> None:
         """Forget everything and leave ordinary parameters behind, with the same values."""
         self.restore()
+        self._memory.forget()
         if self._binding is not None:
             self._binding.unbind()
-        self._tree = self._parameters = self._contents = self._binding = None
+        self._tree = self._parameters = self._contents = self._binding = self.streaming = None
         self._refusal = None
         self.channels_last = self.in_sampling = False
         self._part = 0

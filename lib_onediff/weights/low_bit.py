@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, QuantizedWeight, Source, Weights
+from ..core.affine import Affine, QuantizedWeight, Source, Weights, bias_of
 from ..core.leaves import FusedLinear, Linear, ResidualBlock, TransformerBlock, descriptions
-from .binding import Binding
 
 
 class Kind(NamedTuple):
@@ -138,25 +137,32 @@ def low_bit_products(
 
 class LowBitWeights:
     """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
-    classes of layers that are never among them. fitted_to: the state of the weights that all were rounded from."""
+    classes of layers that are never among them. are_alone: whether they stand for weights in the computer's memory.
+    fitted_to: the state of the weights that all were rounded from."""
 
-    def __init__(self, layout: Any, round_rows: Round, left_out: frozenset[str] = frozenset()) -> None:
-        self.layout, self.left_out = layout, left_out
+    def __init__(
+        self, layout: Any, round_rows: Round, left_out: frozenset[str] = frozenset(), are_alone: bool = False
+    ) -> None:
+        self.layout, self.left_out, self.are_alone = layout, left_out, are_alone
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
         # Those of float8 that follow from the norm before a layer.
         self._scales: dict[str, Tensor] = {}
-        self._norms = {one.name: one.norm for one in every_low_bit_layer(layout) if one.norm}
+        every = every_low_bit_layer(layout)
+        self._norms = {one.name: one.norm for one in every if one.norm}
+        self._linear = {one.name for one in every if one.layer_class != CONVOLUTIONS}
+        self._linear |= {attention.key_value.name for attention in layout.cross_attentions}
         self.fitted_to: object = None
 
     def fit(
-        self, state: Callable[[], object], weights: Callable[[], Weights], wanted: WantedKinds, device: torch.device,
+        self, state: Callable[[], object], affine_of: Callable[[str], Affine], wanted: WantedKinds,
         rounded: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Round what is wanted and not there, and everything anew if the weights' state is not equal to what it was
-        when that was done last. device: where the UNet computes. rounded: told of every layer once it is done.
+        when that was done last. affine_of: a layer's tensors where the UNet computes. rounded: told of every layer once
+        it is done.
 
-        Raises torch.cuda.OutOfMemoryError, and what rounded raises.
+        Raises torch.cuda.OutOfMemoryError, and what affine_of and rounded raise.
         """
         stale = () if state() == self.fitted_to else self._kept
         due: dict[str, list[Kind]] = {}
@@ -165,11 +171,10 @@ class LowBitWeights:
         if not due:
             return
         self.fitted_to = None
-        now = dict(weights())
         for name, kinds in due.items():
+            affine = affine_of(name)
+            weight, bias = affine.weight, affine.bias
             # Nobody else may hold it: of a fused layer, it is a view that keeps the tensor alive.
-            affine = now.pop(name)
-            weight, bias = affine.weight.to(device), affine.bias
             del affine
             rows = as_rows(weight)
             for kind in kinds:
@@ -177,36 +182,31 @@ class LowBitWeights:
                     self._kept[name, kind] = empty_like(rows, kind)
                 self._round(rows, *self._kept[name, kind])
             if name in self._norms and FP8 in kinds:
-                if name not in self._scales:
-                    self._scales[name] = torch.empty((1, 1), device=device, dtype=torch.float32)
-                norm = now[self._norms[name]]
+                norm = affine_of(self._norms[name])
                 scale = gated_scale(weight, bias, norm) if weight.dim() == 2 else normed_scale(norm)
+                if name not in self._scales:
+                    self._scales[name] = torch.empty((1, 1), device=weight.device, dtype=torch.float32)
                 self._scales[name].copy_(scale)
             del weight, rows
             rounded(name)
         self.fitted_to = state()
 
-    def source(
-        self, binding: Binding, kinds: Collection[Kind], names: Collection[str] | None = None, alone: bool = False
-    ) -> Source:
-        """A binding whose weights of these kinds come with those in eight bits. names: of these layers alone. alone:
-        instead of their own; those have their shapes and their types, and no values."""
-        return Source(binding.layout, binding.dtype, lambda: self._beside(binding.weights(), kinds, names, alone))
+    def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
+        """The layers of which there are weights in one of these kinds, without convolutions: their products need no
+        other weight."""
+        return frozenset(name for name, kind in list(self._kept) if kind in kinds and name in self._linear)
 
-    def _beside(
-        self, weights: Weights, kinds: Collection[Kind], names: Collection[str] | None, alone: bool
-    ) -> Weights:
+    def source(
+        self, source: Source, kinds: Collection[Kind], names: Collection[str] | None = None,
+        alone: Collection[str] = (),
+    ) -> Source:
+        """A source whose weights of these kinds come with those in eight bits. names: of these layers alone. alone:
+        the layers that have no others; those have their shapes and their types, and no values."""
         found: dict[str, tuple[QuantizedWeight, ...]] = {}
         for (name, kind), kept in self._kept.items():
             if kind in kinds and (names is None or name in names):
                 found[name] = (*found.get(name, ()), kept)
-        new = {}
-        for name, low_bit in found.items():
-            affine = weights[name]
-            weight = torch.empty_like(affine.weight, device="meta") if alone else affine.weight
-            gated, normed = (self._scales.get(name), None) if weight.dim() == 2 else (None, self._scales.get(name))
-            new[name] = affine._replace(weight=weight, low_bit=low_bit, gated_scale=gated, normed_scale=normed)
-        return {**weights, **new}
+        return Source(source.layout, source.dtype, lambda: WithLowBit(source.weights(), found, self._scales, alone))
 
     def names(self) -> set[str]:
         """The layers of which there are weights."""
@@ -220,6 +220,38 @@ class LowBitWeights:
     def bytes(self) -> int:
         """GPU memory that is held beside the host's own weights."""
         return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
+
+
+class WithLowBit(Mapping[str, Affine]):
+    """Weights, those in eight bits among them."""
+
+    def __init__(
+        self, weights: Weights, found: Mapping[str, tuple[QuantizedWeight, ...]], scales: Mapping[str, Tensor],
+        alone: Collection[str],
+    ) -> None:
+        """See LowBitWeights.source."""
+        self._weights, self._found, self._scales, self._alone = weights, found, scales, alone
+
+    def __getitem__(self, name: str) -> Affine:
+        affine, low_bit = self._weights[name], self._found.get(name)
+        if low_bit is None:
+            return affine
+        weight, scale = affine.weight, self._scales.get(name)
+        if name in self._alone:
+            weight = torch.empty_like(weight, device="meta")
+        gated, normed = (scale, None) if weight.dim() == 2 else (None, scale)
+        # What LoRAs add was rounded with the weight.
+        return affine._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=gated, normed_scale=normed)
+
+    def bias(self, name: str) -> Tensor | None:
+        """That of a layer, without its weight."""
+        return bias_of(self._weights, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def kind_of(values: Tensor) -> Kind:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .contents import digest_of_values
 from .fused_storage import joined, move
 
 log = logging.getLogger("onediff")
@@ -77,8 +76,9 @@ class OffloadedWeights:
     def __bool__(self) -> bool:
         return bool(self._layers)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._layers
+    def names(self) -> list[str]:
+        """Of the layers, by which they were moved."""
+        return list(self._layers)
 
     @property
     def come_and_go(self) -> bool:
@@ -137,11 +137,6 @@ class OffloadedWeights:
                 if tensor.device.type == "cpu":
                     move_alone(tensor, device)
 
-    def content(self) -> str:
-        """What tells whether the weights were edited where no edit is counted (weight.data += ...): of the first row of
-        each; 10 microseconds a layer."""
-        return digest_of_values("", (weight[0] for kept in self._layers.values() for weight in weights_of(kept)))
-
 
 class HostMemory:
     """Pinned memory in large pieces, or ordinary memory where there is none that can be pinned."""
@@ -152,7 +147,7 @@ class HostMemory:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
         """Raises NoHostMemory."""
-        size = -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
+        size = aligned(torch.Size(shape).numel() * dtype.itemsize)
         try:
             if not pinned or size > CHUNK_BYTES:
                 must_have_room(size)
@@ -170,6 +165,11 @@ class HostMemory:
     def forget(self) -> None:
         """What comes next lies in a new piece: the last one goes with what is in it."""
         self._chunk, self._used = None, 0
+
+
+def aligned(size: int) -> int:
+    """Rounded up, so that any type can follow."""
+    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def pinned_bytes(size: int) -> Tensor:

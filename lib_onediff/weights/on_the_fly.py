@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, LowRank, Source, Weights
+from ..core.affine import Affine, LowRank, Source, Weights, bias_of
 from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
@@ -134,14 +134,30 @@ class OnTheFly:
     def copies_matrices(self) -> bool:
         return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
-    def source(self, binding: Binding) -> Source:
-        """The weights that the host computes with. Raises Refusal between drop and refresh."""
+    def source(self, binding: Binding, stored: Callable[[], Weights]) -> Source:
+        """The weights that the host computes with. stored: gives the parameters as they are stored. Raises Refusal
+        between drop and refresh."""
         applied, dtype = self.applied, binding.dtype
         if applied is not None:
-            return Source(binding.layout, dtype, lambda: AppliedWeights(binding.weights(), applied, dtype))
+            return Source(binding.layout, dtype, lambda: AppliedWeights(stored(), applied, dtype))
         if self._is_needed:
             raise Refusal("what is applied to the weights on the fly was given back with the graphs' memory")
-        return Source(binding.layout, dtype, binding.weights)
+        return Source(binding.layout, dtype, stored)
+
+    def merged(self, binding: Binding, name: str) -> Affine:
+        """A layer's tensors as the host computes with them, LoRAs added to the weight. Raises Refusal between drop and
+        refresh."""
+        affine = self.source(binding, lambda: {name: binding.affine_on(binding.device, name)}).weights()[name]
+        if affine.low_rank is None:
+            return affine
+        weight, down = affine.weight.detach().to(torch.float32, copy=True), affine.low_rank.down.float()
+        first_rank = 0
+        for first_row, up in affine.low_rank.ups:
+            ranks = up.shape[1]
+            change = up.float() @ down[first_rank:first_rank + ranks].flatten(1)
+            weight[first_row:first_row + len(up)] += change.view(len(up), *weight.shape[1:])
+            first_rank += ranks
+        return affine._replace(weight=weight.to(affine.weight.dtype), low_rank=None)
 
     def kinds(self, binding: Binding) -> tuple[str, ...]:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
@@ -312,6 +328,11 @@ class AppliedWeights(Mapping[str, Affine]):
         found = Affine(weight.to(self._dtype), bias, low_rank=self._applied.low_rank.get(path))
         self._last = path, found
         return found
+
+    def bias(self, path: str) -> Tensor | None:
+        """That of a layer, without its weight."""
+        bias = self._applied.biases.get(path)
+        return bias_of(self._weights, path) if bias is None else bias
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -83,7 +83,7 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
             if "ff.net" in name:
                 parameter.mul_(1.5)
     assert relative_error(served(unet, call), before) > 0.1
-    for name, weight in runtime.managed_unet(unet).binding_for(entry_of(option).key.lossy).weights().items():
+    for name, weight in runtime.managed_unet(unet).source(entry_of(option).key.lossy, call).weights().items():
         for rounded in weight.low_bit:
             back = rounded.values.float() * rounded.scales.t()
             assert relative_error(back.half(), weight.weight) < 0.05, name

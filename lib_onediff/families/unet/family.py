@@ -39,6 +39,10 @@ class UNets:
         cut.memory.write(deep)
         return output
 
+    def units(self, layout: UNetLayout, call: Call) -> list[tuple[str, ...]]:
+        cut = call.cut if call.patches is None else None
+        return layout.units(min(cut.depth, self.deepest(layout)) if cut is not None and cut.reads else None)
+
     def deepest(self, layout: UNetLayout) -> int:
         return len(layout.input_stages) - 1
 

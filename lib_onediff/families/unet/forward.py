@@ -60,7 +60,7 @@ class Pass:
         self.control = call.control or Control()
         self.patches = call.patches or PatchPoints()
         self.patches.begin(call.latent)
-        self._dtype = weights[layout.out_convolution.path].weight.dtype
+        self._dtype = weights[layout.time.first.path].weight.dtype
         label = embedded_label(layout, weights, ops, call.y)
         embedding = self.patches.embedding(time_embedding(layout, weights, ops, call))
         shifts = block_shifts(layout, weights, ops, embedding if label is None else embedding + label)

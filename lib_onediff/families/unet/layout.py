@@ -23,6 +23,7 @@ from ...core.leaves import (
     TransformerBlock,
     descriptions,
     digest_without,
+    names_of,
 )
 from ...core.refusal import Refusal
 
@@ -154,6 +155,19 @@ class UNetLayout:
     def fusions(self) -> list[FusedLinear]:
         """Every group of linear layers that is to lie in one tensor."""
         return [*self.layers(FusedLinear), self.embeddings]
+
+    def units(self, depth: int | None) -> list[tuple[str, ...]]:
+        """See core.family.Family. depth: of the outer stages, where they are computed alone; None: of the whole."""
+        inner = (self.middle_stage, *self.output_stages) if depth is None else self.output_stages[-depth:]
+        layers = [layer for stage in (*self.input_stages[:depth], *inner) for layer in stage]
+        parts: list[Any] = [(self.time, self.label, self.embeddings)]
+        for layer in layers:
+            if isinstance(layer, SpatialTransformer):
+                parts += ((layer.norm, layer.project_in), *layer.blocks, layer.project_out)
+            else:
+                parts.append(layer)
+        apart = {member.path for member in self.embeddings.members}
+        return [names_of(part, apart) for part in (*parts, (self.out_norm, self.out_convolution))]
 
     @property
     def y_width(self) -> int | None:

@@ -82,9 +82,10 @@ class Holdings:
         return self.made.bytes(device) + own + self.applied_bytes(device)
 
     def applied_bytes(self, device: torch.device) -> int:
-        """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these."""
-        bounds = (managed.bound for managed in self._managed.values() if managed.bound.on_the_fly.bytes)
-        return sum(bound.on_the_fly.bytes for bound in bounds if bound.binding.device == device)
+        """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these, and for
+        what weights are copied to."""
+        bounds = (managed.bound for managed in self._managed.values() if managed.bound.bytes)
+        return sum(bound.bytes for bound in bounds if bound.binding.device == device)
 
     def room(self, budget: int, device: torch.device) -> int:
         """Bytes that may be used beside what is held, for a budget in MiB. Without a GPU, 0 is no limit."""

@@ -105,7 +105,7 @@ class GraphCache:
         before = self._now.made.bytes(key.device, key.architecture)
         operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
         runner = self._now.made.prepare(
-            key.architecture, managed.binding_for(key.lossy), operators, own_inputs(call), entry.needs
+            key.architecture, managed.source(key.lossy, call), operators, own_inputs(call), entry.needs
         )
         log.debug("captured %s", key)
         grown = max(0, runner.memory.bytes - before)

@@ -1,0 +1,332 @@
+"""Weights that lie in the computer's memory, copied to the GPU while it computes, ahead of the layers that read them.
+
+A forward reads its weights unit by unit (core.family.Family.units). The matrices that are away are copied on a stream
+of their own into a ring of GPU memory, and written over once their unit was computed; vectors, a thousandth of all, are
+copied when it begins. Every call copies them anew, so nothing that is made of a weight outlives a call. While a CUDA
+graph is captured, so are the copies: they are a branch of the graph beside its kernels.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.affine import Affine
+from ..core.refusal import Refusal
+from .binding import Binding
+from .contents import Place
+from .offload import HostMemory, NoHostMemory, aligned
+
+# Copies of less take longer to begin than to do.
+LEAST_CHUNK = 16 << 20
+# So many bytes the copies may be ahead of what is computed, where two units take less.
+RING = 256 << 20
+Units = Sequence[Sequence[str]]
+# From which byte of a room on something is copied to, and from where.
+Copy = tuple[int, Place]
+Copies = Sequence[tuple[Tensor, Place]]
+
+
+class Lane(Protocol):
+    """Copies to a device beside what it computes. Its marks are events."""
+
+    def computed(self) -> Any:
+        """A mark behind all that was launched to compute."""
+
+    def copy(self, copies: Copies, after: Any) -> Any:
+        """Copy behind a mark, and behind all copies before. Returns a mark behind these."""
+
+    def wait(self, mark: Any) -> None:
+        """What is launched to compute from now on comes behind a mark."""
+
+
+class CopyStream:
+    """The Lane of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def computed(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(self, copies: Copies, after: torch.cuda.Event) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            for target, place in copies:
+                target.copy_(place.bytes(), non_blocking=True)
+            event.record(self._stream)
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class Chunk(NamedTuple):
+    """What is copied in one go: the matrices of units that follow each other.
+
+    last_unit: the last that reads it. start, size: where it lies in the ring, in bytes. waits: how many chunks must
+    have been read before it is written, because it lies over one of them.
+    """
+
+    last_unit: int
+    start: int
+    size: int
+    waits: int = 0
+
+
+def chunks_of(sizes: Sequence[int], ring: int, least: int = LEAST_CHUNK) -> list[Chunk]:
+    """How units of these sizes, in bytes, go through a ring that is twice as large as the largest. least: smaller ones
+    go together."""
+    found: list[Chunk] = []
+    for unit, size in enumerate(sizes):
+        last = found[-1] if found else Chunk(-1, 0, 0)
+        end = last.start + last.size
+        if size and found and last.size < least and size < least and end + size <= ring:
+            found[-1] = Chunk(unit, last.start, last.size + size)
+        elif size:
+            found.append(Chunk(unit, end if end + size <= ring else 0, size))
+    for place, chunk in enumerate(found):
+        end = chunk.start + chunk.size
+        over = [
+            number for number, other in enumerate(found[:place], 1)
+            if other.start < end and chunk.start < other.start + other.size
+        ]
+        found[place] = chunk._replace(waits=max(over, default=0))
+    return found
+
+
+class Plan(NamedTuple):
+    """How a forward with so many units goes. unit_of: the unit of each layer. chunk_of, staged: the chunk of each layer
+    whose matrix is away, and where that is then. copies: those of each chunk."""
+
+    units: int
+    unit_of: dict[str, int]
+    chunks: list[Chunk]
+    copies: list[Copies]
+    chunk_of: dict[str, int]
+    staged: dict[str, Tensor]
+
+
+class Streaming:
+    """The layers of a network that are not, or not as a whole, on the device that computes."""
+
+    def __init__(
+        self, binding: Binding, units: Units, device: torch.device, lane: Lane, memory: HostMemory, pinned: bool
+    ) -> None:
+        """Moves the parameters that lie in the computer's memory to such that a GPU copies from by itself (pinned),
+        where they do not lie there. units: of the whole network.
+
+        Raises Refusal where there is none, and torch.cuda.OutOfMemoryError.
+        """
+        self.device, self.lane, self._plans = device, lane, dict[Hashable, Plan]()
+        # Where each member of a fused layer begins in it, and how many rows it has.
+        self.members = binding.rows_of_members()
+        names = [name for unit in units for name in unit if name in binding.away]
+        matrices, vectors = dict[tuple[str, str], list[Tensor]](), dict[tuple[str, str], list[Tensor]]()
+        for name in names:
+            for kind in ("weight", "bias"):
+                parts = binding.parts(name, kind)
+                if parts:
+                    (matrices if parts[0].dim() > 1 else vectors)[name, kind] = parts
+        try:
+            # One after the other, as they are to lie: then one copy takes many.
+            for parts in (*matrices.values(), *vectors.values()):
+                for part in parts:
+                    pin(part, memory, pinned)
+        except NoHostMemory as lack:
+            raise Refusal(f"a part of the UNet's weights is in the computer's memory, and {lack}") from None
+        # Nothing here keeps them alive.
+        self._matrices = {name: list(map(Place.of, parts)) for (name, _), parts in matrices.items()}
+        sizes = [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
+        self._ring_bytes = max(2 * max(sizes), min(RING, sum(sizes)))
+        # Made when a matrix is copied.
+        self._ring = room_of(0, device)
+        places = {key: list(map(Place.of, parts)) for key, parts in vectors.items()}
+        self._room = room_of(sum(map(size_of, places.values())), device)
+        self._vectors, copies, start = dict[tuple[str, str], Tensor](), list[Copy](), 0
+        for key, found in places.items():
+            self._vectors[key] = staged(found, self._room, start, copies)
+            start += size_of(found)
+        self._copies_of_vectors = joined(copies, self._room)
+
+    @property
+    def bytes(self) -> int:
+        """Of the memory of the device that computes, which they go through."""
+        return self._room.nbytes + self._ring.nbytes
+
+    def copied(self, left_out: Collection[str] = ()) -> int:
+        """Bytes of matrices that every call copies. left_out: layers of which nobody asks for the matrix."""
+        return sum(size_of(parts) for name, parts in self._matrices.items() if name not in left_out)
+
+    def weights(self, there: Mapping[str, Affine], units: Units, left_out: frozenset[str]) -> StreamedWeights:
+        """For one forward. there: the parameters where they are. units: of the forward."""
+        key = tuple(map(tuple, units)), left_out
+        if key not in self._plans:
+            self._plans[key] = self._plan(units, left_out)
+        return StreamedWeights(there, self, self._plans[key])
+
+    def _plan(self, units: Units, left_out: frozenset[str]) -> Plan:
+        streamed = [[name for name in unit if name in self._matrices and name not in left_out] for unit in units]
+        sizes = [sum(size_of(self._matrices[name]) for name in unit) for unit in streamed]
+        if any(sizes) and not len(self._ring):
+            self._ring = room_of(self._ring_bytes, self.device)
+        chunks = chunks_of(sizes, self._ring_bytes)
+        plan = Plan(len(units), {name: place for place, unit in enumerate(units) for name in unit}, chunks, [], {}, {})
+        first = 0
+        for number, chunk in enumerate(chunks):
+            start, copies = chunk.start, list[Copy]()
+            for name in chain.from_iterable(streamed[first:chunk.last_unit + 1]):
+                plan.staged[name] = staged(self._matrices[name], self._ring, start, copies)
+                plan.chunk_of[name] = number
+                start += size_of(self._matrices[name])
+            plan.copies.append(joined(copies, self._ring))
+            first = chunk.last_unit + 1
+        return plan
+
+    def begin(self) -> None:
+        """A forward begins: the vectors are on their way."""
+        self.lane.wait(self.lane.copy(self._copies_of_vectors, self.lane.computed()))
+
+    def vector(self, name: str, kind: str, there: Tensor | None) -> Tensor | None:
+        """A layer's vector where it was copied to; there: where it is otherwise."""
+        return self._vectors.get((name, kind), there)
+
+    def alone(self, name: str) -> Tensor:
+        """A layer's matrix in memory of its own."""
+        return torch.cat([tensor_at(place).to(self.device, non_blocking=True) for place in self._matrices[name]])
+
+
+def streaming_of(binding: Binding, units: Units, memory: HostMemory) -> Streaming:
+    """For what computes on a GPU. Raises what Streaming raises."""
+    return Streaming(binding, units, binding.device, CopyStream(binding.device), memory, pinned=True)
+
+
+class StreamedWeights(Mapping[str, Affine]):
+    """The weights of one forward. What it asks for is on the device when that comes to it."""
+
+    def __init__(self, there: Mapping[str, Affine], streaming: Streaming, plan: Plan) -> None:
+        self._there, self._streaming, self._plan = there, streaming, plan
+        self._unit = -1
+        # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
+        self._marks: dict[int, Any] = {}
+        self._begun = 0
+
+    def __getitem__(self, name: str) -> Affine:
+        plan, streaming = self._plan, self._streaming
+        if name in streaming.members:
+            fused, first, count = streaming.members[name]
+            joint = self[fused]
+            bias = None if joint.bias is None else joint.bias.narrow(0, first, count)
+            return Affine(joint.weight.narrow(0, first, count), bias)
+        unit, there = plan.unit_of.get(name, -1), self._there[name]
+        if unit > self._unit:
+            self._go_on(unit)
+        weight = streaming.vector(name, "weight", plan.staged.get(name))
+        if name in plan.chunk_of:
+            if unit < self._unit:
+                # What it was copied to may hold another by now.
+                weight = streaming.alone(name)
+            else:
+                self._wait(plan.chunk_of[name])
+        return Affine(there.weight if weight is None else weight, streaming.vector(name, "bias", there.bias))
+
+    def bias(self, name: str) -> Tensor | None:
+        """That of a layer, without its matrix."""
+        if self._unit < 0:
+            self._go_on(0)
+        return self._streaming.vector(name, "bias", self._there[name].bias)
+
+    def _go_on(self, unit: int) -> None:
+        """What reads the units before was launched: copy what comes to lie over them."""
+        chunks, lane = self._plan.chunks, self._streaming.lane
+        if self._unit < 0:
+            self._streaming.begin()
+        self._unit, computed = unit, None
+        while self._begun < len(chunks):
+            waits = chunks[self._begun].waits
+            if waits and chunks[waits - 1].last_unit >= unit:
+                break
+            computed = lane.computed() if computed is None else computed
+            self._marks[self._begun] = lane.copy(self._plan.copies[self._begun], computed)
+            self._begun += 1
+        if unit == self._plan.units - 1 and self._marks:
+            # Nothing is on its way when the forward ends: a capture has to find its streams together.
+            self._wait(max(self._marks))
+
+    def _wait(self, chunk: int) -> None:
+        mark = self._marks.pop(chunk, None)
+        if mark is not None:
+            self._streaming.lane.wait(mark)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._there)
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+
+def room_of(size: int, device: torch.device) -> Tensor:
+    """Bytes that can be written in any mode. Raises torch.cuda.OutOfMemoryError."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def size_of(places: Sequence[Place]) -> int:
+    """The bytes that they take one after the other, so that what follows is aligned."""
+    return aligned(sum(place.nbytes for place in places))
+
+
+def staged(places: Sequence[Place], room: Tensor, start: int, copies: list[Copy]) -> Tensor:
+    """Where tensors, (rows, ...) each, are one after the other in a room of bytes, from a start on; with what has to be
+    copied for that."""
+    (_, *shape), stride, dtype, _ = places[0].layout
+    end = start
+    for place in places:
+        copies.append((end, place))
+        end += place.nbytes
+    rows = sum(place.layout[0][0] for place in places)
+    return room[start:end].view(dtype).as_strided((rows, *shape), stride)
+
+
+def tensor_at(place: Place) -> Tensor:
+    """Raises ReferenceError if its memory is gone."""
+    shape, stride, dtype, _ = place.layout
+    return place.bytes().view(dtype).as_strided(shape, stride)
+
+
+def joined(copies: Sequence[Copy], room: Tensor) -> list[tuple[Tensor, Place]]:
+    """The same copies, in one where they lie one after the other at both ends."""
+    found: list[Copy] = []
+    for start, place in copies:
+        if found:
+            before, other = found[-1]
+            is_beside = place.address - other.address == start - before == aligned(other.nbytes)
+            if is_beside and place.storage.cdata == other.storage.cdata:
+                found[-1] = before, other._replace(nbytes=start - before + place.nbytes)
+                continue
+        found.append((start, place))
+    return [(room[start:start + place.nbytes], place) for start, place in found]
+
+
+def pin(parameter: Tensor, memory: HostMemory, pinned: bool) -> None:
+    """Have a parameter of the computer's memory lie there in one piece, from which a GPU copies by itself (pinned).
+    Raises NoHostMemory."""
+    lies_well = is_dense(parameter) and (parameter.is_pinned() or not pinned)
+    if parameter.device.type != "cpu" or lies_well:
+        return
+    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+        source = parameter.detach() if is_dense(parameter) else parameter.detach().contiguous()
+        room = memory.empty((source.numel(),), source.dtype, pinned)
+        if pinned and not room.is_pinned():
+            raise NoHostMemory("the system lets no more of it be pinned")
+        parameter.data = room.as_strided(source.shape, source.stride()).copy_(source)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
