@@ -63,7 +63,7 @@ class Variant:
             return lambda: unet(**arguments, return_dict=False)[0]
 
         def forward(**given: Any) -> Any:
-            return type(unet).forward(unet, **given, return_dict=False)
+            return unet.forward(**given, return_dict=False)
 
         if self.name in (COMPILED, COMPILED_GRAPH):
             torch._dynamo.config.cache_size_limit = MOST_COMPILED_SHAPES
@@ -158,7 +158,7 @@ def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                 arguments["added_cond_kwargs"] = {**arguments.get("added_cond_kwargs", {}), **patched}
             name = model if patch == "nothing" else f"{model} with {patch}"
             case = {"model": name, "size": f"{size[0]}x{size[1]}", "batch": batch}
-            for row in side_by_side(unet, arguments, variants(options), options.runs):
+            for row in side_by_side(unet, arguments, variants(options), options.runs, options.offload):
                 yield {**case, **row}
         del unet
         free_memory()
@@ -170,16 +170,22 @@ def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
     return [(128, 128)] if model.startswith("tiny") else [(1024, 1024)] if model == "sdxl" else [(512, 512)]
 
 
-def side_by_side(unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int) -> Iterator[Row]:
-    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow.
+def side_by_side(
+    unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int, offloads: bool = False
+) -> Iterator[Row]:
+    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow. offloads: see offload.
 
     The host's share the UNet. Each of ours has a copy, because binding lays weights out anew in memory.
     """
     exact = exact_output(unet, arguments)
+    if offloads:
+        unet.to("cpu")
     rows, timers, copies = [], [], []
     for variant in chosen:
         try:
-            module = unet if variant.options is None else copy.deepcopy(unet)
+            module = unet if variant.options is None and not offloads else copy.deepcopy(unet)
+            if offloads:
+                offload(module, arguments["sample"].device)
             call, measured = make_ready(variant, module, arguments, exact)
         except RuntimeError as problem:
             yield {"backend": variant.name, "note": str(problem).splitlines()[0]}
@@ -205,6 +211,13 @@ def side_by_side(unet: nn.Module, arguments: Arguments, chosen: list[Variant], r
         yield row
     for module in copies:
         uncompile_unet(module)
+
+
+def offload(unet: nn.Module, device: torch.device) -> None:
+    """Have diffusers keep all weights in main memory, and bring each layer's to the device ahead of it."""
+    from diffusers.hooks import apply_group_offloading
+
+    apply_group_offloading(unet, device, offload_type="leaf_level", use_stream=True)
 
 
 def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:

@@ -21,6 +21,8 @@ log = logging.getLogger("onediff")
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
 SLOTS = ("forward", BEHIND_A_HOOK)
+# What diffusers' group offloading registers on modules: they move weights around a forward, and change nothing in it.
+MOVERS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 # Older torch has none; whether somebody traces cannot be asked then.
 is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
 
@@ -39,6 +41,10 @@ class InstanceForward(abc.ABC):
         """compiled: the module's own forward as torch.compile(module.forward) has put it on the module."""
         self._module = weakref.ref(module)
         self.compiled = compiled
+        # What diffusers has put around the module's own forward, where we stand in front of that: it would move weights
+        # to the GPU for nothing. We stand behind it as well, so that it cannot lose us.
+        self.behind: Any = None
+        self._is_hosts_turn = False
         self.__wrapped__ = type(module).forward
         self.__signature__ = inspect.signature(own_forward(module))
         # diffusers itself imports the compiler, which takes seconds; where it has not, nobody can have compiled.
@@ -53,10 +59,24 @@ class InstanceForward(abc.ABC):
 
     def _guarded(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()  # its forward is called: it is there
+        if self._is_hosts_turn:
+            return type(module).forward(module, *args, **kwargs)
+        host = type(module).forward if self.behind is None else self._by_hooks
+        if only_moves(module) and module.__dict__.get("forward") is not self:
+            # They were put around us since. This call has come through them.
+            host, self.behind = type(module).forward, module.__dict__["forward"]
+            module.__dict__["forward"] = self
         return runtime.guard.serve(
-            self.hook, self.serve, type(module).forward, lambda reason: self.declined(module, reason), module,
-            *args, **kwargs,
+            self.hook, self.serve, host, lambda reason: self.declined(module, reason), module, *args, **kwargs,
         )
+
+    def _by_hooks(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, with the hooks of diffusers around it."""
+        self._is_hosts_turn = True
+        try:
+            return self.behind(*args, **kwargs)
+        finally:
+            self._is_hosts_turn = False
 
     @abc.abstractmethod
     def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +118,20 @@ def own_forward(module: nn.Module) -> types.MethodType:
     return types.MethodType(type(module).forward, module)
 
 
+def hooked(module: nn.Module) -> Any:
+    """What holds the forward around which diffusers' own hooks run; None where there are none."""
+    references = getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", None)
+    return references[0] if references else None
+
+
+def only_moves(module: nn.Module) -> bool:
+    """Whether a module has hooks of diffusers, and none of them changes what it computes."""
+    return hooked(module) is not None and MOVERS.issuperset(module.__dict__["_diffusers_hook"].hooks)
+
+
 def attached(module: nn.Module) -> Any:
     """The InstanceForward that is on a module; None where there is none."""
-    found = (module.__dict__.get(slot) for slot in SLOTS)
+    found = (*(module.__dict__.get(slot) for slot in SLOTS), getattr(hooked(module), "forward", None))
     return next((forward for forward in found if isinstance(forward, InstanceForward)), None)
 
 
@@ -111,6 +142,10 @@ def put_on(module: nn.Module, forward: type[InstanceForward], whose: str) -> Non
         return
     slot = BEHIND_A_HOOK if BEHIND_A_HOOK in module.__dict__ else "forward"
     present = module.__dict__.get(slot)
+    if only_moves(module):
+        reference, ours = hooked(module), forward(module)
+        ours.behind, reference.forward, module.__dict__[slot] = present, ours, ours
+        return
     own = getattr(present, "_torchdynamo_orig_callable", present)
     if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         raise ValueError(f"somebody else has replaced {whose} forward ({present!r}); undo that first")
@@ -119,6 +154,12 @@ def put_on(module: nn.Module, forward: type[InstanceForward], whose: str) -> Non
 
 def take_off(module: nn.Module) -> None:
     """Undo put_on: the module has its own forward again."""
+    reference, ours = hooked(module), attached(module)
+    if reference is not None and reference.forward is ours is not None:
+        reference.forward = own_forward(module)
+        if ours.behind is not None:
+            module.__dict__["forward"] = ours.behind
+        return
     for slot in SLOTS:
         forward = module.__dict__.get(slot)
         if not isinstance(forward, InstanceForward):

@@ -21,7 +21,7 @@ from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.watch import no_object
 from .call import arguments_of_prompt, control_of, rows_of_prompt
-from .instance_forward import InstanceForward, attached, put_on, take_off
+from .instance_forward import InstanceForward, attached, only_moves, put_on, take_off
 from .loras import LoraReader
 from .patches import Within, within
 from .schedule import announce_samplings, reference_to
@@ -33,8 +33,8 @@ UNET, UPCASTING = "UNet2DConditionModel", "AttnProcessor"
 
 def why_weights_stay(unet: nn.Module) -> str:
     """See HostTraits.keeps_weights."""
-    if "_hf_hook" in unet.__dict__:
-        return "Low-bit only is not for a UNet that accelerate offloads: it moves all of the weights at every call"
+    if "_hf_hook" in unet.__dict__ or only_moves(unet):
+        return "Low-bit only is not for weights that accelerate or diffusers move at every call"
     return ""
 
 
@@ -187,7 +187,9 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
     """
     put_on(unet, DiffusersForward, "this UNet's")
-    runtime.adopt(unet, settings, HostTraits(keeps_weights=why_weights_stay, functions=attached(unet).loras))
+    runtime.adopt(unet, settings, HostTraits(
+        keeps_weights=why_weights_stay, functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
+    ))
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
