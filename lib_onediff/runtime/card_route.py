@@ -22,6 +22,7 @@ from ..core.table import Entry, State, Stopwatch
 from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice
 from .call_stats import GRAPH, PLAIN
+from .graphs.cache import CARD_IS_FULL
 from .low_bit_route import LowBitRoute
 from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION, PatchedRoute
@@ -217,14 +218,11 @@ class OneCard:
         """
         managed, lossy, has_graphs = self._managed, entry.key.lossy, device.traits.has_graphs
         if lossy.low_bit:
-            if entry.state is State.COLD:
-                # Before the first use is checked, so that what is checked is what will run.
-                self._route.low_bit.tune(managed, lossy, call)
-            self._route.low_bit.fit(managed, lossy, call, self._settings)
+            self._route.low_bit.fit(managed, lossy, call, self._settings, is_first=entry.state is State.COLD)
         if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
             raise Refusal("the weights have changed since the last whole step")
         plainly = partial(self._plainly, entry, call)
-        streamed = managed.streamed(lossy)
+        streamed = managed.streamed(lossy, self._settings)
         told = lambda why: "; ".join(filter(None, (why, streamed)))  # noqa: E731
         if call.patches is not None:
             return self._route.patched.run(managed, entry, call, call.patches, plainly, told(reason))
@@ -278,8 +276,13 @@ class OneCard:
                 # By what was measured now, the next call goes another way.
                 return
             self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
+            if entry.waits == CARD_IS_FULL:
+                self._managed.make_room(entry.needs)
         except torch.cuda.OutOfMemoryError:
             self._graphs.free()
+            if self._managed.make_room(entry.needs):
+                # It is captured after the next call, with the weights where they are then.
+                return
             entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
         except Exception as error:
             entry.no_graph = f"the graph could not be captured: {first_line(error)}"

@@ -42,10 +42,15 @@ class LowBitRoute:
         """Measure which products in eight bits pay, where that is not known; whether it was so."""
         return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, self._services.time_ms(call))
 
-    def fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings) -> None:
+    def fit(
+        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, is_first: bool = False
+    ) -> None:
         """Have the weights in eight bits that a call wants: those that pay within the budget, or, where they take the
-        place of the host's, all. Raises Refusal with the reason where there are none."""
+        place of the host's, all. is_first: measure first which products pay, where that is not known: what is checked
+        is then what will run. Raises Refusal with the reason where there are none."""
         try:
+            if is_first:
+                self.tune(managed, lossy, call)
             self._fit(managed, lossy, call, settings)
         except torch.cuda.OutOfMemoryError:
             managed.no_room_for_low_bit = True
@@ -77,6 +82,8 @@ class LowBitRoute:
             left_out = self._left_out(managed, lossy, call, budget, wanted)
         if lossy.only:
             may_move = not why_not_offloaded(managed, settings)
+            if not may_move:
+                self._have_room(managed, wanted)
             if managed.fit_low_bit_alone(low_bit.quantizer(), wanted, call, may_move):
                 # What torch keeps unused is what was gained.
                 self._services.holdings.card.empty_cache()
@@ -85,6 +92,21 @@ class LowBitRoute:
                 "no class of layers in eight bits keeps this checkpoint within the error budget of "
                 f"{budget:g} (measured)"
             )
+
+    def _have_room(self, managed: ManagedUNet, wanted: WantedKinds) -> None:
+        """See that the weights in main memory fit on the GPU in eight bits, and have the host take others off it where
+        they do not. Raises Refusal: the next call finds where they are then."""
+        bound, there = managed.bound, () if managed.low_bit is None else managed.low_bit.names()
+        missing = [name for name in wanted if name in bound.binding.away and name not in there]
+        needed = sum(part.numel() for name in missing for part in bound.binding.parts(name, "weight"))
+        room = self._services.holdings.card.room(bound.binding.device)
+        if needed <= room:
+            return
+        # Two bytes that go make room for one, and have to be in eight bits as well.
+        if not managed.make_room(2 * (needed - room)):
+            managed.no_room_for_low_bit = True
+            raise Refusal(NO_ROOM)
+        raise Refusal("the WebUI has taken weights off the GPU, to make room for those in eight bits")
 
     def _left_out(
         self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Collection, Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core.affine import Source
@@ -23,6 +24,9 @@ from ..weights.scan import HostTraits
 from .low_bit_errors import Choice
 
 MEBIBYTE = 1 << 20
+# In a sampling: for weights in eight bits, for a graph, and once more for either.
+MOST_ASKED = 3
+EIGHT_BITS = " (Low-bit with Low-bit only keeps most of them on the GPU, in eight bits)"
 
 
 class ManagedUNet:
@@ -37,6 +41,7 @@ class ManagedUNet:
     low_bit_sampling: bound.samplings when low_bit_choice was asked for last.
     served_last: whether we have served the last call, in this sampling where its host announces them.
     no_room_for_low_bit: whether memory was too short for them in this sampling.
+    asked_for_room: how often the host was asked in this sampling to take weights off the GPU.
     not_finite: weights, settings and calls of which the host's own output has NaN or infinite values, until it has not.
     why_not_offloaded: what stands in the way of offloading in this sampling, in one line; "" where nothing does.
     """
@@ -57,7 +62,7 @@ class ManagedUNet:
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
         self.low_bit_sampling = 0
-        self.no_room_for_low_bit = False
+        self.no_room_for_low_bit, self.asked_for_room = False, 0
         self.why_not_offloaded = ""
         self.not_finite: set[Hashable] = set()
         self.runners: dict[ShapeKey, CachedRunner] = {}
@@ -118,14 +123,14 @@ class ManagedUNet:
         return bool(missing)
 
     def low_bit_is_decided(self, lossy: Lossy) -> bool:
-        """Whether later calls of a shape have the same layers in eight bits, and their weights are known to be what
-        they were. What is in the computer's memory is looked at anew."""
+        """Whether later calls of a shape have the same layers in eight bits."""
         choice = self.low_bit_choice
-        return bool(lossy.low_bit) and self.bound.streaming is None and (choice is None or not choice.awaits)
+        return bool(lossy.low_bit) and (choice is None or not choice.awaits)
 
     def _low_bit_state(self) -> object:
-        bound = self.bound
-        return bound.edition, bound.content_of_away() if bound.streaming is not None else ""
+        streaming, low_bit = self.bound.streaming, self.low_bit
+        uncounted = 0 if streaming is None or low_bit is None else streaming.content(sorted(low_bit.names()))
+        return self.bound.edition, uncounted
 
     def low_bit_stands(self) -> bool:
         """Whether the weights in eight bits are still those that were rounded."""
@@ -154,11 +159,14 @@ class ManagedUNet:
         moved = bound.binding.away.union(bound.offloaded.names())
         return low_bit.linear_names(KINDS_OF[lossy.low_bit]).intersection(moved)
 
-    def streamed(self, lossy: Lossy) -> str:
+    def streamed(self, lossy: Lossy, settings: Settings) -> str:
         """What of the weights is copied at every call, in words for the user; "" for nothing."""
         streaming = self.bound.streaming
         copied = 0 if streaming is None else streaming.copied(self._alone(lossy))
-        return f"{copied / MEBIBYTE:.0f} MiB of its weights are copied from main memory at every step" if copied else ""
+        if not copied:
+            return ""
+        hint = "" if settings.low_bit_only or self.bound.binding.dtype == torch.float32 else EIGHT_BITS
+        return f"{copied / MEBIBYTE:.0f} MiB of its weights are copied from main memory at every step{hint}"
 
     @property
     def has_wide_norms(self) -> bool:
@@ -207,6 +215,14 @@ class ManagedUNet:
             self.step_memories.clear()
             self.low_bit = None
             self.bound.drop_applied()
+
+    def make_room(self, size: int) -> bool:
+        """Have the host take so many bytes of weights off the GPU, where it keeps a part of them in main memory anyway.
+        Returns whether it has."""
+        if self.bound.streaming is None or self.asked_for_room >= MOST_ASKED:
+            return False
+        self.asked_for_room += 1
+        return self.bound.host_traits.make_room(self.bound.module, size)
 
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off

@@ -179,6 +179,7 @@ class Runtime:
             managed.sampling = sampling or Sampling()
         if managed is not None:
             managed.served_last = managed.no_room_for_low_bit = False
+            managed.asked_for_room = 0
             managed.why_not_offloaded = ""
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget

@@ -41,7 +41,7 @@ class Session:
         """device: where its calls are computed."""
         self._services, self._managed, self._settings, self._device = services, managed, settings, device
         self._turn = services.computing(device)
-        self._where = managed.bound.looks, managed.bound.samplings
+        self._where = managed.bound.looks, managed.bound.samplings, managed.bound.generation
         self._autocast = autocast_dtype(device.type)
         self._known: dict[Hashable, KnownCall] = {}
 
@@ -49,7 +49,9 @@ class Session:
         """Whether a call by these settings can belong to it."""
         return (
             settings is self._settings and device == self._device
-            and self._where == (self._managed.bound.looks, self._managed.bound.samplings)
+            and self._where == (
+                self._managed.bound.looks, self._managed.bound.samplings, self._managed.bound.generation
+            )
             and is_autocast_on(device.type) is (self._autocast is not None)
             and (self._autocast is None or autocast_dtype(device.type) is self._autocast)
         )

@@ -319,13 +319,6 @@ class BoundUNet:
         self._bind(self.channels_last, call)
         self._tree = None if self._tree is None else self._tree_now()
 
-    def content_of_away(self) -> str:
-        """What tells whether weights in the computer's memory were edited where no edit is counted (weight.data +=
-        ...): of the first row of each matrix; 10 microseconds a layer."""
-        binding = self.binding
-        matrices = (part for name in sorted(binding.away) for part in binding.parts(name, "weight") if part.dim() > 1)
-        return digest_of_values("", (part[0] for part in matrices))
-
     def restore(self) -> None:
         """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError; the rest is still offloaded then."""
         if not self.offloaded:

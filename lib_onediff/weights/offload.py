@@ -159,8 +159,10 @@ class HostMemory:
             said = str(full).partition("\n")[0]
             raise NoHostMemory(f"the computer's memory has no room for the weights: {said}") from None
         start, self._used = self._used, self._used + size
-        piece = self._chunk[start:start + torch.Size(shape).numel() * dtype.itemsize]
-        return piece.view(dtype).view(shape)
+        # A tensor of the mode that is on now, inference or not, as whoever takes it for its own has to be.
+        piece: Any = torch.empty(0, dtype=dtype)
+        found: Tensor = piece.set_(self._chunk.untyped_storage(), start // dtype.itemsize, shape)
+        return found
 
     def forget(self) -> None:
         """What comes next lies in a new piece: the last one goes with what is in it."""

@@ -42,6 +42,8 @@ class HostTraits:
     casts: how the host casts its layers' weights at each use; None where it never does.
     keeps_weights: why nobody else can move weights of a UNet off the GPU, in one line; "" where the host bears it.
     written: attributes that the host's forwards write on their modules, and that nothing computes with.
+    movers: Python modules whose hooks on a network's modules move weights, and change nothing that is computed.
+    make_room: has the host take so many bytes of a UNet's weights off the GPU, or more; whether it has taken any.
     """
 
     trusted: Collection[str] = ()
@@ -54,6 +56,8 @@ class HostTraits:
     casts: Casts | None = None
     keeps_weights: Callable[[nn.Module], str] = lambda unet: ""
     written: frozenset[str] = frozenset()
+    movers: Collection[str] = ()
+    make_room: Callable[[nn.Module, int], bool] = lambda unet, size: False
 
 
 def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
@@ -81,7 +85,7 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
             ):
                 raise Refusal(f"{name} has a {method} of its own, set by {author(own)}")
         for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
-            if not isinstance(hook, RestoreFirst):
+            if not isinstance(hook, RestoreFirst) and origin(hook) not in host_traits.movers:
                 raise Refusal(f"{name} has a forward hook, set by {author(hook)}")
         if host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             raise Refusal(

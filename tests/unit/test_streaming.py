@@ -8,6 +8,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,46 +18,16 @@ from graph_builders import PretendedGraphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ladder_builders import Weather, now, reason
+from streaming_builders import Early, Late, use_lane
 from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights import binding, bound, streaming
+from lib_onediff.weights import binding, streaming
 from lib_onediff.weights.streaming import Streaming, chunks_of
 
 # Against the host's own forward in float32.
 ROUNDING = 1e-5
-
-
-class Early:
-    """A Lane that copies as soon as it is told to: over what is still to be read, if its marks are wrong."""
-
-    def __init__(self) -> None:
-        self.behind: list[Callable[[], None]] = []
-
-    def computed(self) -> int:
-        return 0
-
-    def copy(self, copies: Any, after: Any) -> int:
-        for target, place in copies:
-            target.copy_(place.bytes())
-        return 0
-
-    def wait(self, mark: int) -> None:
-        pass
-
-
-class Late(Early):
-    """A Lane that copies when somebody waits for it, and no sooner: what is read before is what was there."""
-
-    def copy(self, copies: Any, after: Any) -> int:
-        self.behind.append(lambda: super(Late, self).copy(copies, after) and None)
-        return len(self.behind)
-
-    def wait(self, mark: int) -> None:
-        for one in self.behind[:mark]:
-            one()
-        self.behind[:mark] = [lambda: None] * len(self.behind[:mark])
 
 
 class Computer:
@@ -82,9 +53,7 @@ def computer(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Com
     monkeypatch.setattr(streaming, "RING", 1 << 14)
     monkeypatch.setattr(streaming, "LEAST_CHUNK", 1 << 12)
     monkeypatch.setattr(binding, "lies_away", found.lies_away)
-    monkeypatch.setattr(bound, "streaming_of", lambda of, units, memory: Streaming(
-        of, units, of.device, found.lane(), memory, pinned=False
-    ))
+    use_lane(monkeypatch, lambda: found.lane())
     made, alone = streaming.room_of, Streaming.alone
 
     def poisoned(size: int, device: torch.device) -> Tensor:
@@ -246,3 +215,72 @@ def test_a_chunk_is_written_once_what_it_lies_over_was_read(sizes: list[int], sp
             assert apart or number <= chunk.waits
         # What it waits for is over before its own units begin.
         assert chunk.waits <= place and (not place or found[place - 1].last_unit < chunk.last_unit)
+
+
+# --- in eight bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight(on_a_gpu: Weather, computer: Computer) -> Any:
+    """A UNet in float16 all of whose weights a host keeps in main memory, and moves by itself."""
+    from low_bit_builders import half_unet
+
+    unet = half_unet()
+    computer.knows(unet)
+    lib_onediff.compile_unet(unet, low_bit="int8", low_bit_only=True)
+    managed = runtime.managed_unet(unet)
+    assert managed is not None
+    managed.bound.host_traits = replace(managed.bound.host_traits, keeps_weights=lambda unet: "the host moves them")
+    return unet
+
+
+def is_near(unet: Any, call: Any) -> bool:
+    return 1e-4 < relative_error(served(unet, call), diffusers_output(unet, call)) < 0.05
+
+
+def test_what_is_kept_in_eight_bits_is_not_copied_and_none_of_the_hosts_is_moved(eight: Any) -> None:
+    from low_bit_builders import half_call
+
+    call = half_call(eight)
+    for _ in range(4):
+        assert is_near(eight, call)
+    managed = runtime.managed_unet(eight)
+    assert managed is not None and managed.low_bit is not None and managed.bound.streaming is not None
+    assert lib_onediff.status()["lossy"] == "8-bit only" and now()[1] == "graph" and not managed.bound.offloaded
+    whole, rest = managed.bound.streaming.copied(), managed.bound.streaming.copied(managed.low_bit.names())
+    assert rest < whole and f"{rest / 2**20:.0f} MiB" in reason() or not rest
+    with torch.no_grad():
+        for name, parameter in eight.named_parameters():
+            if "ff.net" in name:
+                parameter.data.mul_(1.5)  # so that torch counts nothing
+    for _ in range(3):
+        assert is_near(eight, call)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
+    eight: Any, computer: Computer, monkeypatch: pytest.MonkeyPatch, takes: bool
+) -> None:
+    from low_bit_builders import half_call
+
+    call, managed, asked = half_call(eight), runtime.managed_unet(eight), list[int]()
+    assert managed is not None
+    computer.is_away = half
+
+    def make_room(unet: Any, size: int) -> bool:
+        asked.append(size)
+        if takes:
+            computer.is_away = lambda name: True
+            monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: 1 << 40)
+            for parameter in unet.parameters():
+                parameter.data = parameter.data.clone()
+        return takes
+
+    managed.bound.host_traits = replace(managed.bound.host_traits, make_room=make_room)
+    monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: 0)
+    output = served(eight, call)
+    assert relative_error(output, diffusers_output(eight, call)) < 0.05 and len(asked) == 1 and asked[0] > 0
+    for _ in range(2):
+        assert relative_error(served(eight, call), diffusers_output(eight, call)) < 0.05
+    assert (lib_onediff.status()["lossy"] == "8-bit only") is takes, reason()
+    assert takes or "no GPU memory for the weights in eight bits" in reason()

@@ -101,9 +101,9 @@ def test_parameters_made_in_inference_mode_bind_and_run(
 
 @pytest.mark.parametrize(("spoil", "reason"), [
     (lambda unet: unet.mid_block.resnets[0].conv1.half(),
-     "its parameters are mixed: torch.float32 on cpu, but .* is torch.float16 on cpu"),
+     "its parameters are mixed: torch.float32, but .* is torch.float16"),
     (lambda unet: unet.mid_block.resnets[0].conv1.to_empty(device="meta"),
-     "its parameters are mixed: torch.float32 on cpu, but .* is torch.float32 on meta"),
+     "its parameters are not loaded .they are on the meta device."),
     (lambda unet: unet.to_empty(device="meta"), "its parameters are not loaded"),
     (lambda unet: unet.mid_block.resnets[0].conv1.to(torch.float8_e4m3fn),
      "mid_block.resnets.0.conv1 is stored as float8_e4m3fn, which we do not run"),

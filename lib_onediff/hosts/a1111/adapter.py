@@ -83,7 +83,7 @@ class A1111(WebUI):
         )
         self.host_traits = HostTraits(
             TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS,
-            functions=LorasOnTheFly(),
+            functions=LorasOnTheFly(), movers=("modules.lowvram",),
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]
@@ -160,7 +160,7 @@ class A1111(WebUI):
 
     def _check_state(self, unet: nn.Module) -> None:
         """Raise Refusal where the calls of this UNet and of its stages are not ours now. Microseconds."""
-        from modules import sd_hijack_unet, sd_unet, shared
+        from modules import lowvram, sd_hijack_unet, sd_unet, shared
 
         if self.unmet is not None:
             raise Refusal(self.unmet)
@@ -172,8 +172,9 @@ class A1111(WebUI):
         if functions is not sd_hijack_unet.th:
             raise Refusal(f"the UNet's torch functions were replaced by {author(functions)}")
         refuse_global_hooks()
-        if shared.cmd_opts.lowvram and getattr(shared.sd_model, "lowvram", False):
-            raise Refusal("--lowvram moves the UNet's layers one at a time")
+        if shared.cmd_opts.lowvram and lowvram.module_in_gpu is not None:
+            # What the first layer's own hook would do: another network may be on the GPU, or a layer of the last call.
+            lowvram.send_everything_to_cpu()
         check_layers()
 
     # --- calls between images -------------------------------------------------------------------------------------

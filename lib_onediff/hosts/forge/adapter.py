@@ -112,7 +112,8 @@ class Forge(WebUI):
         self.host_traits = HostTraits(
             yardstick=self.attention.exactly, functions=LayerFunctions(), casts=Casts(cast_to_input),
             brought=is_brought,
-            keeps_weights=lambda unet: f"Low-bit only is not for {release}, which moves the weights itself",
+            keeps_weights=lambda unet: f"Low-bit only is for weights that {release} leaves in main memory",
+            make_room=self._make_room,
         )
         self._changed = ChangedModules()
         self._names_read = names_read_by(self._unet_code, importlib.import_module(self.attention.functions))
@@ -217,6 +218,14 @@ class Forge(WebUI):
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
             if origin(function) != owner:
                 raise Refusal(f"{name} of the WebUI's UNet was replaced by {author(function)}")
+
+    def _make_room(self, unet: nn.Module, size: int) -> bool:
+        """See HostTraits. By what the host itself does when another model needs the room."""
+        patcher = patcher_of(self.checkpoint())
+        unload = getattr(patcher, "partially_unload", None)
+        if unload is None or getattr(patcher.model, "diffusion_model", None) is not unet:
+            return False
+        return bool(unload(patcher.offload_device, size))
 
     def _check_vae(self, decoder: Any) -> None:
         """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""

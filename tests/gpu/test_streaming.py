@@ -1,0 +1,131 @@
+"""Weights that a host keeps in main memory: copied beside the computing, and never stale."""
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpu_calls import arguments, called, host
+from random_edits import EDITS, edited
+from test_edits_replayed import CLOSE, as_in_images
+from torch import nn
+
+import lib_onediff
+from lib_onediff.bench.models import random_unet
+from lib_onediff.bench.steps import exact_output
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.verify import relative_error
+
+GPU, MAIN = torch.device("cuda"), torch.device("cpu")
+TRIALS = 150
+
+
+def to_gpu(layer: nn.Module, given: Any) -> None:
+    layer.to(GPU)
+
+
+def to_main_memory(layer: nn.Module, given: Any, output: Any) -> None:
+    layer.to(MAIN)
+
+
+def moved(unet: nn.Module, share: float) -> nn.Module:
+    """As a host that has no room for this share of a UNet's layers: each is brought for its own forward."""
+    chance = random.Random(0)
+    for layer in unet.modules():
+        if layer._parameters and chance.random() < share:
+            layer.to(MAIN)
+            layer.register_forward_pre_hook(to_gpu)
+            layer.register_forward_hook(to_main_memory)
+    return unet
+
+
+def in_our_care(unet: nn.Module, **options: Any) -> Any:
+    lib_onediff.compile_unet(unet, backend="native", **options)
+    managed = runtime.managed_unet(unet)
+    assert managed is not None
+    traits = replace(managed.bound.host_traits, movers=(__name__,), keeps_weights=lambda unet: "the host moves them")
+    managed.bound.host_traits = traits
+    return managed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["tiny-sdxl", "sd15"])
+def test_it_is_as_exact_as_the_host_and_leaves_ordinary_weights(share: float, name: str) -> None:
+    unet = random_unet(name, GPU).half()
+    given = arguments(unet, 256, 192)
+    exact, expected = exact_output(unet, given).to(GPU), host(unet, given)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    moved(unet, share)
+    managed = in_our_care(unet)
+    with as_in_images():
+        for _ in range(5):
+            output = called(unet, given)
+            assert relative_error(output, exact) <= 1.1 * relative_error(expected, exact)
+        status = lib_onediff.status()
+        assert (status["backend"], status["route"]) == ("native", "graph") and "main memory" in status["reason"]
+        assert managed.bound.streaming.bytes < 2**29
+        parameter = next(one for one in unet.parameters() if one.device == MAIN and one.dim() > 1)
+        with torch.no_grad():
+            parameter.data.mul_(1.5)
+        assert relative_error(called(unet, given), host(unet, given)) < CLOSE
+        with torch.no_grad():
+            parameter.data.div_(1.5)
+    lib_onediff.uncompile_unet(unet)
+    assert all(torch.equal(value.to(GPU), before[name]) for name, value in unet.state_dict().items())
+    assert all(one.untyped_storage().nbytes() == one.nbytes and not one.is_pinned() for one in unet.parameters())
+
+
+@pytest.mark.gpu
+def test_edits_count_at_the_next_call() -> None:
+    done, seed, wrong = 0, 0, []
+    while done < TRIALS:
+        chance = random.Random(seed)
+        unet = moved(random_unet("tiny-sdxl", GPU).half(), 0.5)
+        given = arguments(unet, 128, 128)
+        in_our_care(unet)
+        with as_in_images():
+            for _ in range(4):
+                called(unet, given)
+            for what in edited(unet, chance, 2 * len(EDITS)):
+                done += 1
+                if not relative_error(called(unet, given), host(unet, given)) < CLOSE:
+                    wrong.append((seed, what, lib_onediff.status()["route"]))
+        lib_onediff.uncompile_unet(unet)
+        seed += 1
+    assert not wrong
+
+
+@pytest.mark.gpu
+def test_what_is_kept_in_eight_bits_is_not_copied(option: Any) -> None:
+    unet = random_unet("sd15", GPU).half()
+    given = arguments(unet, 512, 512)
+    expected = host(unet, given)
+    managed = in_our_care(moved(unet, 1.0), low_bit=option, low_bit_only=True)
+    with as_in_images():
+        for _ in range(5):
+            output = called(unet, given)
+    status = lib_onediff.status()
+    assert "only" in status["lossy"] and status["route"] == "graph", status["reason"]
+    assert 1e-3 < relative_error(output, expected) < 0.12
+    whole = managed.bound.streaming.copied()
+    assert managed.bound.streaming.copied(managed.low_bit.names()) < whole / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_group_offloading(kind: str) -> None:
+    hooks = pytest.importorskip("diffusers.hooks")
+    unet = random_unet("tiny-sdxl", GPU).half()
+    given = arguments(unet, 256, 192)
+    expected = host(unet, given)
+    unet.to(MAIN)
+    hooks.apply_group_offloading(unet, GPU, offload_type=kind, num_blocks_per_group=1, use_stream=True)
+    lib_onediff.compile_unet(unet, backend="native")
+    with as_in_images():
+        for _ in range(5):
+            assert relative_error(called(unet, given), expected) < CLOSE
+    assert lib_onediff.status()["route"] == "graph", lib_onediff.status()["reason"]
+    assert not any(one.is_cuda for one in unet.parameters())
