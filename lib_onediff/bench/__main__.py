@@ -82,8 +82,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, help="step, cold: latents of a call, 2 is an image with "
                         "guidance; image: images by one call")
     parser.add_argument("--tokens", type=int, default=77, help="step, cold: tokens of the prompt")
-    parser.add_argument("--patch", nargs="+", choices=list(models.PATCHES), default=["nothing"], metavar="NAME",
-                        help=f"step: what an extension has put on the UNet: {', '.join(models.PATCHES)}")
     parser.add_argument("--offload", action="store_true", help="step: all weights are in main memory, from where "
                         "diffusers' group offloading takes them, with streams")
     parser.add_argument("--runs", type=int, help="timed calls of each row (default: step 40, else 5)")

@@ -18,9 +18,10 @@ from torch import Tensor
 from ..core.quality import compare
 from ..public import compile_pipe, load_folder, uncompile_pipe
 from ..runtime.runtime import runtime
+from ..runtime.verify import relative_error
 from . import models
 from .judge import Judge, load_judge
-from .steps import DTYPES, HOST, Row, Size, free_memory, name_of_options, relative_error, served_by, sizes_of, timed
+from .steps import DTYPES, HOST, Row, Size, free_memory, name_of_options, served_by, sizes_of, timed
 
 # Measuring, checking and capturing are over after so many images that nobody looks at, and so many as users make.
 WAITING_IMAGES, SETTLING_IMAGES = 2, 1

@@ -1,8 +1,6 @@
-"""The networks that are measured, with random weights or a given file's, and what extensions put on a UNet."""
+"""The networks that are measured, with random weights or a given file's."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,69 +104,3 @@ def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dt
         sizes = torch.tensor([[height, width, 0, 0, height, width]] * batch, device=device, dtype=dtype)
         arguments["added_cond_kwargs"] = {"text_embeds": random(batch, pooled_width(config)), "time_ids": sizes}
     return arguments
-
-
-# --- what extensions put on a UNet ------------------------------------------------------------------------------------
-
-ADAPTER_TOKENS, PLUS_TOKENS, ADAPTER_SCALE = 4, 16, 0.6
-CONTEXT_FACTOR = 1.1
-
-
-class ScaledContext:
-    """An attention processor that OneDiff does not know: diffusers' own, with a stronger prompt."""
-
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
-
-    def __call__(self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor, **others: Any) -> Tensor:
-        return self._processor(attn, hidden_states, CONTEXT_FACTOR * encoder_hidden_states, **others)
-
-
-def cross_attentions(unet: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in unet.named_modules() if name.endswith(".attn2")}
-
-
-def ip_adapter(unet: Any, batch: int, plus: bool = False) -> dict[str, Any]:
-    """An IP-Adapter with random weights in every cross attention, for the image encoders CLIP ViT-H, ViT-bigG (SDXL)
-    and, for Plus, the hidden states of ViT-H. Returns what a call needs in addition."""
-    from diffusers.models import embeddings
-    from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
-
-    weight, width = next(unet.parameters()), unet.config.cross_attention_dim
-    heads, tokens = (20 if width == 2048 else 12), PLUS_TOKENS if plus else ADAPTER_TOKENS
-    shape = (batch, 1, 257, 1280) if plus else (batch, 1, 1280 if width == 2048 else 1024)
-    torch.manual_seed(1)
-    with torch.device(weight.device):
-        projection: nn.Module = embeddings.ImageProjection(shape[-1], width, tokens)
-        if plus:
-            projection = embeddings.IPAdapterPlusImageProjection(
-                shape[-1], width, 64 * heads, heads=heads, num_queries=tokens
-            )
-        adapters = {
-            f"{name}.processor": IPAdapterAttnProcessor2_0(attention.inner_dim, width, (tokens,), [ADAPTER_SCALE])
-            for name, attention in cross_attentions(unet).items()
-        }
-    unet.set_attn_processor({**unet.attn_processors, **adapters})
-    unet.encoder_hid_proj = embeddings.MultiIPAdapterImageProjection([projection])
-    unet.to(weight.dtype).eval().requires_grad_(False)
-    unet.config.encoder_hid_dim_type = "ip_image_proj"
-    return {"image_embeds": [torch.randn(shape, device=weight.device, dtype=weight.dtype)]}
-
-
-def freeu(unet: Any, batch: int) -> dict[str, Any]:
-    """FreeU as its authors recommend it for SDXL."""
-    unet.enable_freeu(s1=0.9, s2=0.2, b1=1.3, b2=1.4)
-    return {}
-
-
-def processor(unet: Any, batch: int) -> dict[str, Any]:
-    """A processor that OneDiff does not know in every cross attention."""
-    names, before = [f"{name}.processor" for name in cross_attentions(unet)], unet.attn_processors
-    unet.set_attn_processor({**before, **{name: ScaledContext(before[name]) for name in names}})
-    return {}
-
-
-PATCHES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
-    "nothing": lambda unet, batch: {}, "ip-adapter": ip_adapter, "ip-adapter-plus": partial(ip_adapter, plus=True),
-    "freeu": freeu, "processor": processor,
-}

@@ -25,6 +25,7 @@ from torch.utils.benchmark import Timer
 from ..core.option import format_value
 from ..public import compile_unet, status, uncompile_unet
 from ..runtime.runtime import runtime
+from ..runtime.verify import relative_error
 from . import models
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -114,12 +115,6 @@ def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
     return replay
 
 
-def relative_error(output: Tensor, exact: Tensor) -> float:
-    """The distance of two tensors, relative to the length of the exact one."""
-    output, exact = output.double().cpu(), exact.double().cpu()
-    return float((output - exact).norm() / exact.norm())
-
-
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
     """What a call returns, and the seconds until its work is done."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -147,17 +142,13 @@ def served_by() -> str:
 
 
 def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """A row for every model, patch, batch, size and variant. Raises ValueError with a sentence for a wrong model."""
+    """A row for every model, batch, size and variant. Raises ValueError with a sentence for a wrong model."""
     dtype = DTYPES[options.dtype]
-    for model, patch, batch in itertools.product(options.model, options.patch, options.batch):
+    for model, batch in itertools.product(options.model, options.batch):
         unet = models.unet_named(model, device).to(dtype)
-        patched = models.PATCHES[patch](unet, batch)
         for size in sizes_of(model, options):
             arguments = models.inputs(unet, *size, batch, options.tokens, dtype)
-            if patched:
-                arguments["added_cond_kwargs"] = {**arguments.get("added_cond_kwargs", {}), **patched}
-            name = model if patch == "nothing" else f"{model} with {patch}"
-            case = {"model": name, "size": f"{size[0]}x{size[1]}", "batch": batch}
+            case = {"model": model, "size": f"{size[0]}x{size[1]}", "batch": batch}
             for row in side_by_side(unet, arguments, variants(options), options.runs, options.offload):
                 yield {**case, **row}
         del unet
@@ -248,7 +239,7 @@ def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: T
         timestep.fill_(value)
         for _ in range(CALLS_UNTIL_READY):
             output = call()
-    measured = {"relative_error": relative_error(output, exact)}
+    measured = {"relative_error": relative_error(output.cpu(), exact)}
     if sample.is_cuda:
         measured["peak_mib"] = (torch.cuda.max_memory_allocated(sample.device) - before) / 2**20
     return call, measured

@@ -13,9 +13,9 @@ pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
 
 from builders import SMALL, a_call, diffusers_output, diffusers_unet, relative_error, served
+from test_segments import Louder
 
 from lib_onediff import compile_unet, status
-from lib_onediff.bench.models import ScaledContext
 
 SCRIPT = Path(__file__).parents[1] / "webui" / "extensions" / "onediff-graphs" / "scripts" / "onediff_graphs.py"
 
@@ -34,7 +34,7 @@ def test_a_unet_and_what_lies_between_functions_are_replayed(
         unet = compile_unet(diffusers_unet(**SMALL))
         for foreign in (False, True):
             unet.set_attn_processor({
-                name: ScaledContext(own) if foreign and ".attn2." in name else own
+                name: Louder() if foreign and ".attn1." in name else own
                 for name, own in unet.attn_processors.items()
             })
             for seed in range(4):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from lib_onediff.bench.models import ScaledContext, cross_attentions, inputs, random_unet
+from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.public import compile_unet, status
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -38,6 +38,20 @@ def call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted
         assert {name: status()[name] for name in wanted} == wanted, status()["reason"]
         torch.manual_seed(seed)
         return relative_error(output, type(unet).forward(unet, **given, return_dict=False)[0])
+
+
+class ScaledContext:
+    """An attention processor that OneDiff does not know: diffusers' own, with a stronger prompt."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor, **others: Any) -> Tensor:
+        return self._processor(attn, hidden_states, 1.1 * encoder_hidden_states, **others)
+
+
+def cross_attentions(unet: Any) -> list[str]:
+    return [name for name, _ in unet.named_modules() if name.endswith(".attn2")]
 
 
 def put(unet: Any, make: Any, names: Any = None) -> None:
