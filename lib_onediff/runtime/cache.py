@@ -51,10 +51,6 @@ class Cache:
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             low_bit=sum(held.bytes for held in self._low_bit()), low_bit_layers=self._low_bit_layers(),
             offloaded=sum(managed.bound.offloaded.bytes for managed in every_unet),
-            compiled={
-                one.name: count for one in self._services.devices.all
-                if (count := getattr(one, "count", None)) is not None
-            },
             low_bit_errors=self._low_bit_errors(),
         )
 

@@ -45,7 +45,6 @@ class Totals:
     low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them. low_bit_layers: of
     how many layers they are.
     offloaded: bytes of the computer's memory that the WebUI's own weights take meanwhile.
-    compiled: by the name of a backend that compiles graphs of its own, how many "graphs", and the "most" that it may.
     low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
     """
 
@@ -57,7 +56,6 @@ class Totals:
     low_bit: int = 0
     low_bit_layers: int = 0
     offloaded: int = 0
-    compiled: dict[str, dict[str, int]] = field(default_factory=dict)
     low_bit_errors: list[LowBitErrors] = field(default_factory=list)
 
 

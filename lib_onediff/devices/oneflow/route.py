@@ -90,10 +90,9 @@ class OneFlow(Device):
         self._running = threading.Lock()
 
     @property
-    def count(self) -> dict[str, int]:
-        """How many graphs there are, those in the making included, and how many there may be."""
-        made = sum(not graph.done() or graph.result() is not None for graph in list(self._graphs.values()))
-        return {"graphs": made, "most": self.most}
+    def count(self) -> int:
+        """How many graphs there are, those in the making included."""
+        return sum(not graph.done() or graph.result() is not None for graph in self._graphs.values())
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
         """Calls by these settings follow."""
@@ -139,9 +138,8 @@ class OneFlow(Device):
         """Raise Refusal where no further graph is compiled."""
         if self.failure:
             raise Refusal(FAILED.format(self.failure))
-        count = self.count["graphs"]
-        if count >= self.most:
-            raise Refusal(TOO_MANY.format(count))
+        if self.count >= self.most:
+            raise Refusal(TOO_MANY.format(self.count))
         # A graph would read its numbers in the wrong order, without an error.
         strided = next((path for path, affine in weights.items() if not affine.weight.is_contiguous()), None)
         if strided is not None:

@@ -168,10 +168,6 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
         "Graph memory": held, "Disk": memory(totals.disk),
         "Served by a graph": NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %",
         "Queue": counted(pending, "size") if pending else "empty", "Low-bit weights": low_bit,
-        **{
-            f"Graphs of {name}": f"{count['graphs']} of {count['most']}"
-            for name, count in totals.compiled.items() if count["graphs"]
-        },
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
     }
     meter = bar_html(100 * totals.vram / budget, "Graph memory against its budget", "meter") if budget else ""
