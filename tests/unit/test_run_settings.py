@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
-from lib_onediff.runtime.runtime import runtime
-from lib_onediff.ui import run_settings
 from lib_onediff.ui.presets import AS_IN_SETTINGS, BALANCED, FORMER_NAMES, PRESETS, preset_of, with_preset
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
@@ -97,36 +95,3 @@ def test_a_preset_sets_what_it_names_and_resets_the_rest(name: str) -> None:
 @pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
 def test_former_names_are_understood(former: str, name: str) -> None:
     assert preset_of(former) is PRESETS[name]
-
-
-# --- in force while a host samples ------------------------------------------------------------------------------------
-
-
-class Generation:
-    """A stand-in for StableDiffusionProcessing that notes the settings in force while it encodes and samples."""
-
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def init(self) -> None:
-        self.seen.append(runtime.status()["enabled"])
-
-    def sample(self, fail: bool = False) -> str:
-        self.seen.append(runtime.status()["enabled"])
-        if fail:
-            raise RuntimeError("sampling failed")
-        return "latents"
-
-
-def test_settings_hold_from_the_first_encode_to_the_end_of_sampling_only() -> None:
-    p = Generation()
-    run_settings.use_for_sampling(p, Settings(enabled=False))
-    p.init()
-    assert p.sample() == "latents"
-    with pytest.raises(RuntimeError, match="sampling failed"):
-        p.sample(fail=True)
-    run_settings.restore_sampling(p)
-    assert runtime.status()["enabled"] is True and runtime.settings == Settings()
-    p.init()
-    p.sample()
-    assert p.seen == [False, False, False, True, True]
