@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, our_output, relative_error
+from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
 from lib_onediff.core import timeline
@@ -164,34 +164,27 @@ def passes(whole: Iterable[int], count: int) -> list[str]:
 
 
 class Samplings(Adopted):
-    """policy: that is on, unless options say otherwise. host_rows: of the calls that the host's own UNet has made."""
+    """policy: that is on, unless options say otherwise."""
 
-    def __init__(
-        self, policy: str, config: dict[str, Any] = SMALL, prompt_first: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, policy: str, config: dict[str, Any] = SMALL, **options: Any) -> None:
         super().__init__(config, **{**ON[policy], **options})
-        self.policy, self.prompt_first = policy, prompt_first
-        self.host_rows: list[int] = []
+        self.policy = policy
 
     def begin(self, times: Any = STEPS, **more: Any) -> None:
         super().begin(times, **{"why_no_forecast": lambda: "", **more})
 
-    def call(self, time: float, images: int = 1, **more: Any) -> Call:
+    def call(self, time: float, **more: Any) -> Call:
         """Of a step: the same latents for the prompt and for the negative prompt, or as more says, see call_of."""
         if more:
             return call_of(self.unet, time, **more)
-        call = call_of(self.unet, time, ["cat", "dog", "ugly", "bad"][:images] + ["ugly", "bad"][:images])
-        return replace(call, latent=call.latent[:images].repeat(2, 1, 1, 1))
+        call = call_of(self.unet, time)
+        return replace(call, latent=call.latent[:1].repeat(2, 1, 1, 1))
 
     def host(self, call: Call) -> Tensor:
-        """diffusers' own forward; for what it takes in other ways, ours by a UNet of its own."""
-        self.host_rows.append(call.latent.shape[0])
-        if call.control is None:
-            return diffusers_output(self.unet, call)
-        return our_output(diffusers_unet(**self.config), call)
+        return diffusers_output(self.unet, call)
 
     def rows(self, call: Call) -> PromptRows:
-        rows = half_of(call.latent.shape[0], self.prompt_first)
+        rows = half_of(call.latent.shape[0], False)
         return PromptRows(rows, lambda: self.host(take_rows(call, rows)))
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from builders import SD1, SDXL, SMALL, SMALL_XL, relative_error
+from builders import SMALL, SMALL_XL, relative_error
 from grid import grid
 from samplings import (  # noqa: F401
     STEPS,
@@ -26,15 +26,6 @@ from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.steps.features import DAMPING
 
 BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")
-
-
-@grid(config=[SD1, SDXL], depth=[1, 3, 11])
-def test_a_sampling_at_every_depth(config: dict, depth: int) -> None:
-    rig = Rig(config, deepcache_depth=depth)
-    rig.oracle.depth = min(depth, 11 if config is SD1 else 8)
-    rig.begin(STEPS[:7])
-    for time, half in zip(STEPS, passes([0, 3, 6], 7), strict=False):
-        rig.check(call_of(rig.unet, time), "a", half)
 
 
 @grid(interval=[2, 3, 20], total=[20, 7, 1, 2])

@@ -8,48 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from builders import LAYOUTS, diffusers_output, relative_error
-from grid import grid
+from builders import diffusers_output, relative_error
 from samplings import ALONE, STEPS, WEBUI, WHOLE, Rig, Samplings, call_of, equal_distances  # noqa: F401
 from torch import Tensor
 
-from lib_onediff.core.call import Call, Control
+from lib_onediff.core.call import Call
 from lib_onediff.core.patch_points import PatchPoints
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.rows import PromptRows, half_of, take_rows
-
-KINDS = {"negative first": False, "prompt first": True}
+from lib_onediff.core.rows import PromptRows, half_of
 
 
 def steps(whole: int, count: int = 20) -> list[str]:
     return [WHOLE] * whole + [ALONE] * (count - whole)
-
-
-@grid(layout=["small", "small XL"], kind=list(KINDS), images=[1, 2])
-def test_half_of_the_steps_are_the_hosts_own_unet_on_the_prompts_rows(
-    layout: str, kind: str, images: int
-) -> None:
-    config, prompt_first = LAYOUTS[layout], KINDS[kind]
-    ours, plain = Samplings("guidance", config, prompt_first), Samplings("guidance", config, guidance_end=1.0)
-    ours.begin()
-    plain.begin()
-    found = []
-    for time in STEPS:
-        call = ours.call(time, images)
-        which, output = ours.run(call)
-        found.append(which)
-        if which == WHOLE:
-            assert torch.equal(output, plain.run(call)[1])
-            continue
-        prompt, negative = output[half_of(2 * images, prompt_first)], output[half_of(2 * images, not prompt_first)]
-        alone = diffusers_output(ours.unet, take_rows(call, half_of(2 * images, prompt_first)))
-        assert relative_error(prompt, alone) < 1e-5 and torch.equal(prompt, negative)
-        assert relative_error(output, diffusers_output(ours.unet, call)) > 1e-3
-    assert found == steps(10)
-    # A shape like any other: proved against the host's own forward of as many rows.
-    assert {entry.key.batch for entry in ours.runtime.table.entries()} == {images, 2 * images}
-    assert {2 * images, images} == set(ours.host_rows) and ours.reason == ""
-    assert ours.runtime.status()["guidance"] == {"without_negative": 10, "reason": ""}
 
 
 def refused(ours: Samplings, change: Callable[[Call], Call] = lambda call: call, **more: Any) -> str:
@@ -106,19 +76,6 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     assert ours.run(ours.call(1.0))[0] == WHOLE and "and others" in ours.reason
     ours.begin()
     assert ours.sample() == steps(1)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_residuals_are_cut_with_the_rows() -> None:
-    ours = Samplings("guidance")
-    residual = torch.cat([torch.zeros(1, 16, 8, 8), torch.ones(1, 16, 8, 8)])
-    control = Control(input=(residual,), output=(None, None, None, residual))
-    ours.begin()
-    *_, (kind, output) = [ours.run(replace(ours.call(time), control=control)) for time in STEPS]
-    plain = Samplings("guidance", guidance_end=1.0)
-    plain.begin()
-    whole = plain.run(replace(plain.call(STEPS[-1]), control=control))[1]
-    assert kind == ALONE and relative_error(output[1:], whole[1:]) < 1e-5 and torch.equal(output[0], output[1])
 
 
 def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

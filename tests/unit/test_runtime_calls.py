@@ -112,20 +112,6 @@ def test_switched_off_is_the_hosts_image(own: Runtime, how: str) -> None:
     assert (own.status()["route"], own.status()["reason"]) == ("host", "OneDiff is switched off")
 
 
-def test_settings_for_a_run_nest_and_end_even_by_an_error(own: Runtime, adopted: Any) -> None:
-    def route() -> str:
-        run(own, adopted, a_call(adopted))
-        return own.status()["route"]
-
-    with own.settings_for_run(Settings(enabled=False)):
-        assert route() == "host" and own.status()["enabled"] is False
-        with pytest.raises(KeyError), own.settings_for_run(Settings()):
-            assert route() == "plain" and own.status()["enabled"] is True
-            raise KeyError
-        assert route() == "host"
-    assert route() == "plain"
-
-
 @torch.no_grad()
 def test_a_model_whose_own_output_is_not_finite_is_tried_once(own: Runtime) -> None:
     """Each call would take several times as long, for the same black image."""
