@@ -2,105 +2,54 @@
 catches up later."""
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from store_builders import FILE, opened, row
 
-import lib_onediff
 from lib_onediff.core.refusal import NotKept
 from lib_onediff.store import store as store_module
+from lib_onediff.store.history import History
 
-REPOSITORY = Path(lib_onediff.__file__).parents[1]
-SCRIPT = """
-import json, subprocess, sys
-from pathlib import Path
-from lib_onediff.core.refusal import NotKept
-from lib_onediff.store.history import History, HistoryRow
 
-disk, way = Path(sys.argv[1]), sys.argv[2]
-
-def opened(name):
-    history = History()
-    history.open(disk / name)
-    return history
-
-def record(history, name):
+def record(history: History, name: str) -> None:
     for number in range(300):
-        history.record(HistoryRow("sd1", "SD1", f"{number}x{name}", 2, 77, "float16"))
-
-def answer(work, *arguments):
-    try:
-        return work(*arguments)
-    except NotKept as refusal:
-        return str(refusal)
-
-def remount(how):
-    subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
-
-def refuse():
-    if way == "read-only":
-        return remount("ro")
-    with open(disk / "ballast", "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(512))
-        except OSError:
-            pass
-
-begun = history = opened("cache")
-record(history, "first")
-before = [answer(history.pin, "SD1", "1x1", True), history.trouble, len(history.rows())]
-refuse()
-refused = []
-for history in history, opened("new"):
-    record(history, "second")
-    answers = [answer(history.pin, "SD1", "2x2", True), answer(history.forget, ["8x8"]), answer(history.forget)]
-    refused.append([history.trouble, len(history.rows()), sorted(history.pins()), answers])
-if way == "read-only":
-    remount("rw")
-else:
-    (disk / "ballast").unlink()
-history = begun
-record(history, "third")
-after = [answer(history.pin, "SD1", "3x3", True), history.trouble, len(history.rows())]
-print(json.dumps([before, refused, after, sorted(opened("cache").pins())]))
-"""
+        history.record(row(f"{number}x{name}"))
 
 
-def on_a_small_disk(folder: Path, kilobytes: int, script: str, *arguments: str) -> list:
-    """Run a script with a file system of its own on folder, which goes when the script ends; what it printed."""
-    namespace = ["unshare", "-m"] if getattr(os, "geteuid", int)() == 0 else ["unshare", "-Urm"]
-    mount = f'mount -t tmpfs -o size={kilobytes}k none "$0" && exec "$@"'
-    in_namespace = [*namespace, "sh", "-c", mount, folder]
-    if shutil.which("unshare") is None or subprocess.run([*in_namespace, "true"], capture_output=True).returncode:
-        pytest.skip("no file system of its own can be mounted here")
-    command = [*in_namespace, sys.executable, "-c", script, folder, *arguments]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    return json.loads(ended.stdout)
+@pytest.mark.parametrize("limit", ["max_page_count = 1", "query_only = ON"], ids=["full", "read-only"])
+def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """SQLite refuses as it does on a full disk and on a read-only one."""
+    history, connect = opened(tmp_path / "cache"), sqlite3.connect
 
+    def refusing(*where: Any, **how: Any) -> sqlite3.Connection:
+        connection = connect(*where, **how)
+        connection.execute(f"PRAGMA {limit}")
+        return connection
 
-@pytest.mark.parametrize("way", ["full", "read-only"])
-def test_a_disk_that_refuses(tmp_path: Path, way: str) -> None:
-    # The first images must fit with some room to spare, and nothing must fit beside the ballast.
-    before, (with_store, without), after, pins = on_a_small_disk(tmp_path, 600, SCRIPT, way)
-    assert before == [None, None, 300]
-    for (trouble, rows, _, refusals), known in ((with_store, 300), (without, 0)):
-        assert "cannot be written" in trouble and trouble.endswith(".") and "\n" not in trouble
-        assert all("cannot be written to the disk" in refusal for refusal in refusals)
-        assert rows == known, "what was there before can be read"
-    assert with_store[2] == [["SD1", "1x1"], ["SD1", "2x2"]] and without[2] == [["SD1", "2x2"]]
-    assert after == [None, None, 900], "it catches up"
-    assert pins == [["SD1", "1x1"], ["SD1", "2x2"], ["SD1", "3x3"]]
+    record(history, "first")
+    history.pin("SD1", "1x1", True)
+    assert history.trouble is None and len(history.rows()) == 300
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", refusing)
+        for known, asked in ((300, history), (0, opened(tmp_path / "new"))):
+            record(asked, "second")
+            for promise in (partial(asked.pin, "SD1", "2x2", True), partial(asked.forget, ["8x8"]), asked.forget):
+                with pytest.raises(NotKept, match="cannot be written to the disk"):
+                    promise()
+            trouble = asked.trouble or ""
+            assert "cannot be written" in trouble and trouble.endswith(".") and "\n" not in trouble
+            assert len(asked.rows()) == known and ("SD1", "2x2") in asked.pins(), "what was there can be read"
+    record(history, "third")
+    history.pin("SD1", "3x3", True)
+    assert history.trouble is None and len(history.rows()) == 900, "it catches up"
+    assert opened(tmp_path / "cache").pins() == {("SD1", "1x1"), ("SD1", "2x2"), ("SD1", "3x3")}
 
 
 @pytest.mark.parametrize("kind", ["the folder is a file", "the folder is below a file", "the file is a folder",
