@@ -174,19 +174,3 @@ def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
         assert rows["64x64"]["state"] == "on disk" and rows["72x64"]["state"] in READY
         assert {resolution for resolution, row in rows.items() if row["pinned"]} == {"64x64"}
     assert "Traceback" not in host.output
-
-
-def test_a_webui_is_ready_only_when_its_pre_warm_list_is(tmp_path: Path) -> None:
-    """From the first answer of a fresh process on."""
-    (tmp_path / "config.json").write_text('{"onediff_prewarm": "96x64, 64x96"}')
-    with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
-        webui, seen = WebUI(host.url()), []
-        while not seen or not seen[-1]["ready"]:
-            seen.append(webui.get("/onediff/v1/status"))
-            time.sleep(0.02)
-        prewarm = Prewarm(webui)
-        assert [(job["size"], job["source"], job["state"]) for job in prewarm.jobs()] == [
-            ("96x64", "settings", "done"), ("64x96", "settings", "done"),
-        ]
-        assert seen[0]["ready"] is False and seen[0]["ready_reason"]
-        picture_by_ready_entries(prewarm, width=96, height=64)

@@ -5,15 +5,12 @@ On the demo, so with emoji-sd on a CPU.
 from __future__ import annotations
 
 import base64
-import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image, ImageDraw, ImageFont
-from webui_client import WebUI, one_run
+from webui_client import WebUI
 from webui_compare_tab import Compare
 from webui_page import TAB, choose_preset, make_picture, open_page, show_settings
 
@@ -22,14 +19,6 @@ WIDTH = 1100
 MARGIN = 8
 SIZES = ((256, 256), (256, 320))
 DRAWN = "demo", "accordion", "cache", "compare", "settings"
-# The README's pair: images of the WebUI alone above those with OneDiff, and what one takes.
-PROMPTS = (
-    "a red apple on a white background", "a rocket on a blue background", "an owl on a yellow background",
-    "a smiling cat on a green background",
-)
-PAIR = {"width": 256, "height": 256, "steps": 20, "sampler_name": "Euler", "cfg_scale": 4, "seed": 7}
-TIMED_IMAGES = 7
-SIDE, CAPTION, TEXT = 256, 36, 20
 
 
 @pytest.fixture
@@ -81,37 +70,3 @@ def test_screenshots(page: Any) -> None:
     draw(page, "#onediff_compare_numbers", "compare", last="#onediff_compare_gallery")
     draw(page, f"#{show_settings(page)}", "settings")
     assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in DRAWN)
-
-
-def images_and_seconds(standalone: WebUI, **options: Any) -> tuple[list[Image.Image], float]:
-    """An image of every prompt, and the median of the seconds that one takes."""
-    def made(prompt: str) -> Image.Image:
-        return standalone.txt2img(**PAIR, prompt=prompt, **one_run(**options)).image
-
-    made(PROMPTS[0])
-    times = []
-    for _ in range(TIMED_IMAGES):
-        began = time.perf_counter()
-        made(PROMPTS[0])
-        times.append(time.perf_counter() - began)
-    return [made(prompt) for prompt in PROMPTS], statistics.median(times)
-
-
-def test_pair(request: pytest.FixtureRequest, standalone: WebUI) -> None:
-    if not request.config.getoption("--pictures"):
-        pytest.skip("drawn with --pictures")
-    alone, alone_seconds = images_and_seconds(standalone, enabled=False)
-    ours, our_seconds = images_and_seconds(standalone, deepcache_interval=2)
-    rows = (
-        (alone, f"Without OneDiff: {alone_seconds:.1f} s an image (the demo, {os.cpu_count()} CPU cores)"),
-        (ours, f"With OneDiff, DeepCache 2: {our_seconds:.1f} s, {alone_seconds / our_seconds:.1f}x; same seeds"),
-    )
-    sheet = Image.new("RGB", (SIDE * len(PROMPTS), (SIDE + CAPTION) * len(rows)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(TEXT)
-    for number, (images, caption) in enumerate(rows):
-        top = number * (SIDE + CAPTION)
-        for column, image in enumerate(images):
-            sheet.paste(image, (column * SIDE, top))
-        draw.text((6, top + SIDE + 6), caption, fill="black", font=font)
-    sheet.save(FOLDER / "pair.png", optimize=True)
-    assert standalone.status()["route"] != "host"
