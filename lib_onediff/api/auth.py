@@ -4,12 +4,12 @@ No page of another site may use either: gradio runs our events on the WebUI's pa
 """
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import gradio as gr
+import httpx
 from fastapi import Depends, HTTPException, Request
 
 from .origins import FOREIGN_PAGE, READING, Origins, origins_of
@@ -69,29 +69,11 @@ async def status_of(app: Any, path: str, request: Request) -> int:
 
     gradio's own check protects gradio's routes alone; it knows the names of its cookies, which change.
     """
-    found, sent, answered = 500, False, asyncio.Event()
-    kept = {key: request.scope[key] for key in ("type", "http_version", "scheme", "client", "server")}
     headers = [(name, value) for name, value in request.headers.raw if name in (b"cookie", b"host")]
-    scope = {**kept, "asgi": {"version": "3.0"}, "method": "GET", "path": path, "raw_path": path.encode(),
-             "root_path": "", "query_string": b"", "headers": headers}
-
-    async def receive() -> dict[str, Any]:
-        nonlocal sent
-        if sent:
-            # A middleware asks again and again whether the browser has gone.
-            await answered.wait()
-            return {"type": "http.disconnect"}
-        sent = True
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal found
-        found = message.get("status", found)
-        if message["type"] == "http.response.body" and not message.get("more_body"):
-            answered.set()
-
-    await app(scope, receive, send)
-    return found
+    transport = httpx.ASGITransport(app, client=request.scope["client"])
+    async with httpx.AsyncClient(transport=transport) as browser:
+        answer = await browser.get(f"{request.scope['scheme']}://localhost{path}", headers=headers)
+        return answer.status_code
 
 
 def origin_check(origins: Origins) -> Callable[[Request], None]:
