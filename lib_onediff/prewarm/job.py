@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..core.sizes import TOKEN_CHOICES, TOKENS, Size
 from ..runtime.rows import ResolutionRow
@@ -14,26 +13,12 @@ PENDING = (QUEUED, RUNNING)
 CALLS_PER_SHAPE = 3
 
 
-class Shape(NamedTuple):
-    """What makes a UNet call at one size: how many latents it takes at once, and how many tokens its context has."""
-
-    latents: int
-    tokens: int
-
-
-class WarmCall(NamedTuple):
-    """One UNet call of a job. number: the how manieth at its shape, from 0."""
-
-    shape: Shape
-    number: int
-
-
 @dataclass
 class Job:
     """One size in the queue. done and total count UNet calls, seconds what they took.
 
     source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
-    what is being done now, for people.
+    what is being done now, for people. shapes: of its UNet calls, how many latents each takes, and how many tokens.
     """
 
     id: int
@@ -46,7 +31,7 @@ class Job:
     seconds: float = 0.0
     tokens: int = TOKENS
     what: str = ""
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def pending(self) -> bool:
@@ -56,11 +41,6 @@ class Job:
     def share(self) -> float:
         """How much of it is done, from 0 to 1."""
         return self.done / self.total if self.total else 0.0
-
-    def calls_left(self) -> list[WarmCall]:
-        """The UNet calls that are not made yet, in their order."""
-        calls = [WarmCall(shape, number) for shape in self.shapes for number in range(CALLS_PER_SHAPE)]
-        return calls[self.done:]
 
 
 def check_tokens(tokens: int) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import count, starmap
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..core.settings import OFF_IN_SETTINGS
 from ..core.sizes import TOKENS, Size
 from ..core.table import State
 from ..runtime.runtime import Runtime
-from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Job, Shape, WarmCall, check_tokens
+from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Job, check_tokens
 
 log = logging.getLogger("onediff")
 
@@ -60,7 +60,7 @@ class WarmUp:
         if not self._runtime.settings.enabled:
             raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be made ready.")
         check_tokens(tokens)
-        wanted = [(size, tuple(starmap(Shape, self._webui.call_shapes(size.batch, tokens)))) for size in sizes]
+        wanted = [(size, self._webui.call_shapes(size.batch, tokens)) for size in sizes]
         with self._lock:
             waiting = {(job.size, job.shapes): job for job in self._jobs if job.state == QUEUED}
             for size, shapes in wanted:
@@ -151,9 +151,9 @@ class WarmUp:
     def _run(self, job: Job) -> str:
         """Make a job's calls. Returns why it has no graph, if so. Raises Refusal, and what a call raises."""
         no_graph = ""
-        while job.state == RUNNING and (calls := job.calls_left()):
+        while job.state == RUNNING and job.done < job.total:
             self._say(job, WAITING)
-            no_graph = self._webui.exclusively(partial(self._call, job, calls[0])) or no_graph
+            no_graph = self._webui.exclusively(partial(self._call, job)) or no_graph
             time.sleep(SECONDS_LEFT_TO_IMAGES)
         self._webui.exclusively(partial(self._decode, job))
         return no_graph
@@ -175,26 +175,27 @@ class WarmUp:
         except Exception as error:
             log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
 
-    def _call(self, job: Job, call: WarmCall) -> str:
-        """One UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
+    def _call(self, job: Job) -> str:
+        """The next UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
 
         Raises Refusal, and what the call raises.
         """
         if job.state != RUNNING:
             return ""
-        captures = call.number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
-        self._say(job, CHECKING if call.number == 0 else CAPTURING if captures else MEASURING)
+        place, number = divmod(job.done, CALLS_PER_SHAPE)
+        captures = number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
+        self._say(job, CHECKING if number == 0 else CAPTURING if captures else MEASURING)
         began = time.perf_counter()
         try:
             with self._runtime.wait_for_compile():
-                self._webui.warm(job.size.width, job.size.height, *call.shape)
+                self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
             status = self._runtime.status()
             self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         except torch.cuda.OutOfMemoryError:
             raise Refusal(f"there is not enough GPU memory for {job.size}") from None
         if status["route"] not in ("graph", "plain"):
             raise Refusal(status["reason"] or "the WebUI's own UNet serves it")
-        is_ready, left = status["route"] == "graph", CALLS_PER_SHAPE - call.number
+        is_ready, left = status["route"] == "graph", CALLS_PER_SHAPE - number
         self._advance(job, time.perf_counter() - began, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
         return status["reason"] if lacks_graph else ""
