@@ -7,12 +7,13 @@ from typing import Any
 from ..core.call import Call
 from ..core.device import Candidates
 from ..core.key import EXACT, Lossy
-from ..core.settings import ONE_GPU, SAGE, Settings
+from ..core.settings import SAGE, Settings
 from ..devices.registry import AUTO
 from .managed_unet import ManagedUNet
 from .services import Services
 
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
+NONE_IN_MAIN_MEMORY = "Low-bit only is for weights that wait in main memory, and all of these are on the GPU"
 CHANGES_AT_EACH_CALL = "Low-bit rests: the WebUI applies something to the weights that may change at each call"
 SAGE_ATTENTION = "SageAttention"
 
@@ -70,7 +71,7 @@ class BackendChoice:
         wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
         tried: list[Lossy] = []
         for lossy in wanted:
-            lack = why_not_offloaded(managed, settings) if lossy.only and not managed.bound.binding.away else ""
+            lack = NONE_IN_MAIN_MEMORY if lossy.only and not managed.bound.binding.away else ""
             lack = lack or self._why_no_low_bit(managed, lossy, call) or ""
             if lack:
                 lacks[lack] = None
@@ -96,13 +97,3 @@ def with_sage(found: Candidates, call: Call) -> Candidates:
         return found._replace(reason="; ".join(filter(None, (found.reason, lack))))
     first, *_ = (*found.lossy, EXACT)
     return found._replace(lossy=(first._replace(attention=SAGE_ATTENTION), *found.lossy))
-
-
-def why_not_offloaded(managed: ManagedUNet, settings: Settings) -> str:
-    """Why the GPU holds the weights in the model's type too, in one line; "" where nothing stands in the way."""
-    if settings.second_gpu != ONE_GPU:
-        return "Low-bit only is for one GPU"
-    bound = managed.bound
-    if not bound.offloaded and bound.offloaded.come_and_go:
-        return "Low-bit only rests for half a minute: others use the weights in the model's type again and again"
-    return managed.why_not_offloaded or bound.host_traits.keeps_weights(bound.module)

@@ -50,7 +50,7 @@ class Cache:
             vram=self._look().vram, budget=holdings.allowed(self._services.settings.memory_budget),
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             low_bit=sum(held.bytes for held in self._low_bit()), low_bit_layers=self._low_bit_layers(),
-            offloaded=sum(managed.bound.offloaded.bytes for managed in every_unet),
+            offloaded=sum(one.copied() for managed in every_unet if (one := managed.bound.streaming) is not None),
             low_bit_errors=self._low_bit_errors(),
         )
 

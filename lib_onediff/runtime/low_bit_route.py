@@ -19,8 +19,7 @@ from ..core.refusal import Refusal
 from ..core.sampling import time_of
 from ..core.settings import MOST_LOW_BIT_ERROR, Settings
 from ..weights.low_bit import KINDS_OF, WantedKinds
-from ..weights.offload import NoHostMemory
-from .backend_choice import NO_ROOM, why_not_offloaded
+from .backend_choice import NO_ROOM
 from .low_bit_errors import BOTH, SECOND_HALF, TOGETHER, Choice, half_of
 from .managed_unet import ManagedUNet
 from .services import Services
@@ -56,10 +55,6 @@ class LowBitRoute:
             managed.no_room_for_low_bit = True
             self._graphs.drop_low_bit(managed)
             raise Refusal(NO_ROOM) from None
-        except NoHostMemory as full:
-            managed.why_not_offloaded = str(full)
-            self._graphs.drop_low_bit(managed)
-            raise Refusal(managed.why_not_offloaded) from None
         except Refusal:
             raise
         except Exception:
@@ -81,12 +76,10 @@ class LowBitRoute:
         else:
             left_out = self._left_out(managed, lossy, call, budget, wanted)
         if lossy.only:
-            may_move = not why_not_offloaded(managed, settings)
-            if not may_move:
-                self._have_room(managed, wanted)
-            if managed.fit_low_bit_alone(low_bit.quantizer(), wanted, call, may_move):
-                # What torch keeps unused is what was gained.
-                self._services.holdings.card.empty_cache()
+            away = managed.bound.binding.away
+            wanted = {name: kind for name, kind in wanted.items() if name in away}
+            self._have_room(managed, wanted)
+            managed.fit_low_bit(low_bit.quantizer(), wanted, are_alone=True)
         elif not self._have(managed, wanted, left_out):
             raise Refusal(
                 "no class of layers in eight bits keeps this checkpoint within the error budget of "
@@ -97,7 +90,7 @@ class LowBitRoute:
         """See that the weights in main memory fit on the GPU in eight bits, and have the host take others off it where
         they do not. Raises Refusal: the next call finds where they are then."""
         bound, there = managed.bound, () if managed.low_bit is None else managed.low_bit.names()
-        missing = [name for name in wanted if name in bound.binding.away and name not in there]
+        missing = [name for name in wanted if name not in there]
         needed = sum(part.numel() for name in missing for part in bound.binding.parts(name, "weight"))
         room = self._services.holdings.card.room(bound.binding.device)
         if needed <= room:

@@ -43,7 +43,6 @@ class ManagedUNet:
     no_room_for_low_bit: whether memory was too short for them in this sampling.
     asked_for_room: how often the host was asked in this sampling to take weights off the GPU.
     not_finite: weights, settings and calls of which the host's own output has NaN or infinite values, until it has not.
-    why_not_offloaded: what stands in the way of offloading in this sampling, in one line; "" where nothing does.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class ManagedUNet:
         self.low_bit_choice: Choice | None = None
         self.low_bit_sampling = 0
         self.no_room_for_low_bit, self.asked_for_room = False, 0
-        self.why_not_offloaded = ""
         self.not_finite: set[Hashable] = set()
         self.runners: dict[ShapeKey, CachedRunner] = {}
 
@@ -98,29 +96,15 @@ class ManagedUNet:
             self.served_last = False
         return served
 
-    def fit_low_bit(self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset()) -> None:
-        """Have these weights in eight bits, as they are now; left_out: see LowBitWeights. Raises
-        torch.cuda.OutOfMemoryError."""
-        self._low_bit(round_rows, left_out).fit(self._low_bit_state, self.bound.merged, wanted)
+    def fit_low_bit(
+        self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset(), are_alone: bool = False
+    ) -> None:
+        """Have these weights in eight bits, as they are now: layer by layer, so that the GPU holds no more than one of
+        those in main memory. left_out, are_alone: see LowBitWeights. Raises torch.cuda.OutOfMemoryError."""
+        if self.low_bit is None or self.low_bit.layout != self.bound.layout:
+            self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
+        self.low_bit.fit(self._low_bit_state, self.bound.merged, wanted)
         self.bound.watch_contents(whole=False)
-
-    def fit_low_bit_alone(self, round_rows: Round, wanted: WantedKinds, call: Call, may_move: bool) -> bool:
-        """As fit_low_bit, of the layers whose weights are in the computer's memory, or are moved there (may_move):
-        what is there in eight bits keeps its kind. Layer by layer, so that the GPU holds no more than one of them
-        twice. Returns whether any was made.
-
-        Raises torch.cuda.OutOfMemoryError and NoHostMemory; some weights are moved then.
-        """
-        bound, low_bit = self.bound, self._low_bit(round_rows, are_alone=True)
-        there, away = low_bit.names(), bound.binding.away
-        missing = {
-            name: kinds for name, kinds in wanted.items() if name not in there and (may_move or name in away)
-        }
-        low_bit.fit(self._low_bit_state, bound.merged, missing, bound.offload if may_move else lambda name: None)
-        if missing and may_move:
-            bound.note_offloaded(call)
-            low_bit.fitted_to = self._low_bit_state()
-        return bool(missing)
 
     def low_bit_is_decided(self, lossy: Lossy) -> bool:
         """Whether later calls of a shape have the same layers in eight bits."""
@@ -136,13 +120,6 @@ class ManagedUNet:
         """Whether the weights in eight bits are still those that were rounded."""
         return self.low_bit is not None and self.low_bit.fitted_to == self._low_bit_state()
 
-    def _low_bit(
-        self, round_rows: Round, left_out: frozenset[str] = frozenset(), are_alone: bool = False
-    ) -> LowBitWeights:
-        if self.low_bit is None or self.low_bit.layout is not self.bound.layout:
-            self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
-        return self.low_bit
-
     def source(self, lossy: Lossy, call: Call, layers: Collection[str] | None = None) -> Source:
         """The weights for a call, those in eight bits among them where they are wanted. layers: of these alone."""
         bound, low_bit = self.bound, self.low_bit
@@ -152,12 +129,11 @@ class ManagedUNet:
         return low_bit.source(bound.source(call, alone), KINDS_OF[lossy.low_bit], layers, alone)
 
     def _alone(self, lossy: Lossy) -> frozenset[str]:
-        """The layers in eight bits whose other weights are in the computer's memory: nobody copies those."""
+        """The layers in eight bits whose other weights are in main memory: nobody copies those."""
         bound, low_bit = self.bound, self.low_bit
         if not lossy.low_bit or low_bit is None:
             return frozenset()
-        moved = bound.binding.away.union(bound.offloaded.names())
-        return low_bit.linear_names(KINDS_OF[lossy.low_bit]).intersection(moved)
+        return low_bit.linear_names(KINDS_OF[lossy.low_bit]) & bound.binding.away
 
     def streamed(self, lossy: Lossy, settings: Settings) -> str:
         """What of the weights is copied at every call, in words for the user; "" for nothing."""

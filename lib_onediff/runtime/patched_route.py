@@ -43,7 +43,7 @@ class PatchedRoute:
         # A graph's copies cannot go on beside the next graph.
         streams = managed.bound.streaming is not None
         if streams and not traits.launches_patched:
-            raise Refusal("weights are copied from the computer's memory between functions of other extensions")
+            raise Refusal("weights are copied from main memory between functions of other extensions")
         if entry.state is State.COLD:
             output = computed_twice(entry, plainly, patches.functions())
             if output is None:

@@ -44,7 +44,7 @@ class Totals:
     hit_rate: the share of them that a graph served; None before the first.
     low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them. low_bit_layers: of
     how many layers they are.
-    offloaded: bytes of the computer's memory that the WebUI's own weights take meanwhile.
+    offloaded: bytes of weights in main memory, where the WebUI keeps a part of its UNet's.
     low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
     """
 

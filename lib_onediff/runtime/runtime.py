@@ -93,14 +93,12 @@ class Runtime:
         with services.lock:
             known = services.managed.get(unet)
             if known is None:
-                managed = services.managed[unet] = ManagedUNet(
+                services.managed[unet] = ManagedUNet(
                     unet, settings, host_traits, families=services.families
                 )
-                present = weakref.ref(unet)
-                managed.bound.offloaded.restore_all = lambda: self.restore(present())
             else:
                 known.settings = settings
-                known.no_room_for_low_bit, known.why_not_offloaded = False, ""
+                known.no_room_for_low_bit = False
         if known is None:
             services.devices.prepare_early(unet, settings or self.settings)
 
@@ -117,7 +115,6 @@ class Runtime:
             self.two_gpus.forget(unet)
             services.managed.pop(unet, None)
             managed.drop_runners()
-            services.graphs.restore(managed)
             managed.bound.release()
             services.graphs.note_lost()
 
@@ -150,14 +147,6 @@ class Runtime:
             return None if unet is None else str(self.services.families.read(unet).model_name)
         return None
 
-    def restore(self, unet: nn.Module | None) -> None:
-        """Have weights of a UNet that were offloaded back: somebody else is about to compute with them. None: one that
-        is gone. Raises torch.cuda.OutOfMemoryError."""
-        managed = None if unet is None else self.managed_unet(unet)
-        if managed is not None and managed.bound.offloaded:
-            with self.computing(managed.bound.offloaded.device):
-                self.services.graphs.restore(managed)
-
     # --- samplings ------------------------------------------------------------------------------------------------
 
     def sampling_of(self, managed: ManagedUNet) -> Sampling:
@@ -180,7 +169,6 @@ class Runtime:
         if managed is not None:
             managed.served_last = managed.no_room_for_low_bit = False
             managed.asked_for_room = 0
-            managed.why_not_offloaded = ""
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget
             self.pressure.before_sampling(managed.architecture, budget)
@@ -287,9 +275,6 @@ class Runtime:
         if self.services.is_between_graphs:
             # The call around this one goes on with the weights where they are.
             return
-        # Where there is too little memory, it is the host that runs out of it.
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            self.restore(unet)
         if managed is not None and managed.bound.channels_last and not managed.takes_turns():
             with self.computing(managed.bound.binding.device):
                 if managed.bound.undo_channels_last():

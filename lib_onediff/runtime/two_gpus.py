@@ -316,7 +316,7 @@ def refuse_kinds(managed: ManagedUNet) -> None:
     if managed.kinds:
         raise Refusal(f"the host computes with {' and '.join(managed.kinds)}")
     if managed.bound.streaming is not None:
-        raise Refusal("a part of the weights is in the computer's memory")
+        raise Refusal("a part of the weights is in main memory")
 
 
 def served_of(answer: Answer) -> Served:

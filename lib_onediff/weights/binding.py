@@ -33,7 +33,7 @@ class Binding:
 
     cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
     device: where it is computed. away: the layers, fused ones in the place of their members, of which any parameter is
-    not there but in the computer's memory.
+    not there but in main memory.
     """
 
     def __init__(self, module: nn.Module, layout: Any) -> None:
@@ -79,7 +79,7 @@ class Binding:
 
         Returns the bytes that were copied. Parameters are re-pointed (Parameter.data), never written: a host may keep
         the old storage as its backup. Raises Refusal if the parameters are of a dtype that we do not run, or lie on
-        other devices than this one and the computer's memory.
+        other devices than this one and main memory.
         """
         self.device = self._first_weight().device if device is None else device
         self.refuse_mixture()
@@ -88,7 +88,7 @@ class Binding:
             lies_away(parameter, self.device) for kind in ("weight", "bias") for parameter in self.parts(name, kind)
         ))
         if self.away and device is None:
-            raise Refusal("a part of its weights is in the computer's memory")
+            raise Refusal("a part of its weights is in main memory")
         if channels_last:
             copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
         else:

@@ -1,7 +1,6 @@
 """One UNet module in our care: its layout and its bound parameters, true to what the host has made of it."""
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import weakref
@@ -16,7 +15,7 @@ from ..core.call import Call
 from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values
-from .offload import HostMemory, OffloadedWeights
+from .main_memory import MainMemory
 from .on_the_fly import OnTheFly
 from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
 from .streaming import Streaming, Units, streaming_of
@@ -38,8 +37,7 @@ class BoundUNet:
     samplings: how many samplings the host has announced. in_sampling: whether one goes on.
     channels_last: whether the convolutions' weights were laid out so.
     on_the_fly: what the host applies to the weights at each use.
-    offloaded: the weights that we have moved to the computer's memory for the time being.
-    streaming: brings the weights that are there to the device that computes; None where all are on that.
+    streaming: brings the weights that are in main memory to the device that computes; None where all are on that.
     reader: reads the contents of weights, where there is something better than torch's operators.
     """
 
@@ -65,9 +63,8 @@ class BoundUNet:
         # The edition that the last refresh has made everything of.
         self._refreshed: int | None = None
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
-        self.offloaded = OffloadedWeights()
         self.streaming: Streaming | None = None
-        self._memory = HostMemory()
+        self._memory = MainMemory()
         self.samplings = 0
         self.in_sampling = False
         self._lora: Hashable = None
@@ -105,7 +102,7 @@ class BoundUNet:
         """Every layer's tensors as the host computes with them, by path or name; see Binding.weights. Raises Refusal
         where some are away."""
         if self.streaming is not None:
-            raise Refusal("a part of the weights is in the computer's memory")
+            raise Refusal("a part of the weights is in main memory")
         return self.on_the_fly.source(self.binding, self.binding.weights).weights()
 
     def source(self, call: Call, left_out: Collection[str] = ()) -> Source:
@@ -261,9 +258,6 @@ class BoundUNet:
         take, to which the host applies functions; None: any number.
         """
         device = call.latent.device
-        if self.offloaded and not self.unmoved():
-            # The host has moved or exchanged weights, and knows nothing of those that lie elsewhere.
-            self._have_restored()
         self._look()
         traits, binding = self.host_traits, self.binding
         if traits.sync_lora is not None:
@@ -295,7 +289,7 @@ class BoundUNet:
         self.channels_last = channels_last
         if binding.away and call is not None:
             if self._units_of is None:
-                raise Refusal("a part of its weights is in the computer's memory")
+                raise Refusal("a part of its weights is in main memory")
             units = self._units_of(binding.layout, replace(call, cut=None))
             self.streaming = streaming_of(binding, units, self._memory)
         self._watch_parameters()
@@ -306,38 +300,6 @@ class BoundUNet:
     def bind_anew(self) -> None:
         """Something failed over these weights: read and bind everything again at the next call."""
         self._tree = self._parameters = self._contents = self.streaming = None
-
-    def offload(self, name: str) -> None:
-        """Have the weight of a layer, by its path or fused layer's name, in the computer's memory until it is needed;
-        nothing where it is there. Raises what OffloadedWeights.offload raises; note_offloaded has to follow the last.
-        """
-        if name not in self.binding.away:
-            self.offloaded.offload(name, self.binding.layers_of(name))
-
-    def note_offloaded(self, call: Call) -> None:
-        """Graphs that know where the weights lay are of no use."""
-        self._bind(self.channels_last, call)
-        self._tree = None if self._tree is None else self._tree_now()
-
-    def restore(self) -> None:
-        """Have all weights where the UNet is. Raises torch.cuda.OutOfMemoryError; the rest is still offloaded then."""
-        if not self.offloaded:
-            return
-        self._parameters = None
-        self._note_moved()
-        try:
-            self.offloaded.restore(self._unet())
-        finally:
-            if self._binding is not None:
-                with contextlib.suppress(Refusal):
-                    if not self.offloaded:
-                        self._bind(self.channels_last)
-
-    def _have_restored(self) -> None:
-        """As restore, by whoever has more to do with it."""
-        if self.offloaded:
-            self.offloaded.restore_all()
-            self.restore()
 
     def _note_moved(self) -> None:
         """Some weights lie elsewhere now."""
@@ -385,7 +347,6 @@ class BoundUNet:
             self._binding = Binding(unet, layout)
 
     def _drop_binding(self) -> None:
-        self._have_restored()
         self.undo_channels_last()
         self._binding = self._parameters = self._contents = self.streaming = None
         self.drop_applied()
@@ -401,7 +362,6 @@ class BoundUNet:
 
     def release(self) -> None:
         """Forget everything and leave ordinary parameters behind, with the same values."""
-        self.restore()
         self._memory.forget()
         if self._binding is not None:
             self._binding.unbind()

@@ -137,7 +137,7 @@ def low_bit_products(
 
 class LowBitWeights:
     """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
-    classes of layers that are never among them. are_alone: whether they stand for weights in the computer's memory.
+    classes of layers that are never among them. are_alone: whether they stand for weights in main memory.
     fitted_to: the state of the weights that all were rounded from."""
 
     def __init__(

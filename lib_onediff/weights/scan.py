@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..core.origins import author, origin, package, underlying
 from ..core.refusal import Refusal
-from .offload import RestoreFirst
 from .weight_functions import Casts, FunctionReader
 
 # Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged.
@@ -40,7 +39,6 @@ class HostTraits:
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     casts: how the host casts its layers' weights at each use; None where it never does.
-    keeps_weights: why nobody else can move weights of a UNet off the GPU, in one line; "" where the host bears it.
     written: attributes that the host's forwards write on their modules, and that nothing computes with.
     movers: Python modules whose hooks on a network's modules move weights, and change nothing that is computed.
     make_room: has the host take so many bytes of a UNet's weights off the GPU, or more; whether it has taken any.
@@ -54,7 +52,6 @@ class HostTraits:
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda host: host
     functions: FunctionReader | None = None
     casts: Casts | None = None
-    keeps_weights: Callable[[nn.Module], str] = lambda unet: ""
     written: frozenset[str] = frozenset()
     movers: Collection[str] = ()
     make_room: Callable[[nn.Module, int], bool] = lambda unet, size: False
@@ -85,7 +82,7 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
             ):
                 raise Refusal(f"{name} has a {method} of its own, set by {author(own)}")
         for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
-            if not isinstance(hook, RestoreFirst) and origin(hook) not in host_traits.movers:
+            if origin(hook) not in host_traits.movers:
                 raise Refusal(f"{name} has a forward hook, set by {author(hook)}")
         if host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             raise Refusal(

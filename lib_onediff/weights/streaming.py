@@ -1,4 +1,4 @@
-"""Weights that lie in the computer's memory, copied to the GPU while it computes, ahead of the layers that read them.
+"""Weights that lie in main memory, copied to the GPU while it computes, ahead of the layers that read them.
 
 A forward reads its weights unit by unit (core.family.Family.units). The matrices that are away are copied on a stream
 of their own into a ring of GPU memory, and written over once their unit was computed; vectors, a thousandth of all, are
@@ -20,7 +20,7 @@ from ..core.affine import Affine
 from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import Place
-from .offload import HostMemory, NoHostMemory, aligned
+from .main_memory import MainMemory, NoMainMemory, aligned
 
 # Copies of less take longer to begin than to do.
 LEAST_CHUNK = 16 << 20
@@ -120,9 +120,9 @@ class Streaming:
     """The layers of a network that are not, or not as a whole, on the device that computes."""
 
     def __init__(
-        self, binding: Binding, units: Units, device: torch.device, lane: Lane, memory: HostMemory, pinned: bool
+        self, binding: Binding, units: Units, device: torch.device, lane: Lane, memory: MainMemory, pinned: bool
     ) -> None:
-        """Moves the parameters that lie in the computer's memory to such that a GPU copies from by itself (pinned),
+        """Moves the parameters that lie in main memory to such that a GPU copies from by itself (pinned),
         where they do not lie there. units: of the whole network.
 
         Raises Refusal where there is none, and torch.cuda.OutOfMemoryError.
@@ -142,8 +142,8 @@ class Streaming:
             for parts in (*matrices.values(), *vectors.values()):
                 for part in parts:
                     pin(part, memory, pinned)
-        except NoHostMemory as lack:
-            raise Refusal(f"a part of the UNet's weights is in the computer's memory, and {lack}") from None
+        except NoMainMemory as lack:
+            raise Refusal(f"a part of its weights is in main memory, and {lack}") from None
         # Nothing here keeps them alive.
         self._matrices = {name: list(map(Place.of, parts)) for (name, _), parts in matrices.items()}
         sizes = [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
@@ -215,7 +215,7 @@ class Streaming:
         return torch.cat([tensor_at(place).to(self.device, non_blocking=True) for place in self._matrices[name]])
 
 
-def streaming_of(binding: Binding, units: Units, memory: HostMemory) -> Streaming:
+def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streaming:
     """For what computes on a GPU. Raises what Streaming raises."""
     return Streaming(binding, units, binding.device, CopyStream(binding.device), memory, pinned=True)
 
@@ -327,17 +327,15 @@ def joined(copies: Sequence[Copy], room: Tensor) -> list[tuple[Tensor, Place]]:
     return [(room[start:start + place.nbytes], place) for start, place in found]
 
 
-def pin(parameter: Tensor, memory: HostMemory, pinned: bool) -> None:
-    """Have a parameter of the computer's memory lie there in one piece, from which a GPU copies by itself (pinned).
-    Raises NoHostMemory."""
+def pin(parameter: Tensor, memory: MainMemory, pinned: bool) -> None:
+    """Have a parameter of main memory lie there in one piece, from which a GPU copies by itself (pinned).
+    Raises NoMainMemory."""
     lies_well = is_dense(parameter) and (parameter.is_pinned() or not pinned)
     if parameter.device.type != "cpu" or lies_well:
         return
     with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
         source = parameter.detach() if is_dense(parameter) else parameter.detach().contiguous()
-        room: Any = memory.empty((source.numel(),), source.dtype, pinned)
-        if pinned and not room.is_pinned():
-            raise NoHostMemory("the system lets no more of it be pinned")
+        room = memory.empty(source.numel(), source.dtype, pinned)
         room.set_(room.untyped_storage(), room.storage_offset(), source.shape, source.stride())
         parameter.data = room.copy_(source)
 

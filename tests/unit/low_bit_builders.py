@@ -27,7 +27,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights import low_bit, offload
+from lib_onediff.weights import low_bit
 from lib_onediff.weights.low_bit import FP8, KINDS, Kind
 
 EXACT, EIGHT, ONLY = "native", "native, 8-bit", "native, 8-bit only"
@@ -143,24 +143,6 @@ def as_ours(function: Any) -> types.FunctionType:
     return types.FunctionType(
         function.__code__, space, function.__name__, function.__defaults__, function.__closure__
     )
-
-
-def watch_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody computes with a weight that is in the computer's memory: on a machine without a GPU it would go well."""
-
-    def watched(compute: Any) -> Any:
-        def checked(*given: Any, **named: Any) -> Tensor:
-            managed = runtime.services.managed.values()
-            kept = [layers for one in managed for layers in one.bound.offloaded._layers.values()]
-            places = {away.data_ptr() for layers in kept for away in offload.weights_of(layers)}
-            read = {one.data_ptr() for one in given if isinstance(one, Tensor)}
-            assert not places & read, "computed with a weight that is in the computer's memory"
-            return compute(*given, **named)
-
-        return as_ours(checked)
-
-    for owner, name in ((torch.nn.functional, "linear"), (Tensor, "addmm_")):
-        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:

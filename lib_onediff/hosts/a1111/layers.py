@@ -13,7 +13,6 @@ from torch import nn
 
 from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
-from ...weights.offload import restore_before
 from ...weights.weight_functions import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -46,7 +45,6 @@ def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
     extension, wanted = loras(), wanted_networks()
     for layer in () if extension is None else layers:
         if holds_others(layer, wanted):
-            restore_before(layer)
             if wanted:
                 extension.network_apply_weights(layer)
             else:

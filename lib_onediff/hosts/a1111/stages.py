@@ -166,7 +166,6 @@ class StageHooks(ForwardPatches):
         unet: Any = loop.unet()  # its blocks are called: it is there
         self._check(unet)
         managed, settings = runtime.managed_and_settings(unet)
-        runtime.restore(unet)
         # The owner of the loop has embedded timestep and y already.
         patches = patches_of(self._changed.at_call(managed.bound.module))
         call = Call(

@@ -31,13 +31,6 @@ log = logging.getLogger("onediff")
 UNET, UPCASTING = "UNet2DConditionModel", "AttnProcessor"
 
 
-def why_weights_stay(unet: nn.Module) -> str:
-    """See HostTraits.keeps_weights."""
-    if "_hf_hook" in unet.__dict__ or only_moves(unet):
-        return "Low-bit only is not for weights that accelerate or diffusers move at every call"
-    return ""
-
-
 class DiffusersForward(InstanceForward):
     """Stands in for UNet2DConditionModel.forward."""
 
@@ -188,7 +181,7 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     """
     put_on(unet, DiffusersForward, "this UNet's")
     runtime.adopt(unet, settings, HostTraits(
-        keeps_weights=why_weights_stay, functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
+        functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
     ))
 
 

@@ -112,7 +112,6 @@ class Forge(WebUI):
         self.host_traits = HostTraits(
             yardstick=self.attention.exactly, functions=LayerFunctions(), casts=Casts(cast_to_input),
             brought=is_brought,
-            keeps_weights=lambda unet: f"Low-bit only is for weights that {release} leaves in main memory",
             make_room=self._make_room,
         )
         self._changed = ChangedModules()

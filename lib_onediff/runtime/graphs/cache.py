@@ -1,13 +1,10 @@
 """The graphs of every UNet in our care: made when a shape is used again, dropped when memory is asked for."""
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from ...core.call import Call
@@ -16,7 +13,6 @@ from ...core.operators import Operators
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.inputs import own_inputs
-from ...weights.offload import empty_pinned_cache
 from ..managed_unet import ManagedUNet
 from .accounting import Holdings, PoolKey
 from .pool_size import SMALL_THINGS, fits, memory_of, needs_of, too_large
@@ -161,28 +157,10 @@ class GraphCache:
         return max(0, reserved - self._now.card.reserved())
 
     def drop_low_bit(self, managed: ManagedUNet) -> None:
-        """Drop what a UNet's calls in eight bits need, and give the memory back. Raises what restore raises."""
-        if managed.low_bit is not None or managed.bound.offloaded:
+        """Drop what a UNet's calls in eight bits need, and give the memory back."""
+        if managed.low_bit is not None:
             self._drop_low_bit_weights(managed)
-            self.restore(managed)
             self._now.card.empty_cache()
-            empty_pinned_cache()
-
-    def restore(self, managed: ManagedUNet) -> None:
-        """Have the weights of a UNet that were offloaded where it is; those in eight bits make room for them.
-
-        Raises torch.cuda.OutOfMemoryError where there is too little without any graph.
-        """
-        if not managed.bound.offloaded:
-            return
-        began = time.perf_counter()
-        self._drop_low_bit_weights(managed)
-        with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            managed.bound.restore()
-        if managed.bound.offloaded:
-            self.free()
-            managed.bound.restore()
-        log.debug("offloaded weights are back in %.0f ms", (time.perf_counter() - began) * 1e3)
 
     def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
         # Their graphs know where they lie.

@@ -160,14 +160,13 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
     budget, held, low_bit = totals.budget, memory(totals.vram), ""
     if budget or not totals.vram:
         held = f"{held} of {memory(budget)}" if budget else "none (no GPU)"
-    if totals.low_bit or totals.offloaded:
+    if totals.low_bit:
         low_bit = f"{memory(totals.low_bit)}, {counted(totals.low_bit_layers, 'layer')}"
-    if totals.offloaded:
-        low_bit += f"; {memory(totals.offloaded)} of originals in the computer's memory"
     facts = {
         "Graph memory": held, "Disk": memory(totals.disk),
         "Served by a graph": NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %",
         "Queue": counted(pending, "size") if pending else "empty", "Low-bit weights": low_bit,
+        "Weights in main memory": memory(totals.offloaded) if totals.offloaded else "",
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
     }
     meter = bar_html(100 * totals.vram / budget, "Graph memory against its budget", "meter") if budget else ""
