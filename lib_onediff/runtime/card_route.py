@@ -279,8 +279,9 @@ class OneCard:
             if entry.waits == CARD_IS_FULL:
                 self._managed.make_room(entry.needs)
         except torch.cuda.OutOfMemoryError:
+            makes_room = self._managed.make_room(entry.needs)
             self._graphs.free()
-            if self._managed.make_room(entry.needs):
+            if makes_room:
                 # It is captured after the next call, with the weights where they are then.
                 return
             entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"

@@ -48,9 +48,12 @@ class LowBitRoute:
         place of the host's, all. is_first: measure first which products pay, where that is not known: what is checked
         is then what will run. Raises Refusal with the reason where there are none."""
         try:
+            if managed.no_room_for_low_bit:
+                raise Refusal(NO_ROOM)
+            fitting = self._that_fit(managed, lossy, call, is_first) if lossy.only else None
             if is_first:
                 self.tune(managed, lossy, call)
-            self._fit(managed, lossy, call, settings)
+            self._fit(managed, lossy, call, settings, fitting)
         except torch.cuda.OutOfMemoryError:
             managed.no_room_for_low_bit = True
             self._graphs.drop_low_bit(managed)
@@ -61,10 +64,11 @@ class LowBitRoute:
             self._graphs.drop_low_bit(managed)
             raise
 
-    def _fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings) -> None:
+    def _fit(
+        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
+    ) -> None:
+        """fitting: those that stand for weights in main memory."""
         budget = settings.low_bit_budget
-        if managed.no_room_for_low_bit:
-            raise Refusal(NO_ROOM)
         low_bit, layout = self._devices.lossy.low_bit, managed.bound.layout
         other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
         if other or (managed.low_bit is not None and managed.low_bit.are_alone != lossy.only):
@@ -75,31 +79,41 @@ class LowBitRoute:
             managed.low_bit_choice, left_out = None, frozenset[str]()
         else:
             left_out = self._left_out(managed, lossy, call, budget, wanted)
-        if lossy.only:
-            away = managed.bound.binding.away
-            wanted = {name: kind for name, kind in wanted.items() if name in away}
-            self._have_room(managed, wanted)
-            managed.fit_low_bit(low_bit.quantizer(), wanted, are_alone=True)
+        if fitting is not None:
+            chosen = {name: kind for name, kind in wanted.items() if name in fitting}
+            managed.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
         elif not self._have(managed, wanted, left_out):
             raise Refusal(
                 "no class of layers in eight bits keeps this checkpoint within the error budget of "
                 f"{budget:g} (measured)"
             )
 
-    def _have_room(self, managed: ManagedUNet, wanted: WantedKinds) -> None:
-        """See that the weights in main memory fit on the GPU in eight bits, and have the host take others off it where
-        they do not. Raises Refusal: the next call finds where they are then."""
-        bound, there = managed.bound, () if managed.low_bit is None else managed.low_bit.names()
-        missing = [name for name in wanted if name not in there]
-        needed = sum(part.numel() for name in missing for part in bound.binding.parts(name, "weight"))
+    def _that_fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
+        """The layers in main memory for which there is room on the GPU in eight bits: all, where the host takes others
+        off it. Raises Refusal where there is none."""
+        bound, low_bit = managed.bound, managed.low_bit
+        there = low_bit.names() if low_bit is not None and low_bit.are_alone else set[str]()
+        if there and not is_first:
+            return there
+        wanted = self._devices.lossy.low_bit.wanted(lossy, bound.layout, call)
+        sizes = {
+            name: sum(part.numel() for part in bound.binding.parts(name, "weight"))
+            for name in wanted if name in bound.binding.away and name not in there
+        }
         room = self._services.holdings.card.room(bound.binding.device)
-        if needed <= room:
-            return
+        lacking = sum(sizes.values()) - room
         # Two bytes that go make room for one, and have to be in eight bits as well.
-        if not managed.make_room(2 * (needed - room)):
-            managed.no_room_for_low_bit = True
+        if lacking > 0 and managed.make_room(2 * lacking):
+            bound.refresh(call, bound.channels_last)
+            return self._that_fit(managed, lossy, call, is_first)
+        fitting = set(there)
+        for name, size in sizes.items():
+            if size <= room:
+                fitting.add(name)
+                room -= size
+        if not fitting:
             raise Refusal(NO_ROOM)
-        raise Refusal("the WebUI has taken weights off the GPU, to make room for those in eight bits")
+        return fitting
 
     def _left_out(
         self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds

@@ -198,7 +198,10 @@ class ManagedUNet:
         if self.bound.streaming is None or self.asked_for_room >= MOST_ASKED:
             return False
         self.asked_for_room += 1
-        return self.bound.host_traits.make_room(self.bound.module, size)
+        unet = self.bound.module
+        # As the host would: what it moves then is of the kind that it was.
+        with torch.no_grad(), torch.inference_mode(next(unet.parameters()).is_inference()):
+            return self.bound.host_traits.make_room(unet, size)
 
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off

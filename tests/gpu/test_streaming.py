@@ -45,8 +45,7 @@ def in_our_care(unet: nn.Module, **options: Any) -> Any:
     lib_onediff.compile_unet(unet, backend="native", **options)
     managed = runtime.managed_unet(unet)
     assert managed is not None
-    traits = replace(managed.bound.host_traits, movers=(__name__,), keeps_weights=lambda unet: "the host moves them")
-    managed.bound.host_traits = traits
+    managed.bound.host_traits = replace(managed.bound.host_traits, movers=(__name__,))
     return managed
 
 
