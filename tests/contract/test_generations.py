@@ -49,6 +49,23 @@ def test_a_generation_is_ours_and_the_hosts(host: Host) -> None:
     assert not any(entry.relative_error and entry.relative_error > 1e-5 for entry in runtime.table.entries())
 
 
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_with_low_vram_every_call_is_ours_and_the_hosts_own_layer_leaves_the_gpu(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, lowvram = host.generate(), host.module("modules.lowvram")
+    monkeypatch.setattr(host.module("modules.shared").cmd_opts, "lowvram", True)
+    unet = host.networks()[0]
+    for block in (*unet.input_blocks, unet.middle_block, *unet.output_blocks):
+        block.register_forward_pre_hook(lowvram.send_me_to_gpu)
+    host.start()
+    for _ in range(3):
+        made, calls = calls_of(host.generate)
+        assert calls == OURS and close(made, expected)
+    # What the check of the first call has left there.
+    assert lowvram.module_in_gpu is None
+
+
 def test_one_hook_however_often_and_nothing_afterwards(host: Host) -> None:
     expected, before = host.generate(), attributes(host)
     vae = host.module(host.vae_module)

@@ -43,6 +43,7 @@ NEEDS = (
     Need("modules.sd_hijack_unet", "th"), Need("modules.sd_unet", "current_unet"),
     Need("modules.shared", "loaded_hypernetworks"), Need("modules.sd_models", "model_data"),
     Need("modules.call_queue", "queue_lock"), Need("modules.devices", "autocast"),
+    Need("modules.lowvram", "module_in_gpu"), Need("modules.lowvram", "send_everything_to_cpu"),
 )
 # Why the prompt's rows of a call are not known.
 NO_STEP = "the WebUI's denoiser does not make this call"

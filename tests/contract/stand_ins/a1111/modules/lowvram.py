@@ -1,0 +1,20 @@
+"""The network, or the layer of a UNet, that --lowvram has on the GPU."""
+from __future__ import annotations
+
+from typing import Any
+
+module_in_gpu: Any = None
+
+
+def send_everything_to_cpu() -> None:
+    global module_in_gpu
+    if module_in_gpu is not None:
+        module_in_gpu.to("cpu")
+    module_in_gpu = None
+
+
+def send_me_to_gpu(module: Any, given: Any) -> None:
+    global module_in_gpu
+    if module_in_gpu is not module:
+        send_everything_to_cpu()
+        module_in_gpu = module
