@@ -31,15 +31,13 @@ class Affine(NamedTuple):
     wanted; and the LoRAs that are computed beside it.
 
     gated_scale: of a feed-forward's first layer in float8, the scale, (1, 1) in float32, of what its GEGLU gives in
-    float8. normed_scale: of a convolution in float8, the scale, (1, 1), that what its norm gives has for each deviation
-    that a number may be from its mean."""
+    float8."""
 
     weight: Tensor
     bias: Tensor | None
     low_bit: tuple[QuantizedWeight, ...] = ()
     low_rank: LowRank | None = None
     gated_scale: Tensor | None = None
-    normed_scale: Tensor | None = None
 
 
 Weights = Mapping[str, Affine]

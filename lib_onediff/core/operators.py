@@ -44,13 +44,13 @@ class QuantizedTokens(NamedTuple):
 
 
 class QuantizedImage(NamedTuple):
-    """An image in float8 (e4m3), as a convolution wants it.
+    """An image in float8 (e4m3) or int8, as a convolution wants it.
 
-    values: (batch, height, width, channels). scale: (1, 1) in float32, by which they are multiplied.
+    values: (batch, height, width, channels). scales: (batch, 1) in float32, by which they are multiplied.
     """
 
     values: Tensor
-    scale: Tensor
+    scales: Tensor
 
 
 # What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.

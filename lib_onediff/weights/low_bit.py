@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.affine import Affine, QuantizedWeight, Source, Weights, bias_of
-from ..core.leaves import FusedLinear, Linear, ResidualBlock, TransformerBlock, descriptions
+from ..core.leaves import Convolution, FusedLinear, Linear, ResidualBlock, TransformerBlock, descriptions
 
 
 class Kind(NamedTuple):
@@ -41,7 +41,7 @@ CONVOLUTIONS = "convolutions"
 WantedKinds = Mapping[str, Kind]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
 FEWEST_WEIGHTS = 1 << 20
-# The one convolution that can be in eight bits.
+# The one convolution that there is a kernel for.
 KERNEL, STRIDE, PADDING = 3, 1, 1
 ALIGNED = 16
 # Of the values of a row, in float8, the smallest root mean square. Below 2**-6 their steps become no smaller; at this
@@ -52,8 +52,6 @@ ROUNDING_MARGIN = 1.3
 SMALLEST_SCALE = 2.0**-100
 # Of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel, and gains less.
 FEWEST_PIXELS = 32 * 32
-# Of a norm whose convolution may be in eight bits: smaller images are not.
-FEWEST_DEVIATIONS = 16
 
 
 class LowBitLayer(NamedTuple):
@@ -79,10 +77,6 @@ class Product(NamedTuple):
     source: str
     size: tuple[int, int] | None = None
 
-    def suited(self, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
-        """Those of these kinds in which there is such a product."""
-        return tuple(kind for kind in kinds if self.size is None or kind is FP8)
-
 
 def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
     """The linear layers of a block that may be worth it: the large ones, but for those that read the prompt, which are
@@ -103,13 +97,17 @@ def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -
 
 
 def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
-    """The convolutions of a block that may be worth it, in float8; whether they are, the number of pixels decides."""
-    for layer, norm in ((block.in_convolution, block.in_norm), (block.out_convolution, block.out_norm)):
-        shape = layer.kernel, layer.stride, layer.padding
-        aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
-        if shape == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular:
+    """The convolutions of a block that may be worth it; whether they are, the number of pixels decides."""
+    for layer in (block.in_convolution, block.out_convolution):
+        if has_kernel(layer):
             width = KERNEL**2 * layer.in_channels
-            yield LowBitLayer(layer.path, width, layer.out_channels, GROUP_NORMED, CONVOLUTIONS, norm.path)
+            yield LowBitLayer(layer.path, width, layer.out_channels, GROUP_NORMED, CONVOLUTIONS)
+
+
+def has_kernel(layer: Convolution) -> bool:
+    """Whether our own kernel computes it."""
+    aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
+    return (layer.kernel, layer.stride, layer.padding) == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular
 
 
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
@@ -182,8 +180,7 @@ class LowBitWeights:
                     self._kept[name, kind] = empty_like(rows, kind)
                 self._round(rows, *self._kept[name, kind])
             if name in self._norms and FP8 in kinds:
-                norm = affine_of(self._norms[name])
-                scale = gated_scale(weight, bias, norm) if weight.dim() == 2 else normed_scale(norm)
+                scale = gated_scale(weight, bias, affine_of(self._norms[name]))
                 if name not in self._scales:
                     self._scales[name] = torch.empty((1, 1), device=weight.device, dtype=torch.float32)
                 self._scales[name].copy_(scale)
@@ -239,9 +236,8 @@ class WithLowBit(Mapping[str, Affine]):
         weight, scale = affine.weight, self._scales.get(name)
         if name in self._alone:
             weight = torch.empty_like(weight, device="meta")
-        gated, normed = (scale, None) if weight.dim() == 2 else (None, scale)
         # What LoRAs add was rounded with the weight.
-        return affine._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=gated, normed_scale=normed)
+        return affine._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=scale)
 
     def bias(self, name: str) -> Tensor | None:
         """That of a layer, without its weight."""
@@ -280,24 +276,8 @@ def gated_scale(weight: Tensor, bias: Tensor | None, norm: Affine) -> Tensor:
     offset = offset if bias is None else offset + bias.detach().to(wide)
     length = torch.linalg.vector_norm(wide * factor, dim=1) * weight.shape[1] ** 0.5
     values, gates = (length + offset.abs()).chunk(2)
-    return next_power((values * gates).amax() * ROUNDING_MARGIN / FP8.largest)
-
-
-def normed_scale(norm: Affine) -> Tensor:
-    """(), in float32, a power of two: the scale in float8, for each deviation that a number may be from the mean, of
-    what a group norm gives; a SiLU makes nothing larger. Where that is FEWEST_DEVIATIONS or more."""
-    offset = 0.0 if norm.bias is None else largest_of(norm.bias) / FEWEST_DEVIATIONS
-    return next_power((largest_of(norm.weight) + offset) / FP8.largest)
-
-
-def deviations(members: int) -> float:
-    """How many deviations from their mean any of so many numbers may be; rounded up to a power of two."""
-    return 2.0 ** math.ceil(math.log2(max(members, 1)) / 2)
-
-
-def next_power(number: Tensor) -> Tensor:
-    """The smallest power of two that is not smaller."""
-    return torch.exp2(torch.ceil(torch.log2(number.clamp_min(SMALLEST_SCALE))))
+    largest = (values * gates).amax() * ROUNDING_MARGIN / FP8.largest
+    return torch.exp2(torch.ceil(torch.log2(largest.clamp_min(SMALLEST_SCALE))))
 
 
 def as_rows(weight: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """FP8 on a real GPU: by one scale for each factor as near as with one for every row and column; and our own products,
-a feed-forward's first with its GEGLU and convolutions, by every cut."""
+a feed-forward's first with its GEGLU, and convolutions, those of other types too, by every cut."""
 from __future__ import annotations
 
 import pytest
@@ -16,7 +16,7 @@ from lib_onediff.core.operators import QuantizedImage, QuantizedTokens, Stream
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products, rounding
 from lib_onediff.devices.cuda.kernels.launch_config import (
-    CONVOLUTION,
+    CONVOLUTIONS,
     GATED_PRODUCT,
     LIBRARY,
     Kernel,
@@ -26,24 +26,25 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.low_bit import FP8, GATED, NORMED, PLAIN, Product, as_rows, gated_scale
+from lib_onediff.weights.low_bit import FP8, GATED, KINDS, NORMED, PLAIN, Product, as_rows, gated_scale
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
+COPIES = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # What three bits after the point make of normal numbers, and how a GPU sums products of float8: in 22 bits, the more of
 # them the farther off (2.5e-3 of 11,520).
 ROUNDED, SUMMED = 3e-2, 5e-3
 
 
-@pytest.fixture(autouse=True)
-def needs_the_units() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs a GPU of compute capability 8.9")
-
-
 def on_this_gpu(kernel: Kernel) -> list[LaunchConfig]:
-    copies = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return [config for config in kernel.candidates if config != LIBRARY and (copies or not config[0])]
+    return [config for config in kernel.candidates if config != LIBRARY and bool(config[0]) == COPIES]
+
+
+@pytest.fixture(autouse=True)
+def needs_the_units(request: pytest.FixtureRequest) -> None:
+    kind = request.node.callspec.params.get("kind", FP8.dtype)
+    if kind == FP8.dtype and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
 
 
 def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,19 +69,33 @@ def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, h
     assert relative_error(found.values.double() * found.scales, expected) < ROUNDED
 
 
-@pytest.mark.parametrize("config", on_this_gpu(CONVOLUTION), ids=str)
+@pytest.mark.parametrize(("kind", "config"), [
+    (dtype, config) for dtype, kernel in CONVOLUTIONS.items() for config in on_this_gpu(kernel)
+], ids=str)
 @pytest.mark.parametrize(("batch", "channels", "out", "size"), [
     (2, 320, 320, (128, 128)), (2, 1280, 1280, (32, 32)), (1, 960, 336, (45, 61)), (3, 48, 80, (33, 40)),
 ], ids=str)
-def test_a_convolution(config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]) -> None:
-    image = torch.randn(batch, *size, channels, device=GPU)
-    weight = torch.randn(out, channels, 3, 3, device=GPU, dtype=torch.float16) / channels**0.5
-    low_bit = rounding.rounded_weight(as_rows(weight), FP8)
-    values, scale = rounded(image)
-    found = products.convolution(QuantizedImage(values, scale), low_bit, torch.bfloat16, config)
-    back = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
-    expected = functional.conv2d((values.float() * scale).permute(0, 3, 1, 2).double(), back.double(), padding=1)
-    assert relative_error(found.double(), expected) < SUMMED
+def test_a_convolution(
+    kind: torch.dtype, config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]
+) -> None:
+    """In eight bits, of the rounded factors; in float16, summed in it."""
+    image = torch.randn(batch, channels, *size, device=GPU, dtype=torch.float16)
+    image, weight = (
+        tensor.to(memory_format=torch.channels_last)
+        for tensor in (image, torch.randn(out, channels, 3, 3, device=GPU, dtype=torch.float16) / channels**0.5)
+    )
+    if kind == torch.float16:
+        found, allowed = products.half_sums_convolution(image, weight, config), 1e-3
+    else:
+        eight = next(one for one in KINDS if one.dtype == kind)
+        low_bit = rounding.rounded_weight(as_rows(weight), eight)
+        values, scales = rounded_rows(image.permute(0, 2, 3, 1).flatten(1), eight)
+        values = values.view(batch, *size, channels)
+        found = products.convolution(QuantizedImage(values, scales), low_bit, torch.bfloat16, config)
+        weight = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
+        image, allowed = values.permute(0, 3, 1, 2) * scales[:, :, None, None], SUMMED
+    expected = functional.conv2d(image.double(), weight.double(), padding=1)
+    assert relative_error(found.double(), expected) < allowed
 
 
 # --- one scale for each factor ----------------------------------------------------------------------------------------

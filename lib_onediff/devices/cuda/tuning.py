@@ -131,21 +131,25 @@ def trial_of(
     than random numbers. result: see float8.product."""
     rows, width, out = product[:3]
     one = torch.ones((1, 1), device=device)
+    columns = one.expand(1, out).contiguous()
 
     def values(*shape: int) -> Tensor:
         return (make(*shape) * SPREAD if kind is INT8 else make(*shape)).clamp(-127, 127).to(kind.dtype)
 
+    if product.size is not None:
+        height, across = product.size
+        batch = rows // (height * across)
+        image = QuantizedImage(values(batch, height, across, width // KERNEL**2), torch.ones((batch, 1), device=device))
+        weight = QuantizedWeight(values(out, width), columns if kind is INT8 else one)
+        run = partial(products.convolution, image, weight, dtype)
+        shape_class = products.convolution_class(image.values, out)
+        return Trial(products.of_card(cuts.CONVOLUTIONS[kind.dtype], device), shape_class, run)
     if kind is INT8:
         tokens = QuantizedTokens(values(rows, width), torch.ones((rows, 1), device=device), (rows,))
-        weight = QuantizedWeight(values(out, width), torch.ones((1, out), device=device))
+        weight = QuantizedWeight(values(out, width), columns)
         shape_class = products.product_class(rows, out, width)
         run = partial(products.int8_product, tokens, weight, None, dtype)
         return Trial(cuts.INT8_PRODUCT, shape_class, run)
-    if product.size is not None:
-        height, across = product.size
-        image = QuantizedImage(values(rows // (height * across), height, across, width // KERNEL**2), one)
-        run = partial(products.convolution, image, QuantizedWeight(values(out, width), one), dtype)
-        return Trial(products.of_card(cuts.CONVOLUTION, device), products.convolution_class(image, out), run)
     if product.source != GATED:
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
@@ -168,7 +172,7 @@ def way_of(
     norm comes with it."""
     random = random_on(device, dtype)
     if product.size is not None:
-        return way_of_convolution(product, product.size, random)
+        return way_of_convolution(product, product.size, random, kind)
     weight = random(product.out, product.width)
     affine = Affine(weight, None, (rounding.rounded_weight(weight, kind),))
     if product.source == low_bit.NORMED:
@@ -195,14 +199,13 @@ def way_of(
 
 
 def way_of_convolution(
-    product: Product, size: tuple[int, int], random: Callable[..., Tensor]
+    product: Product, size: tuple[int, int], random: Callable[..., Tensor], kind: Kind
 ) -> Callable[[Operators], object]:
     channels, batch = product.width // KERNEL**2, product.rows // (size[0] * size[1])
     image = random(batch, channels, *size).to(memory_format=torch.channels_last)
     weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
     parameters = Affine(random(channels), random(channels))
-    rounded = rounding.rounded_weight(low_bit.as_rows(weight), FP8)
-    affine = Affine(weight, None, (rounded,), normed_scale=low_bit.normed_scale(parameters).view(1, 1))
+    affine = Affine(weight, None, (rounding.rounded_weight(low_bit.as_rows(weight), kind),))
     norm = GroupNorm("norm", channels, GROUPS, EPS)
     shape = Convolution("convolution", channels, product.out, KERNEL, low_bit.STRIDE, low_bit.PADDING)
     return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)
@@ -228,15 +231,12 @@ def low_bit_launches(
                 rounding.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
 
     def norm(channels: int) -> object:
-        image, vector, one = make(1, channels, FEW, FEW), make(channels), torch.ones(1, 1, device=device)
-        image = image.to(memory_format=torch.channels_last)
+        image, vector = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last), make(channels)
         given = image, None, vector, vector, channels, EPS, True, None
         config = launches.of(cuts.APPLICATION, cuts.SMALL, dtype)
-        rounded = group_norm.Rounding(one, 1.0, kind.dtype)
-        return group_norm.group_norm(*given, application_cut=config, rounding=rounded)
+        return group_norm.group_norm(*given, application_cut=config, kind=kind)
 
-    found: list[Callable[[], object]] = [partial(tokens_of, width) for width in widths(users)]
-    return [*found, partial(norm, low_bit.ALIGNED)] if kind is FP8 else found
+    return [*(partial(tokens_of, width) for width in widths(users)), partial(norm, low_bit.ALIGNED)]
 
 
 # --- a feed-forward's first product, exact ----------------------------------------------------------------------------
@@ -263,6 +263,36 @@ def gated_trial(
         return products.exact_gated_product(tokens, weight, bias, config)
 
     return Trial(products.of_card(cuts.EXACT_GATED_PRODUCT, device), shape_class, run)
+
+
+# --- a convolution with float16 sums ----------------------------------------------------------------------------------
+
+
+def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device, time_ms: TimeMs) -> bool:
+    """Choose whether a convolution has float16 sums, where that was not measured on this GPU; whether it was now. size:
+    of its image, (batch, height, width, channels), and how many channels come out."""
+    trial = half_sums_trial(random_on(device, torch.float16), size, device)
+    return tuned(launches, trial, torch.float16, time_ms)
+
+
+def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: torch.device) -> Trial:
+    batch, height, width, channels, out = size
+    image, weight = (
+        make(*shape).to(memory_format=torch.channels_last)
+        for shape in ((batch, channels, height, width), (out, channels, KERNEL, KERNEL))
+    )
+
+    def run(config: LaunchConfig) -> Tensor:
+        if config == cuts.LIBRARY:
+            return functional.conv2d(image, weight, padding=low_bit.PADDING)
+        return products.half_sums_convolution(image, weight, config)
+
+    def agrees(output: Tensor) -> bool:
+        exact = run(cuts.LIBRARY).float()
+        return float((output.float() - exact).norm() / exact.norm()) < float8.WORST_PROBE_ERROR
+
+    kernel = products.of_card(cuts.CONVOLUTIONS[torch.float16], device)
+    return Trial(kernel, products.convolution_class(image.permute(0, 2, 3, 1), out), run, agrees)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

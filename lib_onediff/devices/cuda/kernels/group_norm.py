@@ -10,12 +10,13 @@ Sizes are arguments that Triton does not specialise on: every resolution has the
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....core.operators import QuantizedImage
+from ....weights.low_bit import Kind
 from .images import CHANNEL_BLOCK, PartialStatistics, measure
 from .launch_config import APPLICATION, STATISTICS, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
@@ -26,35 +27,28 @@ SMALL_IMAGE_PIXELS = 256
 # Narrower groups make one kernel for all read too scattered, and each width is a kernel to compile.
 SMALL_IMAGE_GROUP_WIDTH = 40
 SMALL_ROWS = 64
-
-
-class Rounding(NamedTuple):
-    """Into which eight bits a norm is written, in a type of float8. normed_scale: of the convolution that reads it,
-    (1, 1), for each deviation that a number may be from its mean. farthest: how many those may be."""
-
-    normed_scale: Tensor
-    farthest: float
-    dtype: torch.dtype
+# Of a norm in eight bits.
+MOST_GROUPS = 32
 
 
 def group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
     statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
-    rounding: Rounding | None = None, at_once: bool | None = None,
+    kind: Kind | None = None, at_once: bool | None = None,
 ) -> Any:
     """Group norm of (first beside second) + shift, then SiLU if silu.
 
     first, second: (batch, channels, height, width) in channels-last memory; shift: (batch, channels) or None. Returns
     the dtype of first, in channels-last memory; sums in float32. measured: of the images, where whoever made them has.
-    rounding: to have a QuantizedImage. at_once: whether by the one kernel for small images, which is right for any and
-    takes no rounding; None: where it is the fastest.
+    kind: to have a QuantizedImage in it, of at most MOST_GROUPS. at_once: whether by the one kernel for small images,
+    which is right for any and takes no kind; None: where it is the fastest.
     """
     batch, here, height, width = first.shape
     there = 0 if second is None else second.shape[1]
     channels, pixels = here + there, height * width
     group_width = channels // groups
-    dtype = first.dtype if rounding is None else rounding.dtype
+    dtype = first.dtype if kind is None else kind.dtype
     shape = batch, channels, height, width
     output = torch.empty(shape, device=first.device, dtype=dtype, memory_format=torch.channels_last)
     # There is a kernel for each set of types: what is not there is stood for by something of its type.
@@ -73,20 +67,21 @@ def group_norm(
     other = one if second is None else measured[1] or measure(second, statistics_cut)
     # What the norm does to each channel.
     scales = torch.empty((batch, 2, channels), device=first.device, dtype=torch.float32)
+    largest = scales if kind is None else scales.new_empty((batch, groups))
     launch(
         "group_norm.join_statistics", (groups, batch), one.statistics, other.statistics, added, weight, bias, scales,
-        pixels, one.count, other.count, one.pixels, other.pixels, added_stride, has_shift, eps, here, there,
-        group_width, warps=8, BLOCK=join_block(group_width), STRIPS=JOINED_NUMBERS // join_block(group_width),
+        largest, pixels, one.count, other.count, one.pixels, other.pixels, added_stride, has_shift, eps, here, there,
+        group_width, int(silu), int(kind is not None), warps=8, BLOCK=join_block(group_width),
+        STRIPS=JOINED_NUMBERS // join_block(group_width),
     )
     rows, warps = application_cut
-    output_scale = scales if rounding is None else torch.empty((1, 1), device=first.device, dtype=torch.float32)
+    output_scales = scales if kind is None else scales.new_empty((batch, 1))
     launch(
         "group_norm.scale_and_shift", (ceil_div(pixels, rows), ceil_div(channels, CHANNEL_BLOCK), batch), *images,
-        scales, output, scales if rounding is None else rounding.normed_scale, output_scale, pixels, here, there,
-        int(silu), 1.0 if rounding is None else rounding.farthest, warps=warps, BLOCK=CHANNEL_BLOCK, ROWS=rows,
-        ROUNDED=rounding is not None,
+        scales, output, largest, output_scales, pixels, here, there, int(silu), groups,
+        1.0 if kind is None else kind.largest, warps=warps, BLOCK=CHANNEL_BLOCK, ROWS=rows, ROUNDED=kind is not None,
     )
-    return output if rounding is None else QuantizedImage(output.permute(0, 2, 3, 1), output_scale)
+    return output if kind is None else QuantizedImage(output.permute(0, 2, 3, 1), output_scales)
 
 
 def join_block(group_width: int) -> int:

@@ -1,7 +1,8 @@
 """Additions to channels-last images, measured on the way, and their enlargement.
 
 What is measured are means and squared deviations of strips of pixels, the first half of a group norm, which then need
-not read the image for that. The number of strips depends on sizes alone, and needs no other kernel.
+not read the image for that; and the lowest and the highest numbers, which bound what a norm in eight bits gives. The
+number of strips depends on sizes alone, and needs no other kernel.
 """
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ MOST_STRIPS = 128
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """statistics: (batch, count, mean then squared deviations, channels) in float32, each over so many pixels, but the
-    last over what is left."""
+    """statistics: (batch, count, mean then squared deviations, lowest, highest, channels) in float32, each over so many
+    pixels, but the last over what is left."""
 
     statistics: Tensor
     count: int
@@ -45,7 +46,7 @@ def add_and_measure(
     channel_blocks = ceil_div(channels, CHANNEL_BLOCK)
     tiles = ceil_div(ceil_div(pixels, rows), wanted_strips(update.device, channel_blocks * batch))
     count = ceil_div(pixels, tiles * rows)
-    statistics = torch.empty((batch, count, 2, channels), device=update.device, dtype=torch.float32)
+    statistics = torch.empty((batch, count, 4, channels), device=update.device, dtype=torch.float32)
     launch(
         "images.strip_statistics", (count, channel_blocks, batch), update if image is None else image, update,
         update if bias is None else bias, update if output is None else output, statistics, pixels, count, tiles,

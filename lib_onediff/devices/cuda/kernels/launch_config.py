@@ -17,6 +17,7 @@ from torch import Tensor
 from ....core.card import current_card, named
 from ....core.device import TimeMs
 from ....core.tuning_cache import TuningCache
+from ....weights.low_bit import FP8, INT8
 
 log = logging.getLogger("onediff")
 # Numbers that a kernel is launched with, or the name of an implementation.
@@ -70,13 +71,26 @@ EXACT_GATED_PRODUCT = Kernel("gated product", (
     (0, 128, 128, 32, 8, 8, 4), (0, 64, 64, 64, 8, 4, 3),
 ))
 # (as above; pixels down and across, channels of the output, depth of a tile, tiles of a group, warps, stages): see
-# kernels.products.
-CONVOLUTION = Kernel("fp8 convolution", (
-    (0, 8, 16, 128, 128, 8, 4, 3), (1, 8, 16, 128, 128, 8, 4, 3), (1, 16, 16, 128, 128, 8, 8, 3),
-    (1, 16, 16, 64, 128, 8, 8, 3), (1, 8, 16, 64, 128, 8, 4, 4), (1, 8, 16, 128, 64, 8, 4, 4),
-    (1, 8, 8, 128, 128, 8, 4, 3), (0, 8, 16, 128, 128, 8, 8, 3), (0, 8, 16, 64, 128, 8, 4, 3),
-    (0, 8, 16, 128, 64, 8, 8, 4),
-))
+# kernels.products. By the type that is multiplied; in float16, the depth is how many products are summed in it.
+COPIED_CONVOLUTIONS = (
+    (1, 8, 16, 128, 128, 8, 4, 3), (1, 16, 16, 128, 128, 8, 8, 3), (1, 16, 16, 64, 128, 8, 8, 3),
+    (1, 8, 16, 64, 128, 8, 4, 4), (1, 8, 16, 128, 64, 8, 4, 4), (1, 8, 8, 128, 128, 8, 4, 3),
+)
+CONVOLUTIONS = {
+    FP8.dtype: Kernel("fp8 convolution", (
+        (0, 8, 16, 128, 128, 8, 4, 3), *COPIED_CONVOLUTIONS, (0, 8, 16, 128, 128, 8, 8, 3),
+        (0, 8, 16, 64, 128, 8, 4, 3), (0, 8, 16, 128, 64, 8, 8, 4),
+    )),
+    INT8.dtype: Kernel("int8 convolution", (
+        (0, 8, 16, 128, 64, 8, 8, 3), *COPIED_CONVOLUTIONS, (0, 8, 16, 128, 128, 8, 8, 3),
+        (0, 8, 16, 64, 128, 8, 4, 3), (0, 8, 16, 128, 64, 8, 4, 4), (0, 16, 16, 128, 64, 8, 8, 4),
+        (0, 16, 16, 128, 128, 8, 8, 3),
+    )),
+    torch.float16: Kernel("convolution with float16 sums", (
+        LIBRARY, (0, 8, 16, 128, 64, 8, 8, 3), (0, 8, 16, 64, 64, 8, 4, 3), (0, 8, 16, 128, 32, 8, 8, 4),
+        (0, 16, 16, 64, 64, 8, 8, 3), (1, 8, 16, 128, 64, 8, 8, 3), (1, 8, 16, 128, 128, 8, 8, 3),
+    )),
+}
 
 
 class Launches:

@@ -25,7 +25,6 @@ from ....weights.low_bit import (
     PLAIN,
     Kind,
     Product,
-    deviations,
     kind_of,
 )
 from ...torch import operators as torch_ops
@@ -113,11 +112,11 @@ class NativeOperators:
 
     def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
         if isinstance(image, QuantizedImage):
-            shape_class = products.convolution_class(image, shape.out_channels)
-            config = self._launches.of(cuts.CONVOLUTION, shape_class, affine.weight.dtype)
+            shape_class, values = products.convolution_class(image.values, shape.out_channels), image.values
+            config = self._launches.of(cuts.CONVOLUTIONS[values.dtype], shape_class, affine.weight.dtype)
             # It is added with the shift, or with the residual.
             assert affine.bias is None
-            return products.convolution(image, affine.low_bit[0], affine.weight.dtype, config)
+            return products.convolution(image, weight_like(image, affine), affine.weight.dtype, config)
         if affine.bias is None or shape.out_channels % ALIGNED:
             return torch_ops.convolution(channels_last(image), affine, shape)
         # torch adds a bias in another pass, and a slower one.
@@ -135,7 +134,7 @@ class NativeOperators:
         return native_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
             measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first),
-            self._rounding(image.shape, norm.groups, reader),
+            self._image_kind(image.shape, norm.groups, reader),
         )
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
@@ -234,16 +233,15 @@ class NativeOperators:
 
     # --- in eight bits --------------------------------------------------------------------------------------------
 
-    def _rounding(self, shape: torch.Size, groups: int, reader: Affine | None) -> native_group_norm.Rounding | None:
-        """How the norm of such an image is written, where the convolution that reads it is done in eight bits."""
+    def _image_kind(self, shape: torch.Size, groups: int, reader: Affine | None) -> Kind | None:
+        """In which kind the norm of such an image is written; None: the convolution that reads it is in the model's
+        type."""
         batch, channels, height, width = shape
-        pixels, scale = height * width, None if reader is None else reader.normed_scale
-        if reader is None or scale is None or not reader.low_bit or pixels < FEWEST_PIXELS:
+        pixels, few = height * width, groups <= native_group_norm.MOST_GROUPS
+        if reader is None or not reader.low_bit or pixels < FEWEST_PIXELS or not few:
             return None
         product = Product(batch * pixels, KERNEL**2 * channels, len(reader.weight), GROUP_NORMED, (height, width))
-        if self._choose(product, reader.weight.dtype, [FP8]) is not FP8:
-            return None
-        return native_group_norm.Rounding(scale, deviations(pixels * channels // groups), FP8.dtype)
+        return self._choose(product, reader.weight.dtype, kinds_of(reader))
 
     def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
         return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
@@ -252,7 +250,7 @@ class NativeOperators:
         """In which kind that many rows are multiplied with the reader's weight; None: in the model's type."""
         if not reader.low_bit:
             return None
-        there = [kind_of(weight.values) for weight in reader.low_bit]
+        there = kinds_of(reader)
         if reader.weight.is_meta:
             return there[0]
         out, width = reader.weight.shape
@@ -290,8 +288,13 @@ def dequantized(affine: Affine) -> Tensor:
     return values.to(affine.weight.dtype).mul_(scales.t())
 
 
-def weight_like(x: QuantizedTokens, affine: Affine) -> QuantizedWeight:
-    """The weight in the kind of these tokens."""
+def kinds_of(affine: Affine) -> list[Kind]:
+    """In which the weight is there."""
+    return [kind_of(weight.values) for weight in affine.low_bit]
+
+
+def weight_like(x: QuantizedTokens | QuantizedImage, affine: Affine) -> QuantizedWeight:
+    """The weight in the kind of these."""
     return next(weight for weight in affine.low_bit if weight.values.dtype == x.values.dtype)
 
 

@@ -1,10 +1,13 @@
 """Matrix products by kernels of our own: in int8; a feed-forward's first with its GEGLU, in half precision and in
-float8; and in float8 convolutions of 3x3.
+float8; and convolutions of 3x3, in int8, in float8, and in float16 summed in float16.
 
 int8 has a scale for every row and every column, and is summed exactly in int32. Tensor cores multiply it at two to four
 times the rate of float16 from compute capability 7.5 on; PyTorch's own product (torch._int_mm) knows no scales, and was
-slower than float16 on an H200. In float8, the scale of what comes out is known beforehand (weights.low_bit.gated_scale
-and normed_scale): one for every row would have to wait for the whole row.
+slower than float16 on an H200. In float8, the scale of what a GEGLU gives is known beforehand
+(weights.low_bit.gated_scale): one for every row would have to wait for the whole row.
+
+On GeForce cards, tensor cores multiply float16 at twice the rate where they sum in it. A few dozen products are, and
+those sums in float32: their error is no larger than what rounding the output makes.
 """
 from __future__ import annotations
 
@@ -85,23 +88,37 @@ def launch_gated(
 
 
 def convolution(
-    image: QuantizedImage, weight: QuantizedWeight, result: torch.dtype,
-    config: LaunchConfig = cuts.CONVOLUTION.candidates[0],
+    image: QuantizedImage, weight: QuantizedWeight, result: torch.dtype, config: LaunchConfig
 ) -> Tensor:
     """3x3, padded with a pixel of zeros at each side: (batch, out channels, height, width) in the result's dtype, in
-    channels-last memory, summed in float32. Channels are multiples of 16. Raises what a launch raises."""
+    channels-last memory, summed in float32 or, of int8, in int32. Channels are multiples of 16. config: as
+    cuts.CONVOLUTIONS have them. Raises what a launch raises."""
+    return launch_convolution(image.values, weight.values, (image.scales, weight.scales), result, config)
+
+
+def half_sums_convolution(image: Tensor, weight: Tensor, config: LaunchConfig) -> Tensor:
+    """As convolution, of an image (batch, channels, height, width) and a weight (out channels, channels, 3, 3) in
+    float16 and in channels-last memory, summed in float16 over some products at a time."""
+    taps = weight.permute(0, 2, 3, 1).flatten(1)
+    return launch_convolution(image.permute(0, 2, 3, 1), taps, (), image.dtype, config)
+
+
+def launch_convolution(
+    image: Tensor, weight: Tensor, scales: tuple[Tensor, ...], result: torch.dtype, config: LaunchConfig
+) -> Tensor:
+    """scales: of the image and the weight; none where nothing has one."""
     copied, down, across, n, k, group, warps, stages = config
-    batch, height, width, channels = image.values.shape
-    out_channels = len(weight.values)
-    output = torch.empty((batch, height, width, out_channels), device=image.values.device, dtype=result)
-    tiles = batch * ceil_div(height, down) * ceil_div(width, across) * ceil_div(out_channels, n)
-    given: Any = image.values, weight.values, output
+    batch, height, width, channels = image.shape
+    output = torch.empty((batch, height, width, len(weight)), device=image.device, dtype=result)
+    tiles = batch * ceil_div(height, down) * ceil_div(width, across) * ceil_div(len(weight), n)
+    given: Any = image, weight, output
     if copied:
         given = map(Tiles, given, ((1, down, across, k), (n, k), (1, down, across, n)))
     pixels, taps, target = given
+    of_image, of_weight = scales or (output, output)
     launch(
-        "products.convolution_tile", (tiles,), pixels, image.scale, taps, weight.scales, target, batch, height, width,
-        channels, out_channels, int(weight.scales.numel() > 1), warps=warps, stages=stages, DOWN=down, ACROSS=across,
+        "products.convolution_tile", (tiles,), pixels, of_image, taps, of_weight, target, batch, height, width,
+        channels, len(weight), int(of_weight.numel() > 1), warps=warps, stages=stages, DOWN=down, ACROSS=across,
         N=n, K=k, GROUP=group, COPIED=copied,
     )
     return output.permute(0, 3, 1, 2)
@@ -122,6 +139,6 @@ def product_class(rows: int, out: int, width: int) -> str:
     return f"{rows}x{width}x{out}"
 
 
-def convolution_class(image: QuantizedImage, out_channels: int) -> str:
-    """As product_class, of a convolution."""
-    return "x".join(map(str, (*image.values.shape, out_channels)))
+def convolution_class(image: Tensor, out_channels: int) -> str:
+    """As product_class, of a convolution. image: (batch, height, width, channels)."""
+    return "x".join(map(str, (*image.shape, out_channels)))

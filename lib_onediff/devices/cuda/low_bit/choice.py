@@ -19,7 +19,6 @@ from ....core.key import Lossy
 from ....core.operators import Operators
 from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import (
-    FP8,
     GATED,
     INT8,
     KINDS,
@@ -129,7 +128,7 @@ class LowBit:
         if not every:
             return f"this UNet's matrix products are too small to gain by {names}"
         for product, count in Counter(every.values()).items():
-            gains = [self.gains(product, dtype, kind) for kind in product.suited(kinds)]
+            gains = [self.gains(product, dtype, kind) for kind in kinds]
             if None in gains:
                 return None
             total += max((gain or 0.0 for gain in gains), default=0.0) * count
@@ -144,7 +143,7 @@ class LowBit:
         """The product of every layer that may be in eight bits, by its name."""
         batch, _, height, width = call.latent.shape
         # What takes the place of the host's weights is linear layers'.
-        convolves = call.latent.is_cuda and not lossy.only and FP8 in self._kinds_for(lossy, call)
+        convolves = call.latent.is_cuda and not lossy.only
         question = layout, batch, height, width, 0 if self.everywhere else None, convolves
         return self._once("products", (question, self._changes), lambda: low_bit_products(*question))
 
@@ -160,7 +159,7 @@ class LowBit:
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
         """In which of these kinds a product is done, None for none: as was measured. Safe on any thread."""
-        return self._known(current_card(), product, dtype, product.suited(kinds))
+        return self._known(current_card(), product, dtype, tuple(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
         preferred = [kind for kind in KINDS if kind in kinds]
@@ -201,8 +200,7 @@ class LowBit:
         for kind in self._kinds_for(lossy, call):
             for product in every:
                 untimed = product, dtype, kind, current_card()
-                known = untimed in self._not_timed or self.gains(product, dtype, kind) is not None
-                if known or not product.suited([kind]):
+                if untimed in self._not_timed or self.gains(product, dtype, kind) is not None:
                     continue
                 measured = True
                 try:

@@ -4,6 +4,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .rounding import scale_of, store_rounded
+
+# SiLU gives nothing below its negative.
+LOWEST_SILU = tl.constexpr(0.2785)
+# Of a norm in eight bits, the most that there can be.
+MOST_GROUPS = tl.constexpr(32)
+
 
 @triton.jit
 def beside(first, second, pixel, channel, first_channels, second_channels):
@@ -15,31 +22,36 @@ def beside(first, second, pixel, channel, first_channels, second_channels):
 
 @triton.jit
 def with_strips(
-    total, squares, place, partial_statistics, strip_pixels, channels, pixels, offset, inside, STRIPS: tl.constexpr
+    total, squares, lowest, highest, place, partial_statistics, strip_pixels, channels, pixels, offset, inside, bounds,
+    STRIPS: tl.constexpr,
 ):
-    """The sums of distances from a centre and of their squares, with an image's strips added. offset: from centre."""
+    """The sums of distances from a centre and of their squares, and, if bounds, the lowest and the highest number, with
+    an image's strips added. offset: from centre."""
     strip = tl.arange(0, STRIPS)[:, None]
     for chunk in range(0, partial_statistics, STRIPS):
         number = tl.minimum(pixels - (chunk + strip) * strip_pixels, strip_pixels).to(tl.float32)
         valid = (chunk + strip < partial_statistics) & inside
-        means = place + (chunk + strip) * 2 * channels
+        means = place + (chunk + strip) * 4 * channels
         distance = tl.load(means, valid, 0.0) + offset
         deviations = tl.load(means + channels, valid, 0.0)
         total += tl.where(valid, number * distance, 0.0)
         squares += tl.where(valid, deviations + number * distance * distance, 0.0)
-    return total, squares
+        lowest = tl.minimum(lowest, tl.load(means + 2 * channels, valid & (bounds != 0), float("inf")))
+        highest = tl.maximum(highest, tl.load(means + 3 * channels, valid & (bounds != 0), float("-inf")))
+    return total, squares, lowest, highest
 
 
 @triton.jit(do_not_specialize=[
     "pixels", "first_strips", "second_strips", "first_strip_pixels", "second_strip_pixels", "shift_stride", "has_shift",
-    "width",
+    "width", "silu", "bounds",
 ])
 def join_statistics(
-    first, second, shift, weight, bias, scales, pixels, first_strips, second_strips, first_strip_pixels,
-    second_strip_pixels, shift_stride, has_shift, eps, first_channels, second_channels, width, BLOCK: tl.constexpr,
-    STRIPS: tl.constexpr,
+    first, second, shift, weight, bias, scales, largest, pixels, first_strips, second_strips, first_strip_pixels,
+    second_strip_pixels, shift_stride, has_shift, eps, first_channels, second_channels, width, silu, bounds,
+    BLOCK: tl.constexpr, STRIPS: tl.constexpr,
 ):
-    """scales (sample, scale then offset, channels): what the norm does to each channel of the unshifted image.
+    """scales (sample, scale then offset, channels): what the norm does to each channel of the unshifted image. And, if
+    bounds, largest (sample, groups): the largest that the norm and the SiLU give in a group; NaN where one is NaN.
 
     first, second: the statistics of two images that lie side by side.
     """
@@ -53,38 +65,48 @@ def join_statistics(
     added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
     factor = tl.load(weight + channel, inside, 0.0).to(tl.float32)
     addend = tl.load(bias + channel, inside, 0.0).to(tl.float32)
-    here = first + sample * first_strips * 2 * first_channels + channel
-    there = second + sample * second_strips * 2 * second_channels + (channel - first_channels)
+    here = first + sample * first_strips * 4 * first_channels + channel
+    there = second + sample * second_strips * 4 * second_channels + (channel - first_channels)
     some = tl.load(here, in_first, 0.0) + tl.load(there, in_second, 0.0) + added
     centre = tl.sum(tl.sum(some, 1), 0) / width
     total = tl.zeros((STRIPS, BLOCK), tl.float32)
     squares = tl.zeros((STRIPS, BLOCK), tl.float32)
+    lowest = tl.full((STRIPS, BLOCK), float("inf"), tl.float32)
+    highest = tl.full((STRIPS, BLOCK), float("-inf"), tl.float32)
     if group * width < first_channels:
-        total, squares = with_strips(
-            total, squares, here, first_strips, first_strip_pixels, first_channels, pixels, added - centre, in_first,
-            STRIPS,
+        total, squares, lowest, highest = with_strips(
+            total, squares, lowest, highest, here, first_strips, first_strip_pixels, first_channels, pixels,
+            added - centre, in_first, bounds, STRIPS,
         )
     if (group + 1) * width > first_channels:
-        total, squares = with_strips(
-            total, squares, there, second_strips, second_strip_pixels, second_channels, pixels, added - centre,
-            in_second, STRIPS,
+        total, squares, lowest, highest = with_strips(
+            total, squares, lowest, highest, there, second_strips, second_strip_pixels, second_channels, pixels,
+            added - centre, in_second, bounds, STRIPS,
         )
     members = pixels.to(tl.float32) * width
     moved = tl.sum(tl.sum(total, 1), 0) / members
     variance = tl.sum(tl.sum(squares, 1), 0) / members - moved * moved
     scale = tl.rsqrt(variance + eps) * factor
+    offset = addend + (added - centre - moved) * scale
     target = scales + sample * 2 * channels + channel
     tl.store(target, scale, inside)
-    tl.store(target + channels, addend + (added - centre - moved) * scale, inside)
+    tl.store(target + channels, offset, inside)
+    if bounds != 0:
+        ends = scale * tl.min(lowest, 0)[None, :] + offset, scale * tl.max(highest, 0)[None, :] + offset
+        high = tl.maximum(ends[0], ends[1])
+        farthest = tl.where(silu != 0, tl.maximum(high, LOWEST_SILU), tl.maximum(high, -tl.minimum(ends[0], ends[1])))
+        # A maximum passes over a NaN.
+        farthest = tl.max(tl.where(inside, farthest, 0.0), 1) + tl.sum(tl.where(inside, scale * 0.0, 0.0), 1)
+        tl.store(largest + sample * (channels // width) + group + tl.zeros((1,), tl.int32), farthest)
 
 
-@triton.jit(do_not_specialize=["pixels", "silu", "farthest"])
+@triton.jit(do_not_specialize=["pixels", "silu", "groups", "most"])
 def scale_and_shift(
-    first, second, scales, output, normed_scale, output_scale, pixels, first_channels, second_channels, silu, farthest,
+    first, second, scales, output, largest, output_scale, pixels, first_channels, second_channels, silu, groups, most,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUNDED: tl.constexpr,
 ):
-    """What the norm and the SiLU make of two images that lie side by side. scales: see join_statistics. ROUNDED: in
-    float8, as multiples of output_scale, which is written: normed_scale * farthest."""
+    """What the norm and the SiLU make of two images that lie side by side. scales, largest: see join_statistics.
+    ROUNDED: in eight bits, as multiples of output_scale (sample), which is written: by it the largest becomes most."""
     sample = tl.program_id(2).to(tl.int64)
     channels = first_channels + second_channels
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -99,12 +121,14 @@ def scale_and_shift(
     if silu != 0:
         values = values * tl.sigmoid(values)
     if ROUNDED:
+        group = tl.arange(0, MOST_GROUPS)[None, :]
+        unit = scale_of(tl.load(largest + sample * groups + group, group < groups, 0.0), group < groups, most)
         nothing = tl.zeros((1, 1), tl.int32)
-        unit = tl.load(normed_scale + nothing) * farthest
-        is_first = tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0
-        tl.store(output_scale + nothing, unit, nothing == tl.where(is_first, 0, 1))
-        values = values / unit
-    tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
+        is_first = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(output_scale + sample + nothing, unit, nothing == tl.where(is_first, 0, 1))
+        store_rounded(output, pixel * channels + channel, values, unit, valid)
+    else:
+        tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
 
 
 @triton.jit(do_not_specialize=["pixels", "shift_stride", "has_shift", "silu"])

@@ -1,4 +1,4 @@
-"""Matrix products and convolutions in eight bits."""
+"""Matrix products and convolutions in eight bits, and convolutions summed in float16."""
 from __future__ import annotations
 
 import triton
@@ -103,12 +103,13 @@ def gated_tile(
 
 @triton.jit(do_not_specialize=["batch", "height", "width", "has_scales"])
 def convolution_tile(
-    image, scale, weight, weight_scales, output, batch, height, width, channels, out_channels, has_scales,
+    image, scales, weight, weight_scales, output, batch, height, width, channels, out_channels, has_scales,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     COPIED: tl.constexpr,
 ):
     """A program for each DOWN x ACROSS pixels and N channels of the output. image (batch, height, width, channels),
-    weight (out_channels, 9 * channels), output (batch, height, width, out_channels). COPIED: see gated_tile."""
+    weight (out_channels, 9 * channels), output (batch, height, width, out_channels). scales (batch,): of int8 and
+    float8; float16 has none, and is summed in float16 over K products at a time. COPIED: see gated_tile."""
     tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)
     tiles = tiles_across * tiles_down
     tile, place = tile_at(tl.program_id(0), tiles * batch, tl.cdiv(out_channels, N), GROUP)
@@ -116,7 +117,8 @@ def convolution_tile(
     top, left = tile // tiles_across * DOWN, tile % tiles_across * ACROSS
     parts = tl.cdiv(channels, K)
     y, x = top + tl.arange(0, DOWN * ACROSS) // ACROSS, left + tl.arange(0, DOWN * ACROSS) % ACROSS
-    sums = tl.zeros((DOWN * ACROSS, N), tl.float32)
+    kind: tl.constexpr = image.dtype if COPIED else image.dtype.element_ty
+    sums = tl.zeros((DOWN * ACROSS, N), tl.int32 if kind == tl.int8 else tl.float32)
     for step in range(0, 9 * parts):
         tap, channel = step // parts, step % parts * K
         # What lies beyond the last channel is zero in the image, whatever the weight has there.
@@ -128,10 +130,14 @@ def convolution_tile(
             pixel = ((sample * height + above).to(tl.int64) * width + beside) * channels
             pixels = tl.load(image + pixel[:, None] + lane[None, :], there[:, None] & (lane < channels)[None, :], 0.0)
         taps = tile_of(weight, place * N, out_channels, tap * channels + channel, 9 * channels, N, K, COPIED)
-        sums = tl.dot(pixels, taps.T, sums)
+        if kind == tl.float16:
+            sums += tl.dot(pixels, taps.T, out_dtype=tl.float16).to(tl.float32)
+        else:
+            sums = tl.dot(pixels, taps.T, sums, out_dtype=sums.dtype)
     column = place * N + tl.arange(0, N)
-    factor = tl.load(scale) * tl.load(weight_scales + column * has_scales, column < out_channels, 0.0)
-    numbers = sums * factor[None, :]
+    numbers = sums.to(tl.float32)
+    if kind != tl.float16:
+        numbers *= scale_of_columns(scales + sample, weight_scales, column, out_channels, has_scales)
     if COPIED:
         output.store([sample, top, left, place * N], numbers.to(output.dtype).reshape(1, DOWN, ACROSS, N))
     else:
