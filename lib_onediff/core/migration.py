@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 GONE = frozenset({
-    "attention_upcast", "cache_folder", "forecast_interval", "fp8", "idle_prewarm", "low_bit_attention", "own_presets",
-    "prewarm_most_used", "reduced_precision_reduction", "tf32", "verify",
+    "attention_upcast", "cache_folder", "convolution_accumulation", "forecast_interval", "fp8", "idle_prewarm",
+    "low_bit_attention", "matmul_accumulation", "own_presets", "prewarm_most_used", "reduced_precision_reduction",
+    "tf32", "verify",
     *(f"deepcache_{name}" for name in ("center", "end", "feature", "hires", "power", "schedule", "start")),
     *(f"deepcache_hires_{name}" for name in ("center", "depth", "end", "interval", "power", "schedule", "start")),
 })
@@ -24,6 +25,8 @@ def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in VALUES:
         if found.get(name) == value:
             found[name] = VALUES[name, value]
+    if "matmul_accumulation" in values:
+        found.setdefault("accumulation", values["matmul_accumulation"])
     if "fp8" in values:
         found.setdefault("low_bit", "fp8" if str(values["fp8"]) in SWITCHED_ON else "off")
     forecast = str(values.get("forecast_interval", 1))

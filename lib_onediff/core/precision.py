@@ -33,7 +33,7 @@ _TURN = threading.RLock()
 
 def wanted(settings: Any, switch: str) -> bool | None:
     """How a switch is to stand; None: as it is found."""
-    is_half: bool = settings.matmul_accumulation == HALF
+    is_half: bool = settings.accumulation == HALF
     if switch == HALF_SUMS:
         return is_half
     return True if is_half and switch in (TF32_MATMUL, TF32_CONVOLUTION) else None

@@ -32,7 +32,6 @@ SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
 # Of Low-bit: the attention of the package sageattention, and exact products.
 SAGE = "sage"
 WITHOUT_KERNELS = {"backend": ("cudagraph", "oneflow", "eager")}
-WITHOUT_ONEFLOW = {"backend": ("auto", "native", "cudagraph", "eager")}
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Settings:
         "auto", "VAE precision", "auto: as the WebUI does, in fp32 where fp16 overflows.",
         group=SPEED, choices=("auto", "fp16", "bf16", "fp32"), per_run=True,
     )
-    matmul_accumulation: str = option(
-        "full", "Precision accumulation",
+    accumulation: str = option(
+        "full", "Accumulation",
         "half: sums float16 in float16, and float32 models use TF32. Faster, less precise.",
         group=SPEED, choices=("full", "half"), per_run=True,
     )
@@ -71,10 +70,6 @@ class Settings:
     backend: str = option(
         "auto", "Backend", "auto: the fastest that runs here, measured once.",
         group=EXPERT, choices=("auto", "native", "cudagraph", "oneflow", "eager"), per_run=True,
-    )
-    convolution_accumulation: str = option(
-        "full", "Accumulation in convolutions", "half: as Precision accumulation, for OneFlow's convolutions.",
-        group=EXPERT, choices=("full", "half"), per_run=True, no_effect_when=WITHOUT_ONEFLOW,
     )
     low_bit: str = option(
         "off", "Low-bit", "Products in 8 bits: faster, lossy. auto: where faster. sage: attention by SageAttention.",

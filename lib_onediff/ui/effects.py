@@ -1,11 +1,11 @@
 """Why a choice does nothing on this machine, or what to know of it where it does something.
 
 Read in torch's sources: cuBLAS sums in float16 where allow_fp16_accumulation is set (torch 2.7 and newer, compute
-capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch from 2.1 to 2.13.
+capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch from 2.1 to 2.13; our own kernel
+takes its place where it is faster.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +18,6 @@ from ..core.settings import ONE_GPU
 from ..runtime.cards import Card, second_card
 from ..runtime.runtime import runtime
 
-ONEFLOW_CUTLASS = "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL"
 HALF_SUMS_FROM, BF16_FROM = (7, 0), (8, 0)
 # GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.
 HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
@@ -30,7 +29,7 @@ def described(values: Mapping[str, str | bool]) -> dict[str, str]:
     for option, value in values.items():
         if reason := why_no_effect(option, value):
             found[option] = f"No effect here: {reason}."
-        elif option == "matmul_accumulation" and value == HALF and capability() not in HALF_RATE:
+        elif option == "accumulation" and value == HALF and capability() not in HALF_RATE:
             found[option] = "This GPU sums in float32 at full speed: images change, and little time is gained."
     return found
 
@@ -42,7 +41,7 @@ def why_no_effect(option: str, value: str | bool) -> str | None:
     return None if check is None else check(value)
 
 
-def of_matmul(value: str) -> str | None:
+def of_accumulation(value: str) -> str | None:
     if value != HALF or has_oneflow():
         return None
     if capability() is None:
@@ -51,16 +50,6 @@ def of_matmul(value: str) -> str | None:
     if SWITCHES[HALF_SUMS].read() is None:
         return f"PyTorch has this from 2.7 on, and here it is {torch.__version__}"
     return too_old(HALF_SUMS_FROM, "cuBLAS sums in half precision")
-
-
-def of_convolution(value: str) -> str | None:
-    if value != HALF:
-        return None
-    if not has_oneflow():
-        return "only OneFlow can sum convolutions in half precision, and it is not installed"
-    if os.environ.get(ONEFLOW_CUTLASS) != "1":
-        return f"only OneFlow's CUTLASS convolutions can do this: start the WebUI with {ONEFLOW_CUTLASS}=1"
-    return None
 
 
 def of_vae(value: str) -> str | None:
@@ -95,7 +84,7 @@ def of_second_gpu(value: str) -> str | None:
 
 
 CHECKS: Mapping[str, Callable[[Any], str | None]] = {
-    "matmul_accumulation": of_matmul, "convolution_accumulation": of_convolution, "vae_precision": of_vae,
+    "accumulation": of_accumulation, "vae_precision": of_vae,
     "low_bit": of_low_bit, "second_gpu": of_second_gpu,
     # That there is any kind of eight bits.
     "low_bit_only": lambda value: of_low_bit("auto" if value else "off"),

@@ -22,7 +22,7 @@ WEBUI_SECONDS = 3.26
 NOT_OF_PRESETS = frozenset({"enabled", "backend"})
 # What computes each layer faster than exactly, whatever DeepCache does.
 FASTER_LAYERS: Mapping[str, Any] = {
-    "low_bit": "int8", "matmul_accumulation": "half", "vae_precision": "fp16",
+    "low_bit": "int8", "accumulation": "half", "vae_precision": "fp16",
 }
 
 

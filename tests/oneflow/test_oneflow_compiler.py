@@ -113,8 +113,8 @@ def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ONEFLOW_MATMUL, "as it was")
     monkeypatch.delenv(ONEFLOW_CONVOLUTION, raising=False)
     runner.graph = watched
-    for chosen in (Settings(matmul_accumulation="half"), Settings(convolution_accumulation="half")):
+    for chosen in (Settings(accumulation="half"), Settings()):
         runner.variables = oneflow_variables(chosen)
         runner.run(call)
-    assert seen == [("1", "0"), ("0", "1")]
+    assert seen == [("1", "1"), ("0", "0")]
     assert os.environ[ONEFLOW_MATMUL] == "as it was" and ONEFLOW_CONVOLUTION not in os.environ

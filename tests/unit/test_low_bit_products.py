@@ -2,6 +2,8 @@
 and with float16 sums."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders import relative_error
@@ -16,6 +18,7 @@ import torch.nn.functional as functional
 from lib_onediff.core.affine import Affine, QuantizedWeight
 from lib_onediff.core.leaves import Convolution, GroupNorm
 from lib_onediff.core.operators import QuantizedTokens
+from lib_onediff.core.precision import HALF_SUMS, SWITCHES, applied
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import (
@@ -27,6 +30,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     Launches,
 )
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
+from lib_onediff.devices.cuda.tuning import tune_half_sums
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, as_rows, gated_scale
 
@@ -201,3 +205,27 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
         operators.group_norm(given, affine, norm, True, None, reader), reader, Convolution("", channels, 16, 3, 1, 1)
     )
     assert bool(output[0].isnan().all() and output[1].isfinite().all()), "eight bits hide no NaN"
+
+
+@pytest.mark.skipif(SWITCHES[HALF_SUMS].read() is None, reason="needs torch 2.7")
+@pytest.mark.parametrize(("ours_ms", "factor", "is_used"), [(0.5, 1.0, True), (0.99, 1.0, False), (0.5, 1.1, False)])
+def test_float16_sums_serve_where_they_are_allowed_right_and_faster(
+    monkeypatch: pytest.MonkeyPatch, ours_ms: float, factor: float, is_used: bool
+) -> None:
+    launches, kernel, real = Launches(TuningCache()), CONVOLUTIONS[HALF], products.half_sums_convolution
+    small = CONVOLVED[-1][1]
+    monkeypatch.setitem(CONVOLUTIONS, HALF, replace(kernel, candidates=(LIBRARY, small)))
+    monkeypatch.setattr(products, "half_sums_convolution", lambda *given: factor * real(*given))
+    operators = NativeOperators(launches)
+    given = image(1, 32, 5, 7).to(HALF)
+    weight = torch.randn(32, 32, 3, 3, device=DEVICE).to(HALF, memory_format=torch.channels_last)
+    convolve = lambda: operators.convolution(given, Affine(weight, None), Convolution("", 32, 32, 3, 1, 1))  # noqa: E731
+    exact = convolve()
+    assert not launches.convolutions, "in full precision none is looked for"
+    with applied(((HALF_SUMS, True),)):
+        assert torch.equal(convolve(), exact), "nothing was measured yet"
+        [size] = launches.convolutions
+        assert tune_half_sums(launches, size, DEVICE, lambda work: 1.0 if work.args[0] == LIBRARY else ours_ms)
+        found = convolve()
+    assert torch.equal(found, exact) is not is_used and relative_error(found, exact) < 1e-3
+    assert torch.equal(convolve(), exact)

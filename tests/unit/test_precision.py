@@ -27,7 +27,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.devices.oneflow import route
 
 GPU = torch.device("cuda", 0)
-HALF = Settings(matmul_accumulation="half")
+HALF = Settings(accumulation="half")
 # The others stay as the host has them.
 WRITTEN = [name for name in (HALF_SUMS, TF32_MATMUL, TF32_CONVOLUTION) if SWITCHES[name].read() is not None]
 HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not None
@@ -141,7 +141,7 @@ def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value
         assert flags()[TF32_MATMUL] is value
-    assert flags(matmul_accumulation="half") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
+    assert flags(accumulation="half") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
     found, of_half = SWITCHES[FP16_REDUCTION].read(), dict(flags_for(HALF, torch.float16, GPU))
     assert of_half[FP16_REDUCTION] is found and of_half.get(HALF_SUMS, True)
 
@@ -151,6 +151,6 @@ def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(matmul, "found")
     monkeypatch.delenv(convolution, raising=False)
     with pytest.raises(ZeroDivisionError), route.environment(route.oneflow_variables(HALF)):
-        assert (os.environ[matmul], os.environ[convolution]) == ("1", "0")
+        assert (os.environ[matmul], os.environ[convolution]) == ("1", "1")
         _ = 1 / 0
     assert os.environ[matmul] == "found" and convolution not in os.environ

@@ -52,10 +52,9 @@ def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 @pytest.mark.parametrize(("option", "value", "gpu", "part"), [
-    ("matmul_accumulation", "half", NVIDIA, None), ("matmul_accumulation", "half", NONE, "can use none"),
-    ("matmul_accumulation", "half", AMD, "AMD"), ("matmul_accumulation", "half", PASCAL, "NVIDIA RTX has 6.1"),
-    ("matmul_accumulation", "full", NONE, None),
-    ("convolution_accumulation", "half", NVIDIA, "only OneFlow"),
+    ("accumulation", "half", NVIDIA, None), ("accumulation", "half", NONE, "can use none"),
+    ("accumulation", "half", AMD, "AMD"), ("accumulation", "half", PASCAL, "NVIDIA RTX has 6.1"),
+    ("accumulation", "full", NONE, None),
     ("vae_precision", "bf16", NVIDIA, None), ("vae_precision", "bf16", TURING, "NVIDIA RTX has 7.5"),
     ("vae_precision", "fp16", NONE, "slower"), ("vae_precision", "fp16", AMD, None),
     ("vae_precision", "bf16", NONE, None), ("backend", "native", NONE, None),
@@ -79,11 +78,7 @@ def test_what_changes_nothing_on_a_machine_is_said(
 def test_oneflow_sums_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     use_gpu(monkeypatch, GEFORCE)
     use_packages(monkeypatch, "oneflow")
-    monkeypatch.delenv(effects.ONEFLOW_CUTLASS, raising=False)
-    assert why_no_effect("matmul_accumulation", "half") is None
-    assert "CUTLASS" in (why_no_effect("convolution_accumulation", "half") or "")
-    monkeypatch.setenv(effects.ONEFLOW_CUTLASS, "1")
-    assert why_no_effect("convolution_accumulation", "half") is None
+    assert why_no_effect("accumulation", "half") is None
 
 
 @grid(
@@ -122,9 +117,9 @@ def test_switches_that_torch_lacks(
     assert has.isdisjoint(missing)
     use_gpu(monkeypatch, NVIDIA)
     use_packages(monkeypatch)
-    reason = why_no_effect("matmul_accumulation", "half")
+    reason = why_no_effect("accumulation", "half")
     assert reason is None if HALF_SUMS in has else torch.__version__ in (reason or "")
-    everything = Settings(matmul_accumulation="half", convolution_accumulation="half")
+    everything = Settings(accumulation="half")
     for dtype in precision.OF_DTYPE:
         flags = flags_for(everything, dtype, GPU, upcast_attention=True)
         assert {name for name, _ in flags} <= has

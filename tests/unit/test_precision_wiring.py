@@ -63,7 +63,7 @@ def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> Non
     call = a_call(unet)
     found = SWITCHES[TF32_MATMUL].read()
     for choice, inside in (("half", True), ("full", found)):
-        choose(matmul_accumulation=choice)
+        choose(accumulation=choice)
         gpu.clear()
         assert relative_error(served(unet, call), diffusers_output(unet, call)) < 1e-5
         assert set(gpu) == {inside} and SWITCHES[TF32_MATMUL].read() is found
@@ -84,7 +84,7 @@ def test_a_decode_has_them_too(gpu: list[bool], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch_ops, "resize", watched)
     decoder = diffusers_vae().decoder
     for choice in ("full", "half"):
-        our_picture(decoder, a_latent(decoder), settings=Settings(matmul_accumulation=choice))
+        our_picture(decoder, a_latent(decoder), settings=Settings(accumulation=choice))
         assert last() == ("ours", "")
     assert set(stood) == {True, False} and len(runtime.table.entries()) == 2
 

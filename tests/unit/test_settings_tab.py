@@ -32,8 +32,8 @@ def for_the_browser() -> dict[str, Any]:
 
 def test_the_page_is_told_what_does_nothing_on_this_machine() -> None:
     options = for_the_browser()["options"]
-    notes = options["onediff_convolution_accumulation"]["notes"]
-    assert list(notes) == ["half"] and notes["half"].startswith("No effect here: only OneFlow")
+    notes = options["onediff_accumulation"]["notes"]
+    assert list(notes) == ["half"] and notes["half"].startswith("No effect here: this needs an NVIDIA GPU")
     assert options["onediff_enabled"]["notes"] == {}
 
 
@@ -47,6 +47,7 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [
+    ({"matmul_accumulation": "half", "convolution_accumulation": "full"}, {"accumulation": "half"}),
     ({"fp8": True}, {"low_bit": "fp8"}), ({"fp8": False}, {}), ({"backend": "inductor"}, {}),
     ({"forecast_interval": 3}, {"deepcache_interval": 3, "deepcache_depth": 0}),
     ({"deepcache_interval": 2, "deepcache_hires": "own values", "deepcache_schedule": "uneven", "verify": False},

@@ -31,7 +31,7 @@ from .kernels.driver import why_nothing_is_kept
 from .kernels.launch_config import Launches
 from .kernels.launching import is_ahead, why_not
 from .low_bit.choice import LowBit
-from .tuning import load_candidates, load_kernels, tune_gated, tune_kernels
+from .tuning import load_candidates, load_kernels, tune_gated, tune_half_sums, tune_kernels
 
 log = logging.getLogger("onediff")
 
@@ -146,6 +146,9 @@ class Native(Device):
             # A self attention of several heads has a feed-forward beside it.
             sizes = {(q[0] * q[2], q[1] * q[3]) for q, k in attentions if q == k and q[1] > 1}
             measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]
+        # No UNet convolves more pixels than the latent has: others are a VAE's, and may find no memory here.
+        met = [size for size in self._launches.convolutions if size[1] * size[2] <= call.latent[0, 0].numel()]
+        measured += [tune_half_sums(self._launches, size, device, time_ms) for size in met]
         return any(measured)
 
     def measure_anew(self) -> None:

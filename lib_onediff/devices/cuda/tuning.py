@@ -271,8 +271,10 @@ def gated_trial(
 def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device, time_ms: TimeMs) -> bool:
     """Choose whether a convolution has float16 sums, where that was not measured on this GPU; whether it was now. size:
     of its image, (batch, height, width, channels), and how many channels come out."""
-    trial = half_sums_trial(random_on(device, torch.float16), size, device)
-    return tuned(launches, trial, torch.float16, time_ms)
+    kernel, shape_class = cuts.CONVOLUTIONS[torch.float16], "x".join(map(str, size))
+    if launches.chosen(kernel, shape_class, torch.float16) is not None:
+        return False
+    return tuned(launches, half_sums_trial(random_on(device, torch.float16), size, device), torch.float16, time_ms)
 
 
 def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: torch.device) -> Trial:

@@ -165,10 +165,7 @@ class OneFlow(Device):
 
 def oneflow_variables(settings: Settings) -> dict[str, str]:
     """The environment variables by which OneFlow is told what to sum in half precision; read at each launch."""
-    return {
-        ONEFLOW_MATMUL: str(int(settings.matmul_accumulation == HALF)),
-        ONEFLOW_CONVOLUTION: str(int(settings.convolution_accumulation == HALF)),
-    }
+    return dict.fromkeys((ONEFLOW_MATMUL, ONEFLOW_CONVOLUTION), str(int(settings.accumulation == HALF)))
 
 
 @contextlib.contextmanager

@@ -99,6 +99,8 @@ class Launches:
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
+        # The sizes of convolutions that were met where float16 sums are allowed: see tuning.tune_half_sums.
+        self.convolutions: set[tuple[int, ...]] = set()
         self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
