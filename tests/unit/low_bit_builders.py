@@ -125,7 +125,7 @@ def exact_layer_norm(
     return torch_ops.layer_norm(whole, Affine(weight, bias), LayerNorm("norm", len(weight), eps), Affine(weight, None))
 
 
-def add_and_measure(image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, config: Any) -> None:
+def add_and_measure(image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, *others: Any) -> None:
     total = update.float() if image is None else update.float() + image
     output.copy_(total if bias is None else total + bias[:, None, None])
 

@@ -230,13 +230,22 @@ def low_bit_launches(
                 rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
                 rounding.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
 
-    def norm(channels: int) -> object:
+    def norm(channels: int, groups: int) -> None:
         image, vector = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last), make(channels)
-        given = image, None, vector, vector, channels, EPS, True, None
-        config = launches.of(cuts.APPLICATION, cuts.SMALL, dtype)
-        return group_norm.group_norm(*given, application_cut=config, kind=kind)
+        for size in SIDES:
+            adding, measuring, applying = (
+                launches.of(kernel, size, dtype) for kernel in (cuts.ADDITION, cuts.STATISTICS, cuts.APPLICATION)
+            )
+            images.measure(image, adding, bounded=True)
+            group_norm.group_norm(
+                image, None, vector, vector, groups, EPS, True, None, (None, None), measuring, applying, kind, False
+            )
 
-    return [*(partial(tokens_of, width) for width in widths(users)), partial(norm, low_bit.ALIGNED)]
+    norms = {group_norm.join_block(one.channels // one.groups): one for one in users if isinstance(one, GroupNorm)}
+    return [
+        *(partial(tokens_of, width) for width in widths(users)),
+        *(partial(norm, one.channels, one.groups) for one in norms.values()),
+    ]
 
 
 # --- a feed-forward's first product, exact ----------------------------------------------------------------------------

@@ -63,16 +63,18 @@ def group_norm(
             BLOCK=max(16, power_of_two(group_width)), ROWS=SMALL_ROWS,
         )
         return output
-    one = measured[0] or measure(first, statistics_cut)
-    other = one if second is None else measured[1] or measure(second, statistics_cut)
+    bounded = kind is not None
+    one = measure(first, statistics_cut, bounded, measured[0])
+    other = one if second is None else measure(second, statistics_cut, bounded, measured[1])
     # What the norm does to each channel.
     scales = torch.empty((batch, 2, channels), device=first.device, dtype=torch.float32)
     largest = scales if kind is None else scales.new_empty((batch, groups))
     launch(
-        "group_norm.join_statistics", (groups, batch), one.statistics, other.statistics, added, weight, bias, scales,
-        largest, pixels, one.count, other.count, one.pixels, other.pixels, added_stride, has_shift, eps, here, there,
-        group_width, int(silu), int(kind is not None), warps=8, BLOCK=join_block(group_width),
-        STRIPS=JOINED_NUMBERS // join_block(group_width),
+        "group_norm.join_statistics", (groups, batch), one.statistics, other.statistics,
+        *(part.statistics if part.bounds is None else part.bounds for part in (one, other)), added, weight, bias,
+        scales, largest, pixels, one.count, other.count, one.pixels, other.pixels, added_stride, has_shift, eps, here,
+        there, group_width, int(silu), warps=8, BLOCK=join_block(group_width),
+        STRIPS=JOINED_NUMBERS // join_block(group_width), BOUNDED=bounded,
     )
     rows, warps = application_cut
     output_scales = scales if kind is None else scales.new_empty((batch, 1))

@@ -22,22 +22,30 @@ MOST_STRIPS = 128
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """statistics: (batch, count, mean then squared deviations, lowest, highest, channels) in float32, each over so many
-    pixels, but the last over what is left."""
+    """statistics: (batch, count, mean then squared deviations, channels) in float32, each over so many pixels, but the
+    last over what is left. bounds: the lowest numbers, then the highest, in the same shape; None where those were not
+    asked for."""
 
     statistics: Tensor
     count: int
     pixels: int
+    bounds: Tensor | None = None
 
 
-def measure(image: Tensor, config: LaunchConfig = STATISTICS.candidates[0]) -> PartialStatistics:
-    """The statistics of an image (batch, channels, height, width) in channels-last memory."""
-    return add_and_measure(None, image, None, None, config)
+def measure(
+    image: Tensor, config: LaunchConfig = STATISTICS.candidates[0], bounded: bool = False,
+    known: PartialStatistics | None = None,
+) -> PartialStatistics:
+    """The statistics of an image (batch, channels, height, width) in channels-last memory, or those that are known
+    where they have what is asked for."""
+    if known is not None and (known.bounds is not None or not bounded):
+        return known
+    return add_and_measure(None, image, None, None, config, bounded)
 
 
 def add_and_measure(
     image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor | None,
-    config: LaunchConfig = ADDITION.candidates[0],
+    config: LaunchConfig = ADDITION.candidates[0], bounded: bool = False,
 ) -> PartialStatistics:
     """output = image + update + bias (channels) in channels-last memory, and its statistics. output may be update;
     None: of nothing but update."""
@@ -46,14 +54,15 @@ def add_and_measure(
     channel_blocks = ceil_div(channels, CHANNEL_BLOCK)
     tiles = ceil_div(ceil_div(pixels, rows), wanted_strips(update.device, channel_blocks * batch))
     count = ceil_div(pixels, tiles * rows)
-    statistics = torch.empty((batch, count, 4, channels), device=update.device, dtype=torch.float32)
+    statistics = torch.empty((batch, count, 2, channels), device=update.device, dtype=torch.float32)
+    bounds = torch.empty_like(statistics) if bounded else None
     launch(
         "images.strip_statistics", (count, channel_blocks, batch), update if image is None else image, update,
-        update if bias is None else bias, update if output is None else output, statistics, pixels, count, tiles,
-        channels, int(output is not None), int(image is not None), int(bias is not None), warps=warps,
-        BLOCK=CHANNEL_BLOCK, ROWS=rows,
+        update if bias is None else bias, update if output is None else output, statistics,
+        statistics if bounds is None else bounds, pixels, count, tiles, channels, int(output is not None),
+        int(image is not None), int(bias is not None), warps=warps, BLOCK=CHANNEL_BLOCK, ROWS=rows, BOUNDED=bounded,
     )
-    return PartialStatistics(statistics, count, tiles * rows)
+    return PartialStatistics(statistics, count, tiles * rows, bounds)
 
 
 def wanted_strips(device: torch.device, programs_per_strip: int) -> int:

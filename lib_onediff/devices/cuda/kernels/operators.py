@@ -79,6 +79,8 @@ class NativeOperators:
         self._attention = attention
         self._result_dtype = result_dtype
         self._choose = choose
+        # Whether the last norm before a convolution was written in eight bits: then the next one may be.
+        self._bounded = False
         # Of images that were made by an addition, as long as they live.
         self._strips: MutableMapping[Tensor, native_images.PartialStatistics] = WeakIdKeyDictionary()
 
@@ -144,12 +146,14 @@ class NativeOperators:
         reader: Affine | None = None,
     ) -> Any:
         first, second = halves(image)
+        kind = self._image_kind(image.shape, norm.groups, reader)
+        if reader is not None:
+            self._bounded = kind is not None
         # Where they were measured on the way.
         measured = self._strips.get(first), None if second is None else self._strips.get(second)
         return native_group_norm.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
-            measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first),
-            self._image_kind(image.shape, norm.groups, reader),
+            measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first), kind,
         )
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
@@ -239,7 +243,7 @@ class NativeOperators:
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """output = image + update + bias, measured on the way, where a norm that follows will want to know."""
         config = self._cut(cuts.ADDITION, output)
-        measured = native_images.add_and_measure(image, update, bias, output, config)
+        measured = native_images.add_and_measure(image, update, bias, output, config, self._bounded)
         if output.shape[2] * output.shape[3] > native_group_norm.SMALL_IMAGE_PIXELS:
             self._strips[output] = measured
 

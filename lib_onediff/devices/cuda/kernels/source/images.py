@@ -7,11 +7,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["pixels", "strips", "tiles", "adds", "has_image", "has_bias"])
 def strip_statistics(
-    image, update, bias, output, statistics, pixels, strips, tiles, channels, adds, has_image, has_bias,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    image, update, bias, output, statistics, bounds, pixels, strips, tiles, channels, adds, has_image, has_bias,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
 ):
     """The statistics of update, each strip over tiles * ROWS pixels; or, if adds, of output = image + update + bias.
-    Of each channel the mean, the sum of squared deviations, the lowest and the highest."""
+    BOUNDED: also its bounds."""
     strip, sample = tl.program_id(0), tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = channel < channels
@@ -25,8 +25,9 @@ def strip_statistics(
     tl.debug_barrier()
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
-    lowest = tl.zeros((ROWS, BLOCK), tl.float32)
-    highest = tl.zeros((ROWS, BLOCK), tl.float32)
+    if BOUNDED:
+        lowest = tl.zeros((ROWS, BLOCK), tl.float32)
+        highest = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(0, tiles):
         row = start + tile * ROWS + tl.arange(0, ROWS)[:, None]
         valid = (row < pixels) & inside
@@ -38,15 +39,17 @@ def strip_statistics(
         distance = tl.where(valid, rounded.to(tl.float32) - centre, 0.0)
         total += distance
         squares += distance * distance
-        lowest = tl.minimum(lowest, distance)
-        highest = tl.maximum(highest, distance)
+        if BOUNDED:
+            lowest = tl.minimum(lowest, distance)
+            highest = tl.maximum(highest, distance)
     number = tl.minimum(pixels - start, tiles * ROWS).to(tl.float32)
     moved = tl.sum(total, 0)[None, :]
-    target = statistics + (sample * strips + strip) * 4 * channels + channel
-    tl.store(target, centre + moved / number, inside)
-    tl.store(target + channels, tl.sum(squares, 0)[None, :] - moved * moved / number, inside)
-    tl.store(target + 2 * channels, centre + tl.min(lowest, 0)[None, :], inside)
-    tl.store(target + 3 * channels, centre + tl.max(highest, 0)[None, :], inside)
+    place = (sample * strips + strip) * 2 * channels + channel
+    tl.store(statistics + place, centre + moved / number, inside)
+    tl.store(statistics + place + channels, tl.sum(squares, 0)[None, :] - moved * moved / number, inside)
+    if BOUNDED:
+        tl.store(bounds + place, centre + tl.min(lowest, 0)[None, :], inside)
+        tl.store(bounds + place + channels, centre + tl.max(highest, 0)[None, :], inside)
 
 
 @triton.jit(do_not_specialize=["height", "width", "new_height", "new_width", "down", "across"])
