@@ -2,6 +2,7 @@
 and with float16 sums."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,9 +31,10 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     Launches,
 )
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
+from lib_onediff.devices.cuda.low_bit.choice import LowBit
 from lib_onediff.devices.cuda.tuning import tune_half_sums
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, as_rows, gated_scale
+from lib_onediff.weights.low_bit import FP8, GROUP_NORMED, INT8, KINDS, Kind, Product, as_rows, gated_scale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # By addresses, and copied by the GPU. On one, only what it can launch.
@@ -207,7 +209,25 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
     assert bool(output[0].isnan().all() and output[1].isfinite().all()), "eight bits hide no NaN"
 
 
+def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the model's type and in INT8, where there is no float8 too."""
+    config, outputs = next(config for dtype, config in CONVOLVED if dtype == INT8.dtype), []
+    monkeypatch.setitem(CONVOLUTIONS, INT8.dtype, replace(CONVOLUTIONS[INT8.dtype], candidates=(config,)))
+    product, tuning_cache = Product(2048, 9 * 32, 16, GROUP_NORMED, (32, 32)), TuningCache()
+    choice = LowBit(tuning_cache, Launches(tuning_cache))
+
+    def time_ms(work: Callable[[], Tensor]) -> float:
+        outputs.append(work())
+        return 1.0 / len(outputs)
+
+    choice.measure(product, HALF, DEVICE, INT8, time_ms)
+    _, exact, rounded = outputs
+    assert 5e-3 < relative_error(rounded, exact) < 4e-2 and rounded.shape == (2, 16, 32, 32)
+    assert choice.measured(product, HALF, INT8) == (1 / 2, 1 / 3) and choice.best(product, HALF, KINDS) is INT8
+
+
 @pytest.mark.skipif(SWITCHES[HALF_SUMS].read() is None, reason="needs torch 2.7")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="its kernel's tile is small, and there is none for Hopper")
 @pytest.mark.parametrize(("ours_ms", "factor", "is_used"), [(0.5, 1.0, True), (0.99, 1.0, False), (0.5, 1.1, False)])
 def test_float16_sums_serve_where_they_are_allowed_right_and_faster(
     monkeypatch: pytest.MonkeyPatch, ours_ms: float, factor: float, is_used: bool
