@@ -33,7 +33,7 @@ PTX_OF = {75: 80, 80: 80, 89: 84, 90: 86}
 MATRIX_UNITS = {75: "mma.sync", 80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
 SHARED_OF_CARD = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Widths of tokens, and channels, of the networks that are served, and of tiny ones.
-TOKEN_WIDTHS = (32, 64, 128, 256, 320, 384, 640, 768, 1280, 1536)
+TOKEN_WIDTHS = (32, 64, 96, 128, 256, 320, 384, 640, 768, 1280, 1536)
 NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
 ROUNDED_WIDTHS = tuple(1 << power for power in range(5, 16))
 

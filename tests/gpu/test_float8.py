@@ -93,7 +93,7 @@ def test_a_convolution(
         values = values.view(batch, *size, channels)
         found = products.convolution(QuantizedImage(values, scales), low_bit, torch.bfloat16, config)
         weight = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
-        image, allowed = values.permute(0, 3, 1, 2) * scales[:, :, None, None], SUMMED
+        image, allowed = values.permute(0, 3, 1, 2).float() * scales[:, :, None, None], SUMMED
     expected = functional.conv2d(image.double(), weight.double(), padding=1)
     assert relative_error(found.double(), expected) < allowed
 

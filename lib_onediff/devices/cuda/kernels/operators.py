@@ -54,6 +54,8 @@ class VirtualConcatenation(NamedTuple):
         return torch.Size((batch, channels + self.second.shape[1], height, width))
 
 
+# More norms of convolutions than there are at one size of images.
+SOON = 16
 Image = Tensor | VirtualConcatenation
 # What a layer norm or a GEGLU makes for a linear layer.
 Rows = Tensor | QuantizedTokens
@@ -79,8 +81,8 @@ class NativeOperators:
         self._attention = attention
         self._result_dtype = result_dtype
         self._choose = choose
-        # Whether the last norm before a convolution was written in eight bits: then the next one may be.
-        self._bounded = False
+        # Norms before convolutions since the last one that was written in eight bits: soon after it, others may be.
+        self._exact_norms = SOON
         # Of images that were made by an addition, as long as they live.
         self._strips: MutableMapping[Tensor, native_images.PartialStatistics] = WeakIdKeyDictionary()
 
@@ -148,7 +150,7 @@ class NativeOperators:
         first, second = halves(image)
         kind = self._image_kind(image.shape, norm.groups, reader)
         if reader is not None:
-            self._bounded = kind is not None
+            self._exact_norms = 0 if kind is not None else self._exact_norms + 1
         # Where they were measured on the way.
         measured = self._strips.get(first), None if second is None else self._strips.get(second)
         return native_group_norm.group_norm(
@@ -243,7 +245,8 @@ class NativeOperators:
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """output = image + update + bias, measured on the way, where a norm that follows will want to know."""
         config = self._cut(cuts.ADDITION, output)
-        measured = native_images.add_and_measure(image, update, bias, output, config, self._bounded)
+        bounded = self._exact_norms < SOON
+        measured = native_images.add_and_measure(image, update, bias, output, config, bounded)
         if output.shape[2] * output.shape[3] > native_group_norm.SMALL_IMAGE_PIXELS:
             self._strips[output] = measured
 

@@ -22,31 +22,24 @@ def beside(first, second, pixel, channel, first_channels, second_channels):
 
 @triton.jit
 def with_strips(
-    total, squares, place, partial_statistics, strip_pixels, channels, pixels, offset, inside, STRIPS: tl.constexpr
+    total, squares, lowest, highest, statistics, bounds, place, partial_statistics, strip_pixels, channels, pixels,
+    offset, inside, STRIPS: tl.constexpr, BOUNDED: tl.constexpr,
 ):
-    """The sums of distances from a centre and of their squares, with an image's strips added. offset: from centre."""
+    """The sums of distances from a centre and of their squares, with an image's strips added; BOUNDED: and the lowest
+    and the highest numbers, with its among them. offset: from centre."""
     strip = tl.arange(0, STRIPS)[:, None]
     for chunk in range(0, partial_statistics, STRIPS):
         number = tl.minimum(pixels - (chunk + strip) * strip_pixels, strip_pixels).to(tl.float32)
         valid = (chunk + strip < partial_statistics) & inside
         means = place + (chunk + strip) * 2 * channels
-        distance = tl.load(means, valid, 0.0) + offset
-        deviations = tl.load(means + channels, valid, 0.0)
+        distance = tl.load(statistics + means, valid, 0.0) + offset
+        deviations = tl.load(statistics + means + channels, valid, 0.0)
         total += tl.where(valid, number * distance, 0.0)
         squares += tl.where(valid, deviations + number * distance * distance, 0.0)
-    return total, squares
-
-
-@triton.jit
-def with_bounds(lowest, highest, place, partial_statistics, channels, inside, STRIPS: tl.constexpr):
-    """The lowest and the highest numbers, (STRIPS, channels), with an image's strips among them."""
-    strip = tl.arange(0, STRIPS)[:, None]
-    for chunk in range(0, partial_statistics, STRIPS):
-        valid = (chunk + strip < partial_statistics) & inside
-        bounds = place + (chunk + strip) * 2 * channels
-        lowest = tl.minimum(lowest, tl.load(bounds, valid, float("inf")))
-        highest = tl.maximum(highest, tl.load(bounds + channels, valid, float("-inf")))
-    return lowest, highest
+        if BOUNDED:
+            lowest = tl.minimum(lowest, tl.load(bounds + means, valid, float("inf")))
+            highest = tl.maximum(highest, tl.load(bounds + means + channels, valid, float("-inf")))
+    return total, squares, lowest, highest
 
 
 @triton.jit(do_not_specialize=[
@@ -73,22 +66,23 @@ def join_statistics(
     added = tl.load(shift + sample * shift_stride + channel, inside & (has_shift != 0), 0.0).to(tl.float32)
     factor = tl.load(weight + channel, inside, 0.0).to(tl.float32)
     addend = tl.load(bias + channel, inside, 0.0).to(tl.float32)
-    from_first = sample * first_strips * 2 * first_channels + channel
-    from_second = sample * second_strips * 2 * second_channels + (channel - first_channels)
-    here, there = first + from_first, second + from_second
-    some = tl.load(here, in_first, 0.0) + tl.load(there, in_second, 0.0) + added
+    here = sample * first_strips * 2 * first_channels + channel
+    there = sample * second_strips * 2 * second_channels + (channel - first_channels)
+    some = tl.load(first + here, in_first, 0.0) + tl.load(second + there, in_second, 0.0) + added
     centre = tl.sum(tl.sum(some, 1), 0) / width
     total = tl.zeros((STRIPS, BLOCK), tl.float32)
     squares = tl.zeros((STRIPS, BLOCK), tl.float32)
+    lowest = tl.full((STRIPS, BLOCK), float("inf"), tl.float32)
+    highest = tl.full((STRIPS, BLOCK), float("-inf"), tl.float32)
     if group * width < first_channels:
-        total, squares = with_strips(
-            total, squares, here, first_strips, first_strip_pixels, first_channels, pixels, added - centre, in_first,
-            STRIPS,
+        total, squares, lowest, highest = with_strips(
+            total, squares, lowest, highest, first, first_bounds, here, first_strips, first_strip_pixels,
+            first_channels, pixels, added - centre, in_first, STRIPS, BOUNDED,
         )
     if (group + 1) * width > first_channels:
-        total, squares = with_strips(
-            total, squares, there, second_strips, second_strip_pixels, second_channels, pixels, added - centre,
-            in_second, STRIPS,
+        total, squares, lowest, highest = with_strips(
+            total, squares, lowest, highest, second, second_bounds, there, second_strips, second_strip_pixels,
+            second_channels, pixels, added - centre, in_second, STRIPS, BOUNDED,
         )
     members = pixels.to(tl.float32) * width
     moved = tl.sum(tl.sum(total, 1), 0) / members
@@ -99,16 +93,6 @@ def join_statistics(
     tl.store(target, scale, inside)
     tl.store(target + channels, offset, inside)
     if BOUNDED:
-        lowest = tl.full((STRIPS, BLOCK), float("inf"), tl.float32)
-        highest = tl.full((STRIPS, BLOCK), float("-inf"), tl.float32)
-        if group * width < first_channels:
-            lowest, highest = with_bounds(
-                lowest, highest, first_bounds + from_first, first_strips, first_channels, in_first, STRIPS
-            )
-        if (group + 1) * width > first_channels:
-            lowest, highest = with_bounds(
-                lowest, highest, second_bounds + from_second, second_strips, second_channels, in_second, STRIPS
-            )
         ends = scale * tl.min(lowest, 0)[None, :] + offset, scale * tl.max(highest, 0)[None, :] + offset
         high = tl.maximum(ends[0], ends[1])
         farthest = tl.where(silu != 0, tl.maximum(high, LOWEST_SILU), tl.maximum(high, -tl.minimum(ends[0], ends[1])))
