@@ -4,7 +4,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import scale_of, store_rounded
+from .rounding import SMALLEST, store_nearest
 
 # SiLU gives nothing below its negative.
 LOWEST_SILU = tl.constexpr(0.2785)
@@ -95,9 +95,9 @@ def join_statistics(
     if BOUNDED:
         ends = scale * tl.min(lowest, 0)[None, :] + offset, scale * tl.max(highest, 0)[None, :] + offset
         high = tl.maximum(ends[0], ends[1])
-        farthest = tl.where(silu != 0, tl.maximum(high, LOWEST_SILU), tl.maximum(high, -tl.minimum(ends[0], ends[1])))
+        farthest = tl.maximum(high, tl.where(silu != 0, LOWEST_SILU, -tl.minimum(ends[0], ends[1])))
         # A maximum passes over a NaN.
-        farthest = tl.max(tl.where(inside, farthest, 0.0), 1) + tl.sum(tl.where(inside, scale * 0.0, 0.0), 1)
+        farthest = tl.max(tl.where(inside, farthest, SMALLEST), 1) + tl.sum(tl.where(inside, scale * 0.0, 0.0), 1)
         tl.store(largest + sample * (channels // width) + group + tl.zeros((1,), tl.int32), farthest)
 
 
@@ -123,11 +123,14 @@ def scale_and_shift(
         values = values * tl.sigmoid(values)
     if ROUNDED:
         group = tl.arange(0, MOST_GROUPS)[None, :]
-        unit = scale_of(tl.load(largest + sample * groups + group, group < groups, 0.0), group < groups, most)
+        bounds = tl.load(largest + sample * groups + group, group < groups, 0.0)
+        # As whole numbers they are in the same order, with a NaN above all; and the GPU has one instruction for it.
+        bits = tl.max(bounds.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None]
+        farthest = bits.to(tl.float32, bitcast=True)
         nothing = tl.zeros((1, 1), tl.int32)
         is_first = tl.program_id(0) + tl.program_id(1) == 0
-        tl.store(output_scale + sample + nothing, unit, nothing == tl.where(is_first, 0, 1))
-        store_rounded(output, pixel * channels + channel, values, unit, valid)
+        tl.store(output_scale + sample + nothing, farthest / most, nothing == tl.where(is_first, 0, 1))
+        store_nearest(output, pixel * channels + channel, values * (most / farthest), valid)
     else:
         tl.store(output + pixel * channels + channel, values.to(output.dtype.element_ty), valid)
 

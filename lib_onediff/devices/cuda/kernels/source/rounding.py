@@ -47,8 +47,13 @@ def store_row_scale(values, scales, unit, row, scale):
 
 @triton.jit
 def store_rounded(values, place, numbers, scale, valid):
-    """Store numbers as multiples of a scale, rounded to the nearest that the type of values has."""
-    ratio = numbers / scale
+    """Store numbers as multiples of a scale."""
+    store_nearest(values, place, numbers / scale, valid)
+
+
+@triton.jit
+def store_nearest(values, place, ratio, valid):
+    """Store numbers rounded to the nearest that the type of values has."""
     if values.dtype.element_ty == tl.int8:
         ratio = tl.floor(ratio + 0.5)
     tl.store(values + place, ratio.to(values.dtype.element_ty), valid)
