@@ -81,7 +81,7 @@ class Settings:
         no_effect_when={"low_bit": ("off", SAGE), "low_bit_only": (True,)},
     )
     low_bit_only: bool = option(
-        False, "Low-bit only", "Keep only 8-bit weights in VRAM (SDXL: 4.8 -> 2.8 GiB).",
+        False, "Low-bit only", "Small cards: weights in main memory stand in VRAM as 8-bit ones. Lossy.",
         group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off", SAGE)},
     )
     guidance_end: float = option(
