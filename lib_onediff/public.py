@@ -96,7 +96,8 @@ def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Itera
     """Say that the calls of a compiled UNet made inside are the steps of one sampling, for loops of one's own.
 
     DeepCache reuses what earlier steps of a sampling have computed; outside of one, nothing is remembered from call to
-    call. A pipeline says so by itself. timesteps: at which the steps begin, as the UNet gets them, where known.
+    call. A pipeline says so by itself. timesteps: at which the steps begin, as the UNet gets them; without them every
+    step is computed whole.
     """
     must_be_network(unet, "sampling")
     times = None if timesteps is None else [float(time) for time in timesteps]

@@ -8,12 +8,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .refusal import Refusal
-from .timeline import Step, Timeline, timeline_of
+from .timeline import Step, Timeline
 
 UNANNOUNCED = "nobody says when a sampling begins and ends (own loops: with lib_onediff.sampling(unet): ...)"
+UNKNOWN_TIMES = (
+    "nobody says at which timesteps the steps begin (own loops: with lib_onediff.sampling(unet, timesteps=...): ...)"
+)
 UNEQUAL_TIMES = "the images of this batch are at different steps"
 OTHER_SAMPLER = "it is for the samplers Euler and DDIM (without added noise)"
 UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"
+# A call that makes a shape ready is a step of a sampling that is long enough for anything.
+WARM_UP_TIMES = range(1000, 0, -1)
 
 
 def time_of(timestep: Tensor) -> float | None:
@@ -62,11 +67,14 @@ class Sampling:
         """
         if self.why_not:
             raise Refusal(self.why_not)
+        if self._timeline is None:
+            times = self.times()
+            if not times:
+                raise Refusal(UNKNOWN_TIMES)
+            self._timeline = Timeline(times)
         time = self.read(timestep)
         if time is None:
             raise Refusal(UNEQUAL_TIMES)
-        if self._timeline is None:
-            self._timeline = timeline_of(self.times())
         step, jumped = self._timeline.step(time)
         if jumped:
             self._walk = object()

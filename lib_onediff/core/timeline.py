@@ -22,35 +22,30 @@ FEW_STEP_MODEL = (
 )
 # Of the distance to the next step: so far may a timestep be from where its step begins.
 NEAR = 0.05
-# Where a sampling ends, in training steps.
-END = 1.0
-# How far rounding alone moves a timestep, in proportion.
-ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Step:
-    """index: from the first step of this sampling. total: how many steps it has, or None. fraction: how much of the
-    sampling was done when the step began. is_last: whether the sampling ends with it; where the number of steps is
-    unknown, also where it may."""
+    """index: from the first step of this sampling. total: how many steps it has. fraction: how much of the sampling was
+    done when the step began. is_last: whether the sampling ends with it."""
 
     index: int
-    total: int | None
+    total: int
     fraction: float
     is_last: bool
 
     def why_too_few(self, guidance_scale: float | None) -> str:
-        """Why its sampling has too few steps to leave anything out, in one line for the user; "" where it has enough,
-        or their number is unknown. guidance_scale: the sampling's CFG scale, or None where that is unknown."""
-        if self.total is None or self.total >= FEWEST_UNGUIDED_STEPS:
+        """Why its sampling has too few steps to leave anything out, in one line for the user; "" where it has enough.
+        guidance_scale: the sampling's CFG scale, or None where that is unknown."""
+        if self.total >= FEWEST_UNGUIDED_STEPS:
             return ""
         if self.total < FEWEST_STEPS:
             return FEW_STEPS
         return FEW_STEP_MODEL if guidance_scale is not None and guidance_scale <= LITTLE_GUIDANCE else ""
 
 
-class KnownTimeline:
-    """Where the host says at which timesteps the steps begin: what lies between two of them belongs to the earlier."""
+class Timeline:
+    """The timesteps at which the steps of a sampling begin: what lies between two of them belongs to the earlier."""
 
     def __init__(self, times: Sequence[float]) -> None:
         self._times = sorted({float(time) for time in times}, reverse=True)
@@ -77,36 +72,3 @@ class KnownTimeline:
             if abs(self._times[after] - time) <= NEAR * gap and time < self._times[before]:
                 return after
         return before
-
-
-class LearnedTimeline:
-    """Where nobody says: every timestep that is lower than the last one begins a step.
-
-    A sampler that calls at a timestep between two steps then has twice as many. A step is taken for the last one if
-    another one as long would end below zero: never too late where steps do not grow.
-    """
-
-    def __init__(self) -> None:
-        self._index = -1
-        self._time = self._first = self._length = 0.0
-
-    def step(self, time: float) -> tuple[Step, bool]:
-        """The step of a timestep, and whether time has jumped back: then the steps are counted from here."""
-        jumped = False
-        if self._index < 0 or time > self._time + abs(self._time) * ROUNDING + ROUNDING:
-            jumped = self._index >= 0
-            self._index, self._first, self._length = 0, time, 0.0
-        elif time < self._time:
-            self._index, self._length = self._index + 1, self._time - time
-        self._time = time
-        fraction = 1 - time / self._first if self._first > 0 else 1.0
-        is_last = time <= END or (self._index > 0 and time - self._length < -ROUNDING * self._first)
-        return Step(self._index, None, fraction, is_last), jumped
-
-
-Timeline = KnownTimeline | LearnedTimeline
-
-
-def timeline_of(times: Sequence[float] | None) -> Timeline:
-    """The timeline of a sampling whose steps begin at these timesteps; None where that is unknown."""
-    return KnownTimeline(times) if times is not None and len(times) else LearnedTimeline()

@@ -16,7 +16,7 @@ from ..core.family import Family
 from ..core.guard import HostFunction
 from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
-from ..core.sampling import UNANNOUNCED, Sampling
+from ..core.sampling import UNANNOUNCED, WARM_UP_TIMES, Sampling
 from ..core.settings import ONE_GPU, Settings
 from ..steps.registry import step_policies
 from ..store.history import History
@@ -153,7 +153,7 @@ class Runtime:
         """The sampling in progress; one whose steps are all whole where nobody has announced any."""
         if self.services.waits_for_compile:
             # A call that makes a shape ready belongs to no image.
-            return Sampling()
+            return Sampling(times=lambda: WARM_UP_TIMES)
         return managed.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
 
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:

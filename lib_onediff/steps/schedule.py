@@ -21,8 +21,6 @@ def last_whole(interval: int, step: Step) -> int:
     this step."""
     if interval <= 1 or step.is_last:
         return step.index
-    if step.total is None:
-        return step.index - step.index % interval
     return max(index for index in early(step.total, interval) if index <= step.index)
 
 

@@ -13,7 +13,7 @@ from samplings import Oracle
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call, Control
-from lib_onediff.core.timeline import Step, timeline_of
+from lib_onediff.core.timeline import Step, Timeline
 from lib_onediff.steps.schedule import early, is_whole, last_whole
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
@@ -70,11 +70,8 @@ def test_shallow_steps_take_their_control_residuals_too() -> None:
     assert relative_error(cut.shallow(call, deep), output) > 1e-3
 
 
-KARRAS = (14.6, 9.5, 6.0, 3.6, 2.1, 1.1, 0.55, 0.24, 0.09, 0.03)
-
-
-def steps_of(times: list[float], known: list[float] | None = None) -> list[Step]:
-    timeline = timeline_of(known)
+def steps_of(times: list[float], known: list[float]) -> list[Step]:
+    timeline = Timeline(known)
     return [timeline.step(time)[0] for time in times]
 
 
@@ -103,45 +100,28 @@ def test_there_are_as_many_as_at_equal_distances() -> None:
         for interval in range(2, 21):
             chosen = sorted(early(total, interval))
             assert chosen[0] == 0 and chosen[-1] < total and len(chosen) == math.ceil(total / interval)
-    # Whose number is unknown are at equal distances.
-    steps = steps_of([1000 - 50 * index for index in range(19)])
-    assert [step.index for step in steps if is_whole(4, step)][:5] == [0, 4, 8, 12, 16]
 
 
 # --- steps by timesteps -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("times", "known", "indexes"), [
-    ([900.0, 600.0, 600.0, 300.0, 300.0, 0.0, 0.0], None, [0, 1, 1, 2, 2, 3, 3]),
     ([900.0, 600.0, 600.0, 300.0, 300.0, 0.0, 0.0], [900.0, 600.0, 300.0, 0.0], [0, 1, 1, 2, 2, 3, 3]),
     ([900.0, 750.0, 600.0, 440.0, 300.0, 120.0, 0.0], [900.0, 600.0, 300.0, 0.0], [0, 0, 1, 1, 2, 2, 3]),
     ([999.0, 899.5, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0], [0, 1, 2, 3]),
     ([999.0, 900.5, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0], [0, 1, 2, 3]),
     ([400.0, 300.0, 200.0], [600.0, 500.0, 400.0, 300.0, 200.0], [0, 1, 2]),
-], ids=["Heun, learned", "Heun", "DPM2", "rounded down", "rounded up", "img2img"])
+], ids=["Heun", "DPM2", "rounded down", "rounded up", "img2img"])
 def test_a_call_belongs_to_the_step_that_has_begun(
-    times: list[float], known: list[float] | None, indexes: list[int]
+    times: list[float], known: list[float], indexes: list[int]
 ) -> None:
     steps = steps_of(times, known)
     assert [step.index for step in steps] == indexes
     assert [step.is_last for step in steps] == [index == indexes[-1] for index in indexes]
-    assert {step.total for step in steps} == {None if known is None else indexes[-1] + 1}
+    assert {step.total for step in steps} == {indexes[-1] + 1}
 
 
-@pytest.mark.parametrize("known", [None, [900.0, 600.0, 300.0, 0.0]])
-def test_time_that_jumps_back_is_told(known: list[float] | None) -> None:
-    timeline = timeline_of(known)
+def test_time_that_jumps_back_is_told() -> None:
+    timeline = Timeline([900.0, 600.0, 300.0, 0.0])
     jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
     assert jumps == [False, False, False, False, True, False]
-
-
-@pytest.mark.parametrize("times", [
-    [float(time) for time in range(951, 0, -50)],                      # leading
-    [999 - index * 999 / 19 for index in range(20)],                   # linspace
-    [999.0, 949.0, 868.0, 740.0, 570.0, 380.0, 205.0, 80.0, 20.0, 0],  # Karras
-    [max(0.0, 250 * math.log(sigma / KARRAS[-1])) / 1.55 for sigma in KARRAS],
-], ids=["leading", "linspace", "karras", "log"])
-def test_the_last_step_is_never_missed_without_a_hosts_help(times: list[float]) -> None:
-    steps = steps_of(times)
-    assert steps[-1].is_last
-    assert sum(step.is_last for step in steps) <= 4

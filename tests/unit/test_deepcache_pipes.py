@@ -1,6 +1,7 @@
 """DeepCache on diffusers pipelines and UNets: its arguments, and how the steps are known."""
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from samplings import equal_distances, few_steps_suffice
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 import lib_onediff
-from lib_onediff.core.sampling import UNANNOUNCED
+from lib_onediff.core.sampling import UNANNOUNCED, UNKNOWN_TIMES
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 
@@ -87,8 +88,7 @@ def test_a_scheduler_that_is_exchanged_is_followed() -> None:
     assert counted() == (2, 2)
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["known timesteps", "learned timesteps"])
-def test_a_loop_of_ones_own_says_when_a_sampling_begins(is_known: bool) -> None:
+def test_a_loop_of_ones_own_says_when_a_sampling_begins_and_where_its_steps_do() -> None:
     unet, times = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3), range(981, 0, -140)
 
     def sample() -> None:
@@ -96,11 +96,13 @@ def test_a_loop_of_ones_own_says_when_a_sampling_begins(is_known: bool) -> None:
             served(unet, replace(a_call(unet), timestep=torch.full((2,), float(time))))
 
     for _ in range(2):
-        with lib_onediff.sampling(unet, times if is_known else None):
+        with lib_onediff.sampling(unet, times):
             sample()
     assert counted() == (2 * 4, 2 * 4)
-    sample()
-    assert counted() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(UNANNOUNCED)
+    for unknown, reason in (lib_onediff.sampling(unet), UNKNOWN_TIMES), (contextlib.nullcontext(), UNANNOUNCED):
+        with unknown:
+            sample()
+        assert counted() == (2 * 4, 2 * 4) and lib_onediff.status()["deepcache"]["reason"].endswith(reason)
 
 
 # --- its authors' package ---------------------------------------------------------------------------------------------

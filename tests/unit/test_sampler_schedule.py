@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER
-from lib_onediff.core.timeline import timeline_of
+from lib_onediff.core.timeline import Timeline
 from lib_onediff.hosts.sampler_schedule import sampling_of
 
 
@@ -102,7 +102,7 @@ def test_noise_levels_are_overheard_and_become_timesteps(steps: int) -> None:
     assert times[0] == pytest.approx(999, abs=0.01)
     assert times == [pytest.approx(float(sampler.model_wrap.sigma_to_t(sigma[None]))) for sigma in sigmas[:-1]]
     # img2img takes the lower part of them.
-    timeline = timeline_of(times)
+    timeline = Timeline(times)
     begun = [timeline.step(time)[0] for time in times[steps // 2:]]
     assert begun[0].index == 0 and [step.is_last for step in begun] == [False] * (len(begun) - 1) + [True]
 
