@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,6 @@ from ..core.guard import outcome_of
 from ..core.refusal import NotKept
 from ..core.sizes import Size, parse_sizes
 from ..prewarm.job import Job, check_tokens, rows_with_jobs
-from ..runtime.rows import ResolutionRow, ShapeRow, Totals
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection
@@ -60,34 +58,26 @@ def add_routes(
 
     def add(path: str, route: Callable[..., Response], problems: Mapping[int, str] = PROBLEMS, **more: Any) -> None:
         described: Any = {status: {"description": meaning} for status, meaning in {**PROBLEMS, **problems}.items()}
-        # Not through a router of our own: FastAPI would read each route's signature and models once more.
+        # Not through a router of our own: FastAPI would read each route's signature once more.
         app.router.add_api_route(
             f"{PREFIX}{path}", route, tags=[TAG], route_class_override=SentenceRoute, dependencies=checked,
             responses=described, **more,
         )
 
-    add("/status", routes.status, {503: "Not ready, where probe asks."}, response_model=models.StatusAnswer,
-        summary="What runs, and why")
-    # FastAPI shows no docstrings of dataclasses.
-    columns = "\n\n".join(str(inspect.getdoc(told)) for told in (routes.shapes, ResolutionRow, ShapeRow, Totals))
-    add("/shapes", routes.shapes, response_model=models.ShapesAnswer, summary="Every resolution and its state",
-        description=columns)
+    add("/status", routes.status, {503: "Not ready, where probe asks."}, summary="What runs, and why")
+    add("/shapes", routes.shapes, summary="Every resolution and its state")
     add("/prewarm", routes.prewarm, {409: "OneDiff is off.", 429: "The queue is full."}, methods=["POST"],
-        status_code=202, response_model=models.JobsAnswer, summary="Make sizes ready")
-    add("/jobs", routes.jobs, response_model=models.JobsAnswer, summary="The pre-warm queue")
-    add("/jobs/{id}", routes.job, unknown, response_model=models.JobAnswer, summary="One job")
-    add("/jobs/{id}", routes.cancel, {**unknown, 409: "The job is over."}, methods=["DELETE"],
-        response_model=models.JobAnswer, summary="Cancel a job")
-    add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], response_model=models.PurgedAnswer,
-        summary="Forget resolutions")
-    add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], response_model=models.PinBody,
-        summary="Keep a resolution")
-    add("/release", routes.release, busy, methods=["POST"], response_model=models.ReleasedAnswer,
-        summary="Free GPU memory")
+        status_code=202, summary="Make sizes ready")
+    add("/jobs", routes.jobs, summary="The pre-warm queue")
+    add("/jobs/{id}", routes.job, unknown, summary="One job")
+    add("/jobs/{id}", routes.cancel, {**unknown, 409: "The job is over."}, methods=["DELETE"], summary="Cancel a job")
+    add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], summary="Forget resolutions")
+    add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], summary="Keep a resolution")
+    add("/release", routes.release, busy, methods=["POST"], summary="Free GPU memory")
 
 
 class Routes:
-    """What the routes do; the docstrings stand in the host's /docs."""
+    """What the routes do; the docstrings stand in the host's /docs, the answers' fields in .readme/api.md."""
 
     def __init__(
         self, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any], status: Status,
@@ -257,6 +247,6 @@ def sizes_of(body: models.PrewarmBody) -> list[Size]:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as JobAnswer has it."""
-    values = {**asdict(job), "size": str(job.size), "share": job.share, **asdict(job.size)}
-    return {name: values[name] for name in models.JobAnswer.__annotations__}
+    values = {**asdict(job), **asdict(job.size), "size": str(job.size), "share": job.share}
+    del values["shapes"]
+    return values
