@@ -44,15 +44,14 @@ def cells_html(cells: Iterable[str]) -> str:
 
 
 def table_html(
-    label: str, columns: Iterable[str], rows: Iterable[Iterable[str]], meanings: Mapping[str, str], caption: str = "",
+    label: str, columns: Iterable[str], rows: Iterable[Iterable[str]], meanings: Mapping[str, str],
 ) -> str:
     """A table of texts, which scrolls in its box; the first cell of a row is its heading."""
     body = "".join(
         f'<tr><th scope="row">{html.escape(first)}</th>{cells_html(map(html.escape, cells))}</tr>'
         for first, *cells in rows
     )
-    above = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return (
         f'<div class="onediff-table" tabindex="0" role="region" aria-label="{html.escape(label)}">'
-        f"<table>{above}<thead><tr>{head_html(columns, meanings)}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<table><thead><tr>{head_html(columns, meanings)}</tr></thead><tbody>{body}</tbody></table></div>"
     )

@@ -7,7 +7,6 @@ from panel_builders import ROW, SHAPE, TOTALS, changed, text_of
 
 from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm.job import Job
-from lib_onediff.runtime.low_bit_errors import ClassError
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui.cache import table as cache_table
 
@@ -24,16 +23,10 @@ def test_totals() -> None:
 
 
 def test_what_low_bit_does_to_a_checkpoint() -> None:
-    classes = (
-        ClassError("self-attention QKV", "fp8", 0.0103, True),
-        ClassError("feed-forward <out>", "", None, False),
-    )
-    measured = changed(TOTALS, low_bit_errors=[LowBitErrors("SDXL", 0.02, 0.01434, classes)])
-    said = text_of(cache_table.totals_html(measured, [], [], None))
-    assert "Low-bit on this SDXL checkpoint. Whole step: 0.0143 of at most 0.02." in said
-    assert "self-attention QKV fp8 0.0103 8 bits" in said and "feed-forward &lt;out&gt; – – 16 bits" in said
-    exact = changed(measured, low_bit_errors=[LowBitErrors("SDXL", 0.0, None, classes)])
-    assert "No layer is in 8 bits within 0." in text_of(cache_table.totals_html(exact, [], [], None))
+    errors = [LowBitErrors("SDXL", 0.02, 0.01234, ()), LowBitErrors("SD1", 0.0, None, ())]
+    said = text_of(cache_table.totals_html(changed(TOTALS, low_bit_errors=errors), [], [], None))
+    assert "Low-bit on this SDXL checkpoint: error 1.2e-02 of 2.0e-02" in said
+    assert "Low-bit on this SD1 checkpoint: no layer within 0.0e+00" in said
 
 
 def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:

@@ -13,7 +13,7 @@ from ...core.table import ENOUGH
 from ...prewarm.job import CANCELLED, DONE, FAILED, QUEUED, Job
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
 from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds
-from ..markup import bar_html, cells_html, fact_html, head_html, table_html
+from ..markup import bar_html, cells_html, fact_html, head_html
 from ..status import ROUTES
 
 MOST_ROWS = 200
@@ -41,9 +41,7 @@ MEANINGS = {
     "Ratio": f"how many times faster than the WebUI, after {ENOUGH} calls of each",
     "Memory": "what its graphs need; all graphs share one pool: below, what purging this row frees",
     "Error": "relative difference from the WebUI's output when it was checked",
-    "Error alone": "as Error, with only these layers in 8 bits",
 }
-ERROR_COLUMNS = ("Layers", "Kind", "Error alone", "Computed in")
 TOTALS = {
     "Graph memory": "GPU memory of all graphs, and its limit",
     "Low-bit weights": "GPU memory of the 8-bit weights",
@@ -174,23 +172,15 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
     cells = "".join(
         fact_html(label, value, below.get(label, ""), TOTALS.get(label, "")) for label, value in facts.items() if value
     )
-    errors = "".join(map(errors_html, totals.low_bit_errors))
+    errors = "".join(map(error_html, totals.low_bit_errors))
     return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div>{errors}</div>'
 
 
-def errors_html(errors: LowBitErrors) -> str:
-    """What Low-bit does to a checkpoint: each class of layers alone, and the whole step."""
-    name, budget = f"Low-bit on this {errors.model} checkpoint", f"{errors.budget:g}"
-    whole = (
-        f"No layer is in 8 bits within {budget}." if errors.error is None
-        else f"Whole step: {errors.error:.4f} of at most {budget}."
-    )
-    return table_html(name, ERROR_COLUMNS, (
-        (
-            one.name, one.kinds or NOTHING, NOTHING if one.error is None else f"{one.error:.4f}",
-            "8 bits" if one.is_used else "16 bits",
-        ) for one in errors.classes
-    ), MEANINGS, f"{name}. {whole}")
+def error_html(measured: LowBitErrors) -> str:
+    """What Low-bit does to a whole step of a checkpoint; GET status has its classes of layers."""
+    budget = f"{measured.budget:.1e}"
+    error = f"no layer within {budget}" if measured.error is None else f"error {measured.error:.1e} of {budget}"
+    return f'<p class="onediff-reason">Low-bit on this {html.escape(measured.model)} checkpoint: {error}</p>'
 
 
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
