@@ -37,26 +37,19 @@ SQUARE, LEAST_FALL, SAME_SSIM = 8, 0.04, 0.6
 
 
 @dataclass(frozen=True)
-class Shift:
-    """How the second image's colours differ in CIELAB, relatively. contrast: of the standard deviation of L*.
-    saturation: of the root mean square of the chroma."""
-
-    contrast: float
-    saturation: float
-
-
-@dataclass(frozen=True)
 class ImageComparison:
     """How the second image differs from the first. psnr: in decibels, infinite for equal images. ssim: 1 for equal
     ones (Wang et al. 2004). largest: difference of a channel, of 255. delta_e: mean distance in CIELAB, of which people
-    notice 2.3 between two patches (Mahy et al. 1994). washed_out: whether the second image, otherwise the same, lost
-    contrast or saturation, more than it got darker."""
+    notice 2.3 between two patches (Mahy et al. 1994). contrast, saturation: relative change of the standard
+    deviation of L* and of the root mean square of the chroma. washed_out: whether the second image, otherwise the same,
+    lost one of them, more than it got darker."""
 
     psnr: float
     ssim: float
     largest: float
     delta_e: float
-    shift: Shift
+    contrast: float
+    saturation: float
     washed_out: bool
 
     @property
@@ -74,7 +67,7 @@ class ImageComparison:
 
     def sentence(self) -> str:
         """What the numbers mean, for people; the first image is called left."""
-        return SENTENCES[self.verdict].format(**vars(self.shift))
+        return SENTENCES[self.verdict].format(**vars(self))
 
 
 def compare(first: Any, second: Any) -> ImageComparison:
@@ -91,17 +84,18 @@ def compare(first: Any, second: Any) -> ImageComparison:
     if one.shape != other.shape:
         raise ValueError("Only images of one size can be compared.")
     labs = color.rgb2lab(one), color.rgb2lab(other)
-    before, after = (measure.block_reduce(lab, (SQUARE, SQUARE, 1), np.mean) for lab in labs)
-    light = before[..., 0].mean(), after[..., 0].mean()
-    shift = Shift(relative(before[..., 0].std(), after[..., 0].std()), relative(chroma_of(before), chroma_of(after)))
+    before, after = (colours_of(measure.block_reduce(lab, (SQUARE, SQUARE, 1), np.mean)) for lab in labs)
+    # Of less than rounding makes there is no change.
+    light, contrast, saturation = (
+        float(new / old - 1) if old > 0.25 else 0.0 for old, new in zip(before, after, strict=True)
+    )
     ssim = metrics.structural_similarity(
         one, other, channel_axis=-1, data_range=WHITE, gaussian_weights=True, sigma=1.5, use_sample_covariance=False,
     )
-    paler = min(shift.contrast, shift.saturation) < min(0.0, relative(*light)) - LEAST_FALL
     return ImageComparison(
         math.inf if np.array_equal(one, other) else metrics.peak_signal_noise_ratio(one, other, data_range=WHITE),
-        float(ssim), float(np.abs(one.astype(int) - other).max()), float(color.deltaE_cie76(*labs).mean()), shift,
-        paler and ssim >= SAME_SSIM,
+        float(ssim), float(np.abs(one.astype(int) - other).max()), float(color.deltaE_cie76(*labs).mean()),
+        contrast, saturation, min(contrast, saturation) < min(0.0, light) - LEAST_FALL and ssim >= SAME_SSIM,
     )
 
 
@@ -115,10 +109,6 @@ def pixels_of(image: Any) -> Any:
     return pixels
 
 
-def chroma_of(lab: Any) -> float:
-    return float(np.sqrt(np.square(lab[..., 1:]).sum(-1).mean()))
-
-
-def relative(before: float, after: float) -> float:
-    """The change of one; 0 where there was less of it before than rounding makes."""
-    return float(after / before - 1) if before > 0.25 else 0.0
+def colours_of(lab: Any) -> tuple[Any, Any, Any]:
+    """Lightness, contrast and saturation."""
+    return lab[..., 0].mean(), lab[..., 0].std(), np.sqrt(np.square(lab[..., 1:]).sum(-1).mean())
