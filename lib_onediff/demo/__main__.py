@@ -27,7 +27,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="install.py --demo", allow_abbrev=False,
-        description="A small WebUI around OneDiff: txt2img and img2img in the browser.",
+        description="A small WebUI around OneDiff: txt2img in the browser.",
     )
     parser.add_argument(
         "--model", metavar="FILE_OR_FOLDER",
@@ -132,11 +132,10 @@ def run(arguments: argparse.Namespace, listener: socket.socket) -> None:
     print("Loading the model ...", flush=True)
     model = load_model(arguments.model)
     from .modules import modules_importable
-    from .offline import fetch_nothing, limit_pillow
+    from .offline import fetch_nothing
     from .server import make_app, serve
 
     fetch_nothing()
-    limit_pillow()
     only_this_machine = is_loopback(listener)
     if not only_this_machine:
         ask_for_an_account(arguments)

@@ -1,4 +1,4 @@
-"""The txt2img and img2img tabs: their components, and making images from them."""
+"""The txt2img tab: its components, and making images from them."""
 from __future__ import annotations
 
 import contextlib
@@ -14,19 +14,18 @@ import torch
 
 from ..core.guard import first_line
 from ..core.refusal import Refusal
-from .modules import processing, sd_samplers, shared
+from .modules import sd_samplers, shared
 from .modules.call_queue import queue_lock
 from .modules.infotext_utils import connect_paste
-from .modules.processing import Processed
+from .modules.processing import Processed, StableDiffusionProcessingTxt2Img, process_images
 
 log = logging.getLogger("onediff")
-# name of the field of a StableDiffusionProcessing -> component
+# name of the field of a StableDiffusionProcessingTxt2Img -> component
 Inputs = dict[str, Any]
 # name of the field -> the infotext parameter that fills its component
 PASTED = {
     "prompt": "Prompt", "negative_prompt": "Negative prompt", "steps": "Steps", "sampler_name": "Sampler",
     "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
-    "denoising_strength": "Denoising strength",
 }
 SIZE_STEP, SIDES = 8, ("width", "height")
 SIDE = (64, 2048)
@@ -35,56 +34,54 @@ WHOLE = {
     "width": SIDE, "height": SIDE, "steps": (1, 150), "batch_size": (1, 8), "n_iter": (1, 100),
     "seed": (-1, 2**53 - 1),
 }
-NUMBERS = {**WHOLE, "cfg_scale": (1, 30), "denoising_strength": (0, 1)}
+NUMBERS = {**WHOLE, "cfg_scale": (1, 30)}
 # A tokenizer compares all parts of a word with each other again and again.
 LONGEST_PROMPT = 2000
 SECONDS_BETWEEN_LOOKS = 0.2
 UNCHANGED = gr.update()
 
 
-def build_generation_tab(runner: Any, tab: str) -> None:
-    """Build one tab inside the open gradio context; runner holds its scripts."""
-    with gr.Row(elem_id=f"{tab}_toprow", elem_classes="toprow"):
-        inputs = build_prompts(tab)
+def build_generation_tab(runner: Any) -> None:
+    """Build the tab inside the open gradio context; runner holds its scripts."""
+    with gr.Row(elem_id="txt2img_toprow", elem_classes="toprow"):
+        inputs = build_prompts()
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
-            generate = gr.Button("Generate", variant="primary", elem_id=f"{tab}_generate")
-            interrupt = gr.Button("Interrupt", elem_id=f"{tab}_interrupt")
-            paste = gr.Button("Read infotext", size="sm", elem_id=f"{tab}_paste")
+            generate = gr.Button("Generate", variant="primary", elem_id="txt2img_generate")
+            interrupt = gr.Button("Interrupt", elem_id="txt2img_interrupt")
+            paste = gr.Button("Read infotext", size="sm", elem_id="txt2img_paste")
     with gr.Row(equal_height=False):
-        with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_settings"):
-            if tab == "img2img":
-                inputs.update(build_image_inputs())
-            inputs.update(build_parameters(tab))
-            with gr.Column(elem_id=f"{tab}_script_container"):
+        with gr.Column(scale=1, min_width=320, elem_id="txt2img_settings"):
+            inputs.update(build_parameters())
+            with gr.Column(elem_id="txt2img_script_container"):
                 runner.setup_ui()
-        with gr.Column(scale=1, min_width=320, elem_id=f"{tab}_results"):
-            made = gr.Textbox(visible=False, elem_id=f"generation_info_{tab}")
+        with gr.Column(scale=1, min_width=320, elem_id="txt2img_results"):
+            made = gr.Textbox(visible=False, elem_id="generation_info_txt2img")
             outputs = [
-                gr.HTML(elem_id=f"{tab}_progress", elem_classes="progress-line"),
+                gr.HTML(elem_id="txt2img_progress", elem_classes="progress-line"),
                 gr.Gallery(
-                    label="Output", show_label=False, elem_id=f"{tab}_gallery", columns=2, height=520,
+                    label="Output", show_label=False, elem_id="txt2img_gallery", columns=2, height=520,
                     object_fit="contain", format="png", preview=True,
                 ),
-                gr.HTML(elem_id=f"html_info_{tab}", elem_classes="infotext"),
+                gr.HTML(elem_id="html_info_txt2img", elem_classes="infotext"),
                 made,
             ]
     # Other WebUIs tell their scripts of every component; OneDiff's asks for this one.
     runner.after_component(made)
 
     generate.click(
-        making_images(tab, list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
+        making_images(list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
         show_progress="hidden", api_visibility="private", concurrency_limit=1, concurrency_id="images",
     )
-    fields = [(inputs[name], parameter) for name, parameter in PASTED.items() if name in inputs]
+    fields = [(inputs[name], parameter) for name, parameter in PASTED.items()]
     connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
     interrupt.click(
         shared.state.interrupt, inputs=[], outputs=[], show_progress="hidden", queue=False, api_visibility="private"
     )
 
 
-def build_prompts(tab: str) -> Inputs:
+def build_prompts() -> Inputs:
     def textbox(label: str, lines: int, elem_id: str) -> gr.Textbox:
-        return gr.Textbox(label=label, show_label=False, lines=lines, placeholder=label, elem_id=f"{tab}_{elem_id}",
+        return gr.Textbox(label=label, show_label=False, lines=lines, placeholder=label, elem_id=f"txt2img_{elem_id}",
                           elem_classes="prompt")
 
     with gr.Column(scale=6, min_width=280):
@@ -92,24 +89,16 @@ def build_prompts(tab: str) -> Inputs:
         return {"prompt": prompt, "negative_prompt": textbox("Negative prompt", 2, "neg_prompt")}
 
 
-def build_image_inputs() -> Inputs:
-    image = gr.Image(label="Image", type="pil", image_mode="RGBA", sources=["upload", "clipboard"],
-                     elem_id="img2img_image", height=320)
-    strength = gr.Slider(0, 1, value=0.75, step=0.01, label="Denoising strength",
-                         elem_id="img2img_denoising_strength")
-    return {"init_images": image, "denoising_strength": strength}
-
-
-def build_parameters(tab: str) -> Inputs:
+def build_parameters() -> Inputs:
     def slider(name: str, label: str, elem_id: str, value: float, step: float = 1) -> gr.Slider:
         least, most = NUMBERS[name]
-        return gr.Slider(least, most, value, step=step, label=label, elem_id=f"{tab}_{elem_id}", min_width=180)
+        return gr.Slider(least, most, value, step=step, label=label, elem_id=f"txt2img_{elem_id}", min_width=180)
 
     names, side = sd_samplers.visible_sampler_names(), min(shared.sd_model.side, max(SIDE))
     inputs: Inputs = {}
     with gr.Row():
         inputs["sampler_name"] = gr.Dropdown(
-            names, value=names[0], label="Sampling method", elem_id=f"{tab}_sampling", min_width=180
+            names, value=names[0], label="Sampling method", elem_id="txt2img_sampling", min_width=180
         )
         inputs["steps"] = slider("steps", "Sampling steps", "steps", 20)
     with gr.Row():
@@ -121,12 +110,12 @@ def build_parameters(tab: str) -> Inputs:
     with gr.Row():
         inputs["cfg_scale"] = slider("cfg_scale", "CFG scale", "cfg_scale", 7, 0.5)
         inputs["seed"] = gr.Number(
-            value=-1, precision=0, label="Seed", info="-1: a new one each time", elem_id=f"{tab}_seed", min_width=180
+            value=-1, precision=0, label="Seed", info="-1: a new one each time", elem_id="txt2img_seed", min_width=180
         )
     return inputs
 
 
-def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iterator[tuple[Any, ...]]]:
+def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple[Any, ...]]]:
     """A handler of the Generate button. names: of the first components' values; the others go to the scripts. Yields
     (progress line, gallery, infotext, the text box that tells scripts of new images)."""
 
@@ -134,7 +123,9 @@ def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iter
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
         fields, arguments = dict(zip(names, values, strict=False)), [0, *values[len(names) :]]
-        work = worker.submit(lambda: make_images(processing_of(tab, fields), runner, arguments))
+        work = worker.submit(
+            lambda: make_images(StableDiffusionProcessingTxt2Img(**checked(fields)), runner, arguments)
+        )
         # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
         worker.shutdown(wait=False)
         while not wait([work], SECONDS_BETWEEN_LOOKS).done:
@@ -154,18 +145,9 @@ def making_images(tab: str, names: list[str], runner: Any) -> Callable[..., Iter
     return generate
 
 
-def processing_of(tab: str, fields: dict[str, Any]) -> Any:
-    """What the components ask for. Raises Refusal."""
-    fields = checked(fields)
-    if tab == "txt2img":
-        return processing.StableDiffusionProcessingTxt2Img(**fields)
-    image = fields.pop("init_images")
-    return processing.StableDiffusionProcessingImg2Img(**fields, init_images=[] if image is None else [image])
-
-
 def checked(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a StableDiffusionProcessing, whole numbers as int. Raises Refusal for what cannot be made, before
-    anything is computed."""
+    """The fields of a generation, whole numbers as int. Raises Refusal for what cannot be made, before anything is
+    computed."""
     found = dict(fields)
     for name, (least, most) in NUMBERS.items():
         value = fields.get(name, least)
@@ -190,10 +172,10 @@ def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
     """Wait for the queue and make the images of p. Raises Refusal with a sentence for the user, whatever goes wrong."""
     try:
         with queue_lock, contextlib.closing(p):
-            shared.state.begin(p.tab)
+            shared.state.begin("txt2img")
             try:
                 p.scripts, p.script_args = runner, tuple(script_args)
-                return processing.process_images(p)
+                return process_images(p)
             finally:
                 shared.state.end()
     except Refusal:

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ class LoadedModel:
     pipeline: Any
     name: str
     about: str = ""
-    _pipelines: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def unet(self) -> Any:
@@ -46,18 +46,14 @@ class LoadedModel:
         """The side in pixels of the square images that the model was made for."""
         return self.unet.config.sample_size * 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
 
-    def pipeline_for(self, task: str) -> Any:
-        """A pipeline for "Text2Image" or "Image2Image"; they share the model's parts. Raises Refusal for what the model
-        cannot do."""
+    @cached_property
+    def text_pipeline(self) -> Any:
+        """A pipeline of the same parts that makes images from text. Raises Refusal where the model needs more."""
         import diffusers
 
         if self.unet.config.in_channels != LATENT_CHANNELS:
             raise Refusal(f"{self.name} is an inpainting model: it needs a mask, which this page does not take.")
-        if self.pipeline.text_encoder is None and task == "Text2Image":
-            raise Refusal(f"{self.name} is a refiner: it needs img2img.")
-        if task not in self._pipelines:
-            self._pipelines[task] = getattr(diffusers, f"AutoPipelineFor{task}").from_pipe(self.pipeline)
-        return self._pipelines[task]
+        return diffusers.AutoPipelineForText2Image.from_pipe(self.pipeline)
 
     def decode(self, latents: Tensor) -> Tensor:
         """(batch, 3, height, width) pixels from 0 to 1 in float32 on the CPU, decoded one image at a time. SDXL's VAE
@@ -93,5 +89,7 @@ def load_model(path: str | None) -> LoadedModel:
         first_sentence = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
         cause = textwrap.shorten(first_sentence, 200, placeholder=" ...").rstrip(".")
         raise Refusal(f"The model {location.name} cannot be loaded; it may be damaged ({cause}).") from error
+    if pipeline.text_encoder is None:
+        raise Refusal(f"The model {location.name} is a refiner: it needs an image, which this page does not take.")
     name = location.resolve().name if is_folder else location.stem
     return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED if path is None else "")

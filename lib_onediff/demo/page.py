@@ -1,4 +1,4 @@
-"""The page: txt2img, img2img, the tabs that scripts add, and the settings."""
+"""The page: txt2img, the tabs that scripts add, and the settings."""
 from __future__ import annotations
 
 import html
@@ -40,9 +40,7 @@ def build_page() -> gr.Blocks:
         gr.HTML(f"<h1>OneDiff</h1><span>{html.escape(model)}</span>", elem_id="onediff_header")
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("txt2img", id="txt2img", elem_id="tab_txt2img"):
-                build_generation_tab(scripts.scripts_txt2img, "txt2img")
-            with gr.Tab("img2img", id="img2img", elem_id="tab_img2img"):
-                build_generation_tab(scripts.scripts_img2img, "img2img")
+                build_generation_tab(scripts.scripts_txt2img)
             for content, title, elem_id in tabs:
                 with gr.Tab(title, id=elem_id, elem_id=f"tab_{elem_id}"):
                     content.render()

@@ -22,7 +22,6 @@ VAE_SIGN = "first_stage_model.decoder.conv_in.weight"
 # The weight of a text encoder that only this family has.
 FAMILY_SIGNS = {
     "conditioner.embedders.1.model.token_embedding.weight": "sdxl",
-    "conditioner.embedders.0.model.token_embedding.weight": "sdxl-refiner",
     "cond_stage_model.model.token_embedding.weight": "sd2",
     "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight": "sd1",
 }

@@ -12,7 +12,6 @@ from lib_onediff.bench.judge import Judge, load_judge
 from lib_onediff.core.quality import pixels_of
 from lib_onediff.demo import models
 from lib_onediff.demo.models import LoadedModel
-from lib_onediff.demo.modules.processing import StableDiffusionProcessingImg2Img
 
 JUDGE = Path(models.__file__).with_name("emoji-judge.safetensors")
 HOW = {"steps": 7, "cfg_scale": 4.0}
@@ -40,10 +39,3 @@ def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
 def test_it_draws_what_the_prompt_says(model: LoadedModel, judge: Judge, sampler: str) -> None:
     made = generate(model, prompt="a red apple on a blue background", sampler_name=sampler, seed=1, **SQUARE)
     assert seen(judge, made.images) == [("red apple", "blue")]
-
-
-def test_it_changes_an_image_by_a_prompt(model: LoadedModel, judge: Judge) -> None:
-    start = generate(model, prompt="a rocket on a yellow background", seed=2, **SQUARE).images
-    made = generate(model, StableDiffusionProcessingImg2Img, prompt="an owl on a yellow background", seed=2,
-                    init_images=start, denoising_strength=0.9, **SQUARE).images
-    assert seen(judge, start + made) == [("rocket", "yellow"), ("owl", "yellow")]

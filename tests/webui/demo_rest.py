@@ -33,16 +33,11 @@ def to_base64(image: Image.Image) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def generate(body: dict[str, Any], runner: Any) -> Any:
+def generate(body: dict[str, Any]) -> Any:
     """The answer to a generation. Raises Refusal."""
+    runner = scripts.scripts_txt2img
     fields = {name: body.get(name, usual) for name, usual in FIELDS.items()}
-    kind = processing.StableDiffusionProcessingTxt2Img
-    if "init_images" in body:
-        kind = processing.StableDiffusionProcessingImg2Img
-        fields["denoising_strength"] = body.get("denoising_strength", 0.75)
     fields = checked(fields)
-    if "init_images" in body:
-        fields["init_images"] = [Image.open(io.BytesIO(base64.b64decode(text))) for text in body["init_images"]]
     arguments = script_arguments(body.get("alwayson_scripts", {}), runner)
     overrides = body.get("override_settings", {})
     with turn:
@@ -50,12 +45,12 @@ def generate(body: dict[str, Any], runner: Any) -> Any:
         before = {name: shared.opts.data[name] for name in overrides}
         shared.opts.data.update(overrides)
         try:
-            processed = make_images(kind(**fields), runner, arguments)
+            processed = make_images(processing.StableDiffusionProcessingTxt2Img(**fields), runner, arguments)
         finally:
             shared.opts.data.update(before)
     images = [to_base64(image) for image in processed.images]
     info = json.dumps({"infotexts": processed.infotexts, "comments": processed.comments})
-    return json_answer({"images": images, "parameters": {**body, "init_images": None}, "info": info})
+    return json_answer({"images": images, "parameters": body, "info": info})
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
@@ -94,8 +89,7 @@ def options() -> dict[str, Any]:
 
 
 def names_of_scripts() -> dict[str, list[str]]:
-    runners = {"txt2img": scripts.scripts_txt2img, "img2img": scripts.scripts_img2img}
-    return {tab: [script.name for script in runner.alwayson_scripts] for tab, runner in runners.items()}
+    return {"txt2img": [script.name for script in scripts.scripts_txt2img.alwayson_scripts]}
 
 
 def add_rest(page: Any, app: FastAPI) -> None:
@@ -106,9 +100,8 @@ def add_rest(page: Any, app: FastAPI) -> None:
     ):
         router.add_api_route(f"/sdapi/v1/{path}", read, methods=["GET"])
     for path, work in (
-        ("txt2img", refusing(lambda body: generate(body, scripts.scripts_txt2img))),
-        ("img2img", refusing(lambda body: generate(body, scripts.scripts_img2img))),
-        ("options", refusing(set_options)), ("interrupt", lambda: shared.state.interrupt()),
+        ("txt2img", refusing(generate)), ("options", refusing(set_options)),
+        ("interrupt", lambda: shared.state.interrupt()),
     ):
         router.add_api_route(f"/sdapi/v1/{path}", work, methods=["POST"])
     app.include_router(router, dependencies=protection(app, shared.cmd_opts))

@@ -144,6 +144,7 @@ def test_hires_fix(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str,
     {"sampler_name": "DPM++ 2M"}, {"cfg_scale": 1},
 ], ids=lambda changes: ", ".join(changes) or "plain")
 def test_img2img(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
+    need(webui, "img2img")
     request = {**start_from(gradient(64, 64)), **changes}
     check(webui, request, int(request["steps"] * request["denoising_strength"]) * changes.get("n_iter", 1))
 

@@ -108,6 +108,7 @@ def test_forecasts_answer_some_steps(webui: WebUI, exact: Counted, far: float, s
 ], ids=lambda request: str(request)[:40])
 def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, exact: Counted, request_: dict[str, Any]) -> None:
     need(webui, "AND prompts" if "AND" in request_.get("prompt", "") else "")
+    need(webui, "img2img" if "init_images" in request_ else "")
     found = made(webui, EVERY_THIRD, **request_)
     steps = found.full + found.cached
     calls = 2 if request_.get("sampler_name") == "Heun" or steps > 24 else 1

@@ -77,7 +77,7 @@ def test_uploaded_page_is_not_shown(standalone: WebUI) -> None:
 
 def test_address_in_the_place_of_a_file_is_not_fetched(standalone: WebUI, site: Any) -> None:
     image = {"path": f"{site.url}/secret.png", "meta": {"_type": "gradio.FileData"}}
-    body = event_of_page(standalone.url, "img2img_generate", img2img_image=image)
+    body = event_of_page(standalone.url, "txt2img_generate", txt2img_prompt=image)
     with HostProcess.running("--port", "0") as host:
         url = host.url()
         requests.post(f"{url}/gradio_api/queue/join", json=body, timeout=60).raise_for_status()

@@ -10,6 +10,7 @@ from grid import WHOLE
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI, gradient, one_run
+from webui_compare import need
 from webui_page import (
     SMALL,
     accordion_values,
@@ -53,12 +54,10 @@ def test_generating_on_and_off(page, webui: WebUI) -> None:
 
 
 def test_img2img(page, webui: WebUI, tmp_path) -> None:
+    need(webui, "img2img")
     file = tmp_path / "start.png"
     gradient(64, 64).save(file)
     show_tab(page, "img2img")
-    if webui.is_standalone:
-        page.click("img2img_generate")
-        page.wait_for_text("html_info_img2img", "img2img needs an init image.", 30)
     page.driver.find_element("css selector", "#img2img_image input[type=file]").send_keys(str(file))
     page.wait(lambda: page.driver.execute_script(
         "return [...document.querySelectorAll('#img2img_image img, #img2img_image canvas')]"
@@ -236,6 +235,7 @@ def test_infotext_pastes_back(
     page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
 ) -> None:
     """The accordion takes what the image says, whatever it showed before and whatever the settings tab says."""
+    need(webui, "img2img" if tab == "img2img" else "")
     infotext = webui.txt2img(steps=10, sampler_name="Euler", **one_run(**made_with)).info["infotexts"][0]
     show_tab(page, tab)
     open_advanced(page, tab)
@@ -328,7 +328,7 @@ def test_a_new_page_fits_asks_no_other_host_and_reports_no_error(browser, standa
         page = open_page(browser, f"{standalone.url}/?__theme=dark")
         make_picture(page)
         messages = [json.loads(entry["message"])["message"] for entry in browser.driver.get_log("performance")]
-        for tab in ("img2img", "Settings", "txt2img"):
+        for tab in ("Settings", "txt2img"):
             browser.choose_tab(tab)
             assert browser.run("return document.documentElement.scrollWidth") <= 400
         browser.driver.save_screenshot(str(tmp_path / "page.png"))

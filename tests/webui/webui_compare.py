@@ -19,7 +19,7 @@ GRAPHS = "/onediff-graphs/v1"
 NOT_SERVED = {
     "standalone": {
         "AND prompts", "hires fix", "refiner", "tiling", "live preview", "skip", "LoRA", "UI reload", "ControlNet",
-        "checkpoint switch", "long prompts", "masks",
+        "checkpoint switch", "long prompts", "masks", "img2img",
     },
     "forge": {"tiling"},  # It prints that its tiling is under maintenance, and ignores it; Neo has one.
 }

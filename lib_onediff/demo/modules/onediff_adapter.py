@@ -19,8 +19,8 @@ from ...hosts.diffusers.instance_forward import attached
 from ...hosts.diffusers.schedule import sampling_of
 from ...runtime.runtime import runtime
 
-# Sizes, crop and target; the refiner takes a score in place of the target's two.
-NUMBERS_OF_A_LABEL = {False: 6, True: 5}
+# Sizes, crop and target, each two.
+NUMBERS_OF_A_LABEL = 6
 
 
 class Standalone(WebUI):
@@ -92,9 +92,8 @@ def arguments_of(unet: Any, layout: Any, width: int, height: int, batch: int, to
     latent, context, label = random_inputs(layout, width, height, batch, tokens, noise)
     conditions = None
     if label is not None:
-        numbers = NUMBERS_OF_A_LABEL[layout.model_name == "SDXL refiner"]
-        text = label.shape[1] - numbers * unet.config.addition_time_embed_dim
-        conditions = {"text_embeds": label[:, :text], "time_ids": noise(len(label), numbers)}
+        text = label.shape[1] - NUMBERS_OF_A_LABEL * unet.config.addition_time_embed_dim
+        conditions = {"text_embeds": label[:, :text], "time_ids": noise(len(label), NUMBERS_OF_A_LABEL)}
     return {
         "sample": latent, "timestep": torch.tensor(int(TIMESTEP), device=unet.device),
         "encoder_hidden_states": context, "added_cond_kwargs": conditions,

@@ -18,8 +18,8 @@ MOST_TOKENS = 77
 
 
 @dataclass(repr=False)
-class StableDiffusionProcessing:
-    """What is common to txt2img and img2img; the names are A1111's. init_images: PIL images."""
+class StableDiffusionProcessingTxt2Img:
+    """A generation from text; the names are A1111's."""
 
     sd_model: Any = None
     prompt: str = ""
@@ -33,8 +33,6 @@ class StableDiffusionProcessing:
     cfg_scale: float = 7.0
     width: int = 512
     height: int = 512
-    denoising_strength: float = 0.75
-    init_images: list[Any] = field(default_factory=list)
     extra_generation_params: dict[str, Any] = field(default_factory=dict)
     # This host saves no images and overrides no settings; who makes images by this API may ask for neither.
     do_not_save_samples: bool = True
@@ -50,23 +48,9 @@ class StableDiffusionProcessing:
     pipeline: Any = field(default=None, init=False)
     sampler: Any = field(default=None, init=False)
 
-    tab = "txt2img"
-
     def comment(self, text: str) -> None:
         """A remark that is shown under the images."""
         self.comments[text] = 1
-
-    def init(self) -> None:
-        """Prepare what all batches share. Raises Refusal."""
-        if self.tab == "txt2img":
-            return
-        if not self.init_images:
-            raise Refusal("img2img needs an init image.")
-        if int(self.steps * self.denoising_strength) < 1:
-            strength = f"a denoising strength of {self.denoising_strength:g}"
-            raise Refusal(f"{self.steps} steps at {strength} come to less than one step; raise either.")
-        self.init_images = [fitted(image, (self.width, self.height)) for image in self.init_images]
-        self.extra_generation_params["Denoising strength"] = self.denoising_strength
 
     def sample(self) -> Tensor:
         """Latents of a batch, (batch, 4, height / 8, width / 8), by the model's pipeline.
@@ -74,11 +58,7 @@ class StableDiffusionProcessing:
         A seed means the same image on every device and in any batch.
         """
         count = len(self.seeds)
-        task, inputs = "Text2Image", dict[str, Any](width=self.width, height=self.height)
-        if self.tab == "img2img":
-            images = (self.init_images * count)[:count]
-            task, inputs = "Image2Image", dict(image=images, strength=self.denoising_strength)
-        pipeline = self.sd_model.pipeline_for(task)
+        pipeline = self.sd_model.text_pipeline
         # The model's own pipeline keeps the scheduler that it came with.
         pipeline.scheduler = make_scheduler(self.sampler_name, self.sd_model.pipeline.scheduler.config, self.seeds)
         self.pipeline, self.sampler = pipeline, pipeline.scheduler
@@ -94,7 +74,7 @@ class StableDiffusionProcessing:
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in self.seeds],
             output_type="latent",
             callback_on_step_end=note_step,
-            **inputs,
+            width=self.width, height=self.height,
         ).images
 
     def close(self) -> None:
@@ -109,23 +89,6 @@ class Processed:
     images: list[Image.Image]
     infotexts: list[str]
     comments: str
-
-
-class StableDiffusionProcessingTxt2Img(StableDiffusionProcessing):
-    """A generation from text."""
-
-
-class StableDiffusionProcessingImg2Img(StableDiffusionProcessing):
-    """A generation from images."""
-
-    tab = "img2img"
-
-
-def fitted(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """An image stretched to a size in pixels; transparent parts become white."""
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
 def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +109,7 @@ def check_numbers(network: str, values: Tensor) -> None:
         )
 
 
-def process_images(p: StableDiffusionProcessing) -> Processed:
+def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     """Make the images of p. The caller holds call_queue.queue_lock. Without a model of its own, p takes the loaded one.
     Raises Refusal."""
     p.sd_model = p.sd_model or shared.sd_model
@@ -154,7 +117,6 @@ def process_images(p: StableDiffusionProcessing) -> Processed:
     p.all_seeds = [seed + index for index in range(p.batch_size * p.n_iter)]
     if p.scripts is not None:
         p.scripts.in_generation("process", p)
-    p.init()
 
     shared.state.job_count = p.n_iter
     made, infotexts = [], []
@@ -187,7 +149,7 @@ def process_images(p: StableDiffusionProcessing) -> Processed:
     return processed
 
 
-def create_infotext(p: StableDiffusionProcessing, seed: int) -> str:
+def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
     """The infotext of one image of the batch."""
     parameters = {
         "Steps": p.steps,

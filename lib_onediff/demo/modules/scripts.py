@@ -35,12 +35,10 @@ class Script:
 
 
 class ScriptRunner:
-    """The scripts of the txt2img or the img2img tab."""
+    """The scripts of the txt2img tab."""
 
-    def __init__(self, classes: Iterable[type[Any]] = (), is_img2img: bool = False) -> None:
+    def __init__(self, classes: Iterable[type[Any]] = ()) -> None:
         self.alwayson_scripts: list[Any] = [script_class() for script_class in classes]
-        for script in self.alwayson_scripts:
-            script.is_img2img = is_img2img
         self.infotext_fields: list[Any] = []
         # Position 0 of the arguments is the selectable script, of which there is none.
         self.inputs: list[Any] = [None]
@@ -79,12 +77,12 @@ def call_hook(script: Any, hook: str, *arguments: Any) -> None:
 
 # Where other hosts tell of the X/Y/Z plot, which this one has not.
 scripts_data = ()
-scripts_txt2img, scripts_img2img = ScriptRunner(), ScriptRunner()
+scripts_txt2img = ScriptRunner()
 
 
 def load_scripts() -> None:
-    """Load the extension's scripts and make the runners of both tabs; a script that fails is logged and left out."""
-    global scripts_txt2img, scripts_img2img
+    """Load the extension's scripts and make their runner; a script that fails is logged and left out."""
+    global scripts_txt2img
     script_callbacks.callback_map.clear()
     if paths.script_path not in sys.path:
         sys.path.insert(0, paths.script_path)
@@ -96,7 +94,7 @@ def load_scripts() -> None:
             log.error("the script %s failed: %s", path.name, first_line(error), exc_info=debug_wanted())
             continue
         classes += [value for value in named if inspect.isclass(value) and issubclass(value, Script)]
-    scripts_txt2img, scripts_img2img = ScriptRunner(classes), ScriptRunner(classes, is_img2img=True)
+    scripts_txt2img = ScriptRunner(classes)
 
 
 def load_module(path: str) -> ModuleType:
