@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -105,18 +105,6 @@ def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None
             ones = torch.ones(2, 16, 8, 8)
             call = replace(call, control=Control(input=(ones,), output=(None, None, None, ones)))
         rig.check(call, str(index < 2), half)
-
-
-@pytest.mark.parametrize(("known", "change", "why"), [
-    ({"why_not": "this sampler chooses its steps"}, {}, "this sampler chooses its steps"),
-    ({}, {"timestep": torch.tensor([951.0, 901.0])}, "different steps"),
-])
-def test_where_a_step_is_not_known_it_is_whole(known: dict[str, Any], change: dict[str, Any], why: str) -> None:
-    rig = Rig()
-    rig.begin(**known)
-    for time in STEPS[:4]:
-        rig.run(replace(call_of(rig.unet, time), **change))
-    assert set(rig.log) == {"whole"} and why in rig.reason
 
 
 def test_tiles_are_noticed_and_every_step_is_whole() -> None:

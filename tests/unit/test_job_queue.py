@@ -27,11 +27,6 @@ def queue() -> Iterator[WarmUp]:
     queue.stop(SECONDS)
 
 
-def test_what_is_asked_for_first_stands_behind_what_runs(queue: WarmUp) -> None:
-    queue.add([Size(80, 64), Size(88, 64)], "API", first=True)
-    assert [job.size.width for job in queue.jobs()] == [64, 80, 88, 72]
-
-
 def a_row(resolution: str, model: str, state: str = "ready") -> ResolutionRow:
     history = [HistoryRow("architecture", model, resolution, 2, 77, "float16", step_ms=10.0)]
     (row,) = rows_of([], history)

@@ -11,7 +11,6 @@ import torch
 from builders import CONTEXT_WIDTH, LCM, POOLED_WIDTH, SD1, SDXL, SMALL, SMALL_XL, diffusers_unet, randomise
 
 import lib_onediff
-from lib_onediff.runtime.runtime import runtime
 
 # Of the schedulers' defaults and of NumPy 2.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")]
@@ -125,24 +124,6 @@ def test_a_compiled_pipe_paints_the_same_picture_and_uncompiled_the_very_same(
     assert lib_onediff.uncompile_pipe(pipe) is pipe
     assert numpy.array_equal(image_of(pipe, *size), expected)
     assert "forward" not in pipe.unet.__dict__
-
-
-def test_sdxl_img2img_with_lcm_takes_three_aspect_ratios_in_turn_without_compiling_again() -> None:
-    """The example of .readme/diffusers.md, scaled down by sixteen: 1024x1024, 512x2048, 2048x512 and back."""
-    pipe = pipeline("StableDiffusionXLImg2ImgPipeline", SMALL_XL, "LCMScheduler")
-    sizes = [(64, 64), (32, 128), (128, 32)]
-    expected = [image_of(pipe, *size) for size in sizes]
-    lib_onediff.compile_pipe(pipe, ignores=("vae",))
-    before = calls("host")
-    for _ in range(2):
-        for size, picture_of_host in zip(sizes, expected, strict=True):
-            image = image_of(pipe, *size)
-            assert image.shape[:2] == size[::-1]
-            assert numpy.abs(image - picture_of_host).max() <= 1 / 255
-            assert runtime.services.managed[pipe.unet].bound.generation == 1
-    assert {entry.key.resolution for entry in runtime.table.entries()} == {"64x64", "32x128", "128x32"}
-    assert len(runtime.table.entries()) == 3
-    assert calls("host") == before
 
 
 def test_pipes_that_share_a_unet_share_its_compilation() -> None:

@@ -9,8 +9,6 @@ from webui_client import OPTION_DEFAULTS, Pictures, WebUI, largest_difference, o
 from webui_compare import assert_same, run_off, run_on
 from webui_models import Models
 
-BACKENDS = ("cudagraph", "oneflow", "eager", "native", "auto")
-
 
 def with_arguments(*arguments: Any) -> dict[str, Any]:
     return {"alwayson_scripts": {"OneDiff": {"args": list(arguments)}}}
@@ -19,24 +17,6 @@ def with_arguments(*arguments: Any) -> dict[str, Any]:
 def said(pictures: Pictures) -> str:
     """What the infotext says of OneDiff."""
     return pictures.info["infotexts"][0].partition("OneDiff: ")[2].partition(",")[0].strip()
-
-
-@pytest.mark.parametrize(("arguments", "part"), [
-    (({"speed": 9},), "no option 'speed'"), (({"memory_budget": 5},), "memory_budget"), (("on",), "mapping"),
-    ((True, "Fastest"), "no preset 'Fastest'"), ((True, "Balanced", "speed 9"), "no option 'speed'"),
-], ids=str)
-def test_wrong_arguments_are_told_and_cost_no_image(
-    webui: WebUI, sd15: Models, arguments: tuple[Any, ...], part: str
-) -> None:
-    off = run_off(webui, {})
-    before = webui.calls()
-    made = webui.txt2img(**with_arguments(*arguments))
-    after, status = webui.calls(), webui.status()
-    assert part in f"{made.info} {status['reason']}", "told neither in the answer's info nor in the status"
-    assert after["host"] - before["host"] == off.calls["host"]
-    assert (after["plain"], after["graph"]) == (before["plain"], before["graph"])
-    assert largest_difference(made, off.pictures) == 0
-    assert status["enabled"] is True, "one request switched OneDiff off for good"
 
 
 # All of them change the picture of a small model on any machine; below 10 steps, those that leave steps out rest.
@@ -111,15 +91,3 @@ def test_status_and_infotext_describe_the_last_image(webui: WebUI, sd15: Models)
     assert status["route"] == "graph" or (status["route"] == "plain" and status["reason"])
     assert said(made) == "on" and made.image.info["parameters"] == made.info["infotexts"][0]
     assert said(run_off(webui, {"width": 128, "height": 64}).pictures) == "off" and webui.status()["route"] == "host"
-
-
-def test_backends_in_turn(webui: WebUI, sd15: Models) -> None:
-    """By the settings tab's way; what cannot run here says why, and the next best serves."""
-    host = run_off(webui, {}).pictures
-    with webui.options(onediff_backend="auto"):
-        for backend in (*BACKENDS, *BACKENDS):
-            webui.set_options(onediff_backend=backend)
-            made, status = webui.txt2img(), webui.status()
-            assert largest_difference(made, host) <= 3 and status["route"] != "host", status
-            assert status["backend"] == backend or backend == "auto" or status["reason"], status
-            assert said(made) == (f"on; backend {backend}" if status["backend"] == backend else "on")

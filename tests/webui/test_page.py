@@ -161,20 +161,6 @@ def seen_settings(page) -> dict[str, bool]:
     """)
 
 
-def test_settings_switch_it_off_and_on(page, webui: WebUI) -> None:
-    show_settings(page)
-    checkbox = page.find("#setting_onediff_enabled input")
-    said = "1 setting changed: Use OneDiff." if webui.is_standalone else "changed"
-    try:
-        for expected in (False, True):
-            checkbox.click()
-            page.find("#settings_submit").click()
-            page.wait(lambda now=expected: webui.status()["enabled"] is now, f"enabled = {expected}", 20)
-            page.wait_for_text("settings_result", said, 20)
-    finally:
-        webui.set_options(onediff_enabled=True)
-
-
 def test_settings_have_groups_speeds_marks_and_refuse_nonsense(page, webui: WebUI) -> None:
     with webui.options(onediff_vae_precision="fp32"):
         page.refresh()
@@ -247,15 +233,6 @@ def test_infotext_pastes_back(
         if tab == "txt2img":
             said = infotext.partition("OneDiff: ")[2].partition(",")[0].strip()
             assert f"OneDiff: {said}" in make_picture(page, seed=7), "another run than that of the infotext"
-
-
-def test_infotext_without_onediff_leaves_the_accordion_alone(page, webui: WebUI) -> None:
-    open_advanced(page, "txt2img")
-    page.find("#onediff_txt2img_enabled input").click()
-    page.type("#onediff_txt2img_changes :is(textarea, input)", "backend eager")
-    paste(page, "txt2img", "a fox\nSteps: 5, Sampler: Euler a, CFG scale: 7, Seed: 31, Size: 64x64")
-    page.wait(lambda: page.run("return document.querySelector('#txt2img_seed input').value") == "31", "the seed", 30)
-    assert accordion_values(page, "txt2img") == (False, "As in the settings", "backend eager")
 
 
 def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_generating(page, webui: WebUI) -> None:

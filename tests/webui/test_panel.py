@@ -11,7 +11,6 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
-from webui_page import show_tab
 from webui_panel import TABLE, Panel, served
 
 
@@ -139,22 +138,6 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     before = served(webui)
     webui.txt2img()
     assert served(webui) >= before + 3
-
-
-def test_what_waits_for_an_image_costs_it_nothing(panel: Panel, webui: WebUI) -> None:
-    webui.txt2img(width=128, height=64)
-    page = panel.page
-    show_tab(page, "txt2img")
-    for name, value in {"steps": 60, "width": 128}.items():
-        page.type(f"#txt2img_{name} input[type=number]", value)
-    page.click("txt2img_generate")
-    panel.show()
-    panel.prewarm("104x64")
-    panel.click("release")
-    panel.told("eleased", seconds=240)
-    panel.wait_until_ready("104x64")
-    page.choose_tab("txt2img")
-    assert "Seed: 11," in page.wait_for_text("html_info_txt2img", "Steps: 60,")
 
 
 def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:

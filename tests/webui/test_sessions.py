@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_exact_images import WORDS_110, hires
+from test_exact_images import WORDS_110
 from test_neighbours import need_neighbours, planned
 from webui_client import WebUI
-from webui_compare import GRAPHS, Run, assert_different, assert_same, graphs_on_a_cpu, need, run_off, run_on
+from webui_compare import GRAPHS, Run, assert_different, assert_same, graphs_on_a_cpu, run_off, run_on
 from webui_models import Models
 
 STEPS = 8
@@ -78,13 +78,6 @@ def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None
     scheduled = replayed_and_off(webui, changing, moves=moves)
     assert_different(plain, scheduled, "the schedule")
     assert_same(run_on(webui, {"steps": STEPS, **request}), plain)
-
-
-def test_hires_pass_with_a_prompt_of_its_own(webui: WebUI, sd15: Models) -> None:
-    need(webui, "hires fix")
-    plain = replayed_and_off(webui, hires(webui, "Latent"), STEPS + 3)
-    other = replayed_and_off(webui, hires(webui, "Latent", hr_prompt="a castle at night"), STEPS + 3)
-    assert_different(plain, other, "the hires prompt")
 
 
 def test_interrupted_in_the_middle(webui: WebUI, sd15: Models) -> None:

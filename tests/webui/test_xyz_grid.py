@@ -1,7 +1,6 @@
 """The axes in a real WebUI's X/Y/Z plot: every cell is the picture of its settings, and nothing is left of any."""
 from __future__ import annotations
 
-from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -68,14 +67,6 @@ def onediff_in(pictures: Pictures, number: int = 0) -> str:
     return pictures.info["infotexts"][number].partition("OneDiff: ")[2].partition(",")[0]
 
 
-@pytest.mark.parametrize("tab", ["txt2img", "img2img"])
-def test_the_axes_are_offered_once(webui: WebUI, tab: str) -> None:
-    counted = Counter(axes_of(webui, tab))
-    ours = [label for label in counted if label.startswith("[OneDiff] ")]
-    assert {PRESET, INTERVAL, BACKEND, VAE, USE, "[OneDiff] Skip the negative prompt after"} <= set(ours)
-    assert all(counted[label] == 1 for label in ours) and "Seed" in counted
-
-
 def test_interval_and_preset(webui: WebUI) -> None:
     """A preset on the last axis, and single options on top of it; the pictures before and after the plot are one."""
     before, default = alone(webui, {}), onediff_in(alone(webui, {}))
@@ -95,17 +86,6 @@ def test_interval_and_preset(webui: WebUI) -> None:
     after = alone(webui, {})
     assert largest_difference(after, before) == 0 and onediff_in(after) == default
     assert largest_difference(webui.txt2img(**SAMPLING), before) == 0
-
-
-def test_a_plot_that_cannot_be_is_refused_before_anything_is_drawn(webui: WebUI) -> None:
-    def refused(x: Axis, y: Axis, told: str) -> None:
-        before = webui.calls()
-        answer = webui.post("/sdapi/v1/txt2img", plotted(webui, x, y))
-        assert answer.status_code == 422 and told in answer.json()["detail"] and webui.calls() == before
-
-    refused(("[OneDiff] DeepCache depth", "1, 2"), (INTERVAL, "1, 99"), "from 1 to 20")
-    with webui.options(onediff_enabled=False):
-        refused((INTERVAL, "1, 3"), NOTHING, "switched off in the settings tab")
 
 
 def test_nothing_is_left_of_an_interrupted_plot(webui: WebUI) -> None:
