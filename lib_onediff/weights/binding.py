@@ -17,7 +17,7 @@ from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution
 from ..core.refusal import Refusal
 from ..core.tuners import layer_within
-from .fused_storage import fuse, joined, joined_affine, shares_storage
+from .fused_storage import fuse, in_one, joined, joined_affine, shares_storage
 from .watch import present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -144,10 +144,6 @@ class Binding:
         pairs = zip(self._called, self._leaves.values(), strict=True)
         return there(called() or leaf() for called, leaf in pairs)
 
-    def layers_of(self, name: str) -> list[nn.Module]:
-        """As layers, of one layer, by its path, or of a fused one, by its name."""
-        return there(self._leaves[path]() for path in self._members[name])
-
     def parameters(self) -> list[nn.Parameter]:
         """Of all layers, in their order. Drop the result after the call. Raises Refusal if a layer is gone."""
         return present_in(self.layers())
@@ -168,12 +164,11 @@ class Binding:
 
     def affine_on(self, device: torch.device, name: str) -> Affine:
         """A layer's tensors on a device, wherever they are; views where they are there and lie together."""
-        together = [self.parts(name, kind) for kind in ("weight", "bias")]
-        moved = [[part.detach().to(device) for part in parts] for parts in together]
-        weight, bias = (joined(parts) if parts else None for parts in moved)
-        if weight is None or (moved[1] and bias is None):
-            weight, bias = (torch.cat(parts) if parts else None for parts in moved)
-        return Affine(cast(Tensor, weight), bias)
+        found: list[Any] = []
+        for parts in (self.parts(name, kind) for kind in ("weight", "bias")):
+            there = joined(parts) if parts and all(part.device == device for part in parts) else None
+            found.append(in_one(parts, device) if parts and there is None else there)
+        return Affine(*found)
 
     def weights(self) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name; of those that are away, its shape alone.

@@ -1,7 +1,7 @@
 """Tensors that lie one after the other in one storage, so that one view is all of them."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,9 +9,6 @@ from torch import Tensor
 from ..core.affine import Affine, Weights
 from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
-
-# Makes a tensor of a shape and a type, without values.
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 def shares_storage(parameter: Tensor) -> bool:
@@ -22,21 +19,20 @@ def fuse(parameters: list[Tensor]) -> int:
     """Re-point parameters to slices of one new tensor, unless they already lie together. Returns the bytes copied."""
     if joined(parameters) is not None:
         return 0
-    device = parameters[0].device
-    move(parameters, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
-    return sum(parameter.nbytes for parameter in parameters)
+    with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
+        together = in_one(parameters, parameters[0].device)
+        for piece, parameter in zip(together.split(list(map(len, parameters))), parameters, strict=True):
+            parameter.data = piece
+    return together.nbytes
 
 
-def move(tensors: list[Tensor], empty: Empty) -> None:
-    """Re-point tensors (rows, ...) of one type to slices of one new tensor with the same values; all or none."""
+def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tensors (rows, ...) of one type, one after the other in a new one on a device. Not every torch joins float8."""
     first = tensors[0]
-    with torch.no_grad(), torch.inference_mode(first.is_inference()):
-        rows = [len(tensor) for tensor in tensors]
-        pieces = empty((sum(rows), *first.shape[1:]), first.dtype).split(rows)
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            piece.copy_(tensor.detach())
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            tensor.data = piece
+    made = torch.empty((sum(map(len, tensors)), *first.shape[1:]), dtype=first.dtype, device=device)
+    for piece, tensor in zip(made.split(list(map(len, tensors))), tensors, strict=True):
+        piece.copy_(tensor.detach(), non_blocking=True)
+    return made
 
 
 def joined(parameters: list[Tensor]) -> Tensor | None:

@@ -20,6 +20,7 @@ from ..core.affine import Affine
 from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import Place
+from .fused_storage import in_one
 from .main_memory import MainMemory, NoMainMemory, aligned
 
 # Copies of less take longer to begin than to do.
@@ -212,7 +213,7 @@ class Streaming:
 
     def alone(self, name: str) -> Tensor:
         """A layer's matrix in memory of its own."""
-        return torch.cat([tensor_at(place).to(self.device, non_blocking=True) for place in self._matrices[name]])
+        return in_one(list(map(tensor_at, self._matrices[name])), self.device)
 
 
 def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streaming:
