@@ -29,7 +29,7 @@ def described(values: Mapping[str, str | bool]) -> dict[str, str]:
     for option, value in values.items():
         if reason := why_no_effect(option, value):
             found[option] = f"No effect here: {reason}."
-        elif option == "accumulation" and value == HALF and capability() not in HALF_RATE:
+        elif option == "accumulation" and value == HALF and capability() not in (None, *HALF_RATE):
             found[option] = "This GPU sums in float32 at full speed: images change, and little time is gained."
     return found
 
