@@ -23,7 +23,7 @@ from .watch import present_in
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
 STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
-COMPUTERS_MEMORY = torch.device("cpu")
+MAIN_MEMORY = torch.device("cpu")
 NOWHERE = torch.device("meta")
 LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
 
@@ -205,8 +205,8 @@ class Binding:
         return weight, module._parameters.get("bias")
 
     def refuse_mixture(self) -> None:
-        """Raise Refusal if the parameters are of a dtype that we do not run, or lie neither on the device nor in the
-        computer's memory. What is cast to one type may be stored in several, layer by layer."""
+        """Raise Refusal if the parameters are of a dtype that we do not run, or lie neither on the device nor in main
+        memory. What is cast to one type may be stored in several, layer by layer."""
         known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
         device = self.device
         affines = self._affines()
@@ -220,7 +220,7 @@ class Binding:
                     raise Refusal(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
                 if parameter.is_meta:
                     raise Refusal("its parameters are not loaded (they are on the meta device)")
-                if parameter.device not in (device, COMPUTERS_MEMORY):
+                if parameter.device not in (device, MAIN_MEMORY):
                     raise Refusal(f"the UNet computes on {device}, and {path} is on {parameter.device}")
                 if self.cast_to is None and parameter.dtype != stored:
                     raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")

@@ -27,7 +27,6 @@ from .main_memory import MainMemory, NoMainMemory, aligned
 LEAST_CHUNK = 16 << 20
 # So many bytes the copies may be ahead of what is computed, where two units take less.
 RING = 256 << 20
-SAMPLE = 512
 Units = Sequence[Sequence[str]]
 # From which byte of a room on something is copied to, and from where.
 Copy = tuple[int, Place]
@@ -203,12 +202,12 @@ class Streaming:
 
     def content(self, names: Collection[str]) -> int:
         """What tells whether matrices in main memory were edited where no edit is counted (weight.data += ...): of the
-        first SAMPLE bytes of each. A millisecond for SDXL's."""
+        first row of each; some milliseconds for SDXL's."""
         found = 0
         for name in names:
             for place in self._matrices.get(name, ()):
                 if place.device.type == "cpu" and place.is_alive:
-                    found = zlib.crc32(ctypes.string_at(place.address, min(SAMPLE, place.nbytes)), found)
+                    found = zlib.crc32(ctypes.string_at(place.address, place.nbytes // place.layout[0][0]), found)
         return found
 
     def alone(self, name: str) -> Tensor:
@@ -218,6 +217,8 @@ class Streaming:
 
 def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streaming:
     """For what computes on a GPU. Raises what Streaming raises."""
+    if binding.device.type != "cuda":
+        raise Refusal(f"a part of its weights is in main memory, from where none is copied for {binding.device.type}")
     return Streaming(binding, units, binding.device, CopyStream(binding.device), memory, pinned=True)
 
 

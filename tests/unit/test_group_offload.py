@@ -1,6 +1,7 @@
 """A UNet whose weights diffusers' group offloading moves: ours is called before it moves any."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,3 +49,20 @@ def test_the_hooks_run_for_the_host_alone(pretended: PretendedGraphs, kind: str,
     lib_onediff.uncompile_unet(unet)
     assert attached(unet) is None
     assert relative_error(served(unet, call), expected) < ROUNDING
+
+
+def test_weights_that_wait_on_the_disk_are_the_hosts(pretended: PretendedGraphs, tmp_path: Path) -> None:
+    """What lies in main memory meanwhile has no values."""
+    unet = diffusers_unet(**SMALL_XL)
+    call = a_call(unet)
+    expected = served(unet, call)
+    lib_onediff.compile_unet(unet)
+    try:
+        hooks.apply_group_offloading(
+            unet, torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
+        )
+    except TypeError:
+        pytest.skip("this diffusers has no offloading to the disk")
+    for _ in range(3):
+        assert torch.equal(served(unet, call), expected)
+    assert lib_onediff.status()["route"] == "host" and "diffusers" in lib_onediff.status()["reason"]

@@ -125,8 +125,12 @@ def hooked(module: nn.Module) -> Any:
 
 
 def only_moves(module: nn.Module) -> bool:
-    """Whether a module has hooks of diffusers, and none of them changes what it computes."""
-    return hooked(module) is not None and MOVERS.issuperset(module.__dict__["_diffusers_hook"].hooks)
+    """Whether a module has hooks of diffusers, none of which changes what it computes. Where they move weights to the
+    disk, what is in main memory meanwhile is none."""
+    hooks = {} if hooked(module) is None else module.__dict__["_diffusers_hook"].hooks
+    groups = (getattr(hook, "group", None) for hook in hooks.values())
+    on_disk = any(getattr(group, "offload_to_disk_path", None) is not None for group in groups)
+    return bool(hooks) and MOVERS.issuperset(hooks) and not on_disk
 
 
 def attached(module: nn.Module) -> Any:
