@@ -32,9 +32,8 @@ class Family(Protocol):
         tensor; and layers(kind), every description of this kind.
         """
 
-    def refuse_call(self, layout: Any, call: Call, is_embedded: bool = False) -> None:
-        """Raise Refusal with the reason for inputs that cannot be this network's. is_embedded: what conditions it has
-        gone into the embedding already."""
+    def refuse_call(self, layout: Any, call: Call) -> None:
+        """Raise Refusal with the reason for inputs that cannot be this network's."""
 
     def output(self, layout: Any, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """The network's output, (batch, channels, height, width) in the latent's dtype. With call.cut, hidden states

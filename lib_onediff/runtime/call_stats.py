@@ -19,7 +19,7 @@ from .generations import Generations
 
 log = logging.getLogger("onediff")
 
-GRAPH, PLAIN, BLOCKS, HOST = ROUTES = ("graph", "plain", "blocks", "host")
+GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
 # Of how many kinds of images the host's own seconds are known at once.
 MOST_HOST_IMAGES = 100

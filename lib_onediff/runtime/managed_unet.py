@@ -73,11 +73,10 @@ class ManagedUNet:
         except Refusal:
             return None
 
-    def refuse_call(self, call: Call, is_embedded: bool = False) -> None:
-        """Raise Refusal with the reason where the inputs of a call do not fit the bound UNet. is_embedded: see
-        Family.refuse_call."""
+    def refuse_call(self, call: Call) -> None:
+        """Raise Refusal with the reason where the inputs of a call do not fit the bound UNet."""
         binding = self.bound.binding
-        self._families.of(binding.layout).refuse_call(binding.layout, call, is_embedded)
+        self._families.of(binding.layout).refuse_call(binding.layout, call)
         if binding.layout.foreign and call.patches is None and not call.additions:
             raise Refusal(f"others compute within the UNet: {', '.join(binding.layout.foreign)}")
         autocast = autocast_dtype(call.latent.device.type)

@@ -13,11 +13,8 @@ from .amounts import NOTHING, milliseconds, seconds, times
 from .markup import fact_html
 
 # Routes, in the title of the accordion and inside.
-SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "blocks": "blocks", "host": "WebUI's UNet"}
-ROUTES = {
-    "graph": "CUDA graph", "plain": "without CUDA graphs", "blocks": "blocks inside the WebUI's loop",
-    "host": "the WebUI's UNet",
-}
+SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "host": "WebUI's UNet"}
+ROUTES = {"graph": "CUDA graph", "plain": "without CUDA graphs", "host": "the WebUI's UNet"}
 STEPS = {
     "whole": "whole", "cached": "cached", "prompt alone": "without negative prompt", "forecast": "extrapolated",
     "host": "by the WebUI's UNet",

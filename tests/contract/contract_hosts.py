@@ -49,6 +49,21 @@ def on_path(*folders: str) -> Iterator[None]:
                 del sys.modules[name]
 
 
+def controlled_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
+    """As sd-webui-controlnet: walks through the stages, and adds something to the middle and to every skip."""
+    from ldm.modules.diffusionmodules.util import timestep_embedding
+
+    embedding = unet.time_embed(timestep_embedding(timesteps, unet.model_channels))
+    hidden_states, skips = x, []
+    for stage in unet.input_blocks:
+        hidden_states = stage(hidden_states, embedding, context)
+        skips.append(hidden_states)
+    hidden_states = unet.middle_block(hidden_states, embedding, context) + 0.1
+    for stage in unet.output_blocks:
+        hidden_states = stage(torch.cat([hidden_states, skips.pop() - 0.1], dim=1), embedding, context)
+    return unet.out(hidden_states)
+
+
 class Made(NamedTuple):
     """What a generation has made: a latent by two UNet calls, an image of a latent, and a latent of an image."""
 

@@ -16,9 +16,8 @@ pytest.importorskip("diffusers")
 
 from broken_functions import Breaker, Name, functions_called
 from builders import SMALL, SMALL_XL
-from contract_hosts import HOSTS, running
+from contract_hosts import HOSTS, controlled_forward, running
 from grid import WHOLE
-from test_blocks import controlled_forward
 from test_public_api_pipelines import inputs, pipeline, quiet
 
 from lib_onediff.public import compile_pipe, status, uncompile_pipe

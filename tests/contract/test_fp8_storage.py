@@ -1,7 +1,6 @@
 """A1111's option "FP8 weight": what it stores in float8 is cast where we use it, as the WebUI casts it."""
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import ATTENTION, A1111Host, calls_of, random, running
-from test_blocks import controlled_forward
 from test_generations import BY_HOST, OURS, same
 from torch import Tensor
 
@@ -112,25 +110,6 @@ def test_loras_are_merged_and_taken_out(host: A1111Host, cache: bool) -> None:
         assert all(torch.equal(merged[name], now) for name, now in bits(host).items())
     host.switch(False)
     assert same(host.generate(), expected[-1][0])
-
-
-def test_a_foreign_loop_gets_our_blocks(host: A1111Host) -> None:
-    """As sd-webui-controlnet walks through the stages."""
-    host.store_in_fp8(True)
-    plain = host.generate()
-    host.unet.forward = types.MethodType(controlled_forward, host.unet)
-    exact, expected = in_float32(host, host.generate), host.generate()
-    assert relative_error(expected.latent, plain.latent) > 1e-2
-    host.start()
-    for _ in range(2):
-        made, calls = calls_of(host.generate)
-        assert calls == {"blocks": 2}, runtime.status()["reason"]
-        assert made.latent.dtype == torch.float32
-    assert relative_error(made.latent, exact.latent) < 1e-2
-    entries = [entry for entry in runtime.table.entries() if "blocks" in entry.key.inputs]
-    assert [entry.key.inputs for entry in entries] == [("blocks", STORED)]
-    del host.unet.forward
-    assert calls_of(host.generate)[1] == OURS
 
 
 def cast_by_hand(host: A1111Host) -> None:

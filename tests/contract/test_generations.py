@@ -1,12 +1,13 @@
 """What every adapter does for a generation of its host, and what is left when it is switched off."""
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from builders import relative_error
-from contract_hosts import ATTENTION, FAMILY, HOSTS, Host, Made, calls_of, random
+from contract_hosts import ATTENTION, FAMILY, HOSTS, Host, Made, calls_of, controlled_forward, random
 from torch import Tensor
 
 from lib_onediff.hosts import this_webui
@@ -193,9 +194,27 @@ def test_a_forward_on_the_instance_that_leads_to_the_classes(host: Host) -> None
         made, calls = calls_of(host.generate)
     finally:
         del unet.forward
-    # So does a ControlNet reference in A1111: there the host's own forward has to run, around blocks of ours.
-    assert calls == ({"blocks": 2} if host.name == "a1111" else OURS) and close(made, expected)
+    # So does a ControlNet reference in A1111, which walks through the stages besides, and records there.
+    assert calls == (BY_HOST if host.name == "a1111" else OURS) and close(made, expected)
     assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_a_loop_of_an_extensions_own_is_the_hosts_to_the_bit_and_ours_again_without_it(host: Host) -> None:
+    plain, unet = host.generate(), host.unet
+    unet.forward = MethodType(controlled_forward, unet)
+    expected = host.generate()
+    assert relative_error(expected.latent, plain.latent) > 0.01
+    del unet.forward
+    host.start()
+    assert calls_of(host.generate)[1] == OURS
+    unet.forward = MethodType(controlled_forward, unet)
+    made, calls = calls_of(host.generate)
+    assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
+    assert runtime.status()["reason"] == "contract_hosts runs the UNet's loop itself"
+    del unet.forward
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, plain)
 
 
 def test_warming_makes_the_shape_of_a_generation_ready(host: Host) -> None:

@@ -23,7 +23,7 @@ from lib_onediff.ui.cache.table import ALL_MODELS
 from lib_onediff.ui.chore import Chore
 
 MEBIBYTE = 2**20
-CALLS = {"graph": 12, "plain": 3, "blocks": 0, "host": 4}
+CALLS = {"graph": 12, "plain": 3, "host": 4}
 TOTALS = Totals(vram=6 * MEBIBYTE, budget=0, disk=3 * MEBIBYTE, calls=CALLS, hit_rate=12 / 19)
 SHAPE = ShapeRow(
     batch=2, tokens=77, dtype="float16", state="ready", reason="", step_ms=12.345, host_ms=24.69, ratio=2.0,

@@ -12,17 +12,14 @@ import builders
 import pytest
 import torch
 from builders import SMALL_LDM, a_call, ldm_output, ldm_unet, our_output, relative_error
-from test_blocks import controlled_forward
 from torch import Tensor
 from torch.nn import functional
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.origins import author
-from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.hosts.a1111.patches import does_nothing_now, is_brought, patches_of
-from lib_onediff.hosts.a1111.stages import StageHooks
-from lib_onediff.hosts.changed_modules import ChangedModules
+from lib_onediff.hosts.a1111.patches import does_nothing_now, patches_of
+from lib_onediff.hosts.changed_modules import ChangedModules, is_brought
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
 
@@ -131,18 +128,6 @@ def route() -> str:
     return runtime.status()["route"]
 
 
-@pytest.fixture
-def walked(unet: Any) -> Iterator[Any]:
-    """Our hooks on the stages of the UNet."""
-    from ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
-
-    hooks = StageHooks([TimestepEmbedSequential])
-    hooks.serve()
-    hooks.watch(unet)
-    yield unet
-    hooks.stop()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_within_ours_and_off_again_between_two_calls(unet: Any, case: str) -> None:
     changed = ChangedModules(does_nothing_now)
@@ -192,66 +177,25 @@ def test_what_joins_skips_is_called_as_the_host_calls_it(
         assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
 
-class Reference:
-    """As sd-webui-controlnet's: a first pass records tokens and norms, a second uses and forgets them."""
+def test_what_a_reference_leaves_counts_while_it_has_recorded_something(unet: Any) -> None:
+    """sd-webui-controlnet takes away its forward of the UNet after use, and nothing that it has set within."""
 
-    def __init__(self, unet: Any) -> None:
-        self.writes = False
-        outer = self
+    def hacked_basic_transformer_inner_forward(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return type(self)._forward(self, x + sum(self.bank), context)
 
-        def hacked_basic_transformer_inner_forward(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
-            normed = self.norm1(x)
-            if outer.writes:
-                self.bank.append(normed.detach().clone())
-                attended = self.attn1(normed)
-            else:
-                attended = self.attn1(normed, context=torch.cat([normed, *self.bank], dim=1))
-                self.bank = []
-            x = attended + x
-            x = self.attn2(self.norm2(x), context=context) + x
-            return self.ff(self.norm3(x)) + x
+    def hacked_group_norm_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return type(self).forward(self, *args, **kwargs)
 
-        def hacked_group_norm_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-            x = self.original_forward_cn_hijack(*args, **kwargs)
-            if outer.writes:
-                self.mean_bank.append(x.mean(dim=(2, 3), keepdim=True))
-                return x
-            x = x + 0.5 * sum(self.mean_bank)
-            self.mean_bank = []
-            return x
-
-        def forward(self: Any, x: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
-            outer.writes = True
-            original(0.5 * x.flip(-1), timesteps, context)
-            outer.writes = False
-            return controlled_forward(self, x, timesteps, context)
-
-        original = unet.forward
-        for block in blocks_of(unet):
-            block._forward, block.bank = types.MethodType(hacked_basic_transformer_inner_forward, block), []
-        for stage in (unet.middle_block, unet.output_blocks[0]):
-            stage.original_forward_cn_hijack, stage.mean_bank = stage.forward, []
-            stage.forward = types.MethodType(hacked_group_norm_forward, stage)
-        unet.forward = types.MethodType(forward, unet)
-
-
-def test_a_reference_records_around_our_blocks_what_it_records_around_the_hosts(walked: Any) -> None:
-    unet = walked
-    call, changed = a_call(unet, 16, 16), ChangedModules(does_nothing_now)
+    changed = ChangedModules(does_nothing_now)
     plain = ours(unet, changed)
-    Reference(unet)
-    with torch.no_grad():
-        with runtime.settings_for_run(Settings(enabled=False)):
-            expected = unet.forward(call.latent, call.timestep, call.context)
-        for _ in range(3):
-            before = runtime.status()["calls"]["blocks"]
-            output = unet.forward(call.latent, call.timestep, call.context)
-            assert relative_error(output, expected) < CLOSE and route() == "blocks", runtime.status()["reason"]
-            assert runtime.status()["calls"]["blocks"] == before + 2
-            assert "block by test_a1111_patches" in runtime.status()["reason"]
-    # ControlNet takes its forward away after use, and nothing else.
-    del unet.forward
+    for block in blocks_of(unet):
+        block._forward, block.bank = types.MethodType(hacked_basic_transformer_inner_forward, block), []
+    for stage in (unet.middle_block, unet.output_blocks[0]):
+        stage.forward, stage.mean_bank = types.MethodType(hacked_group_norm_forward, stage), []
     assert torch.equal(ours(unet, changed), plain) and route() == "plain", runtime.status()["reason"]
+    blocks_of(unet)[0].bank = [1.0]
+    assert relative_error(ours(unet, changed), plain) > CLOSE
+    assert "block by test_a1111_patches" in runtime.status()["reason"]
 
 
 def test_what_hypertile_leaves_counts_while_it_is_switched_on(unet: Any) -> None:

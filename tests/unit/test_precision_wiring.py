@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         stood.append(SWITCHES[TF32_MATMUL].read())
         return geglu(tokens, reader)
 
-    for module in ("runtime.card_route", "hosts.a1111.stages", "runtime.vae.decode"):
+    for module in ("runtime.card_route", "runtime.vae.decode"):
         monkeypatch.setattr(f"lib_onediff.{module}.flags_for", as_on_a_gpu)
     monkeypatch.setattr(torch_ops, "geglu", watched)
     yield stood

@@ -15,7 +15,7 @@ from lib_onediff.ui import status
 STATUS = {
     "enabled": True, "model": "<b>SD1</b>", "backend": "eager", "resolution": "64x72", "route": "plain",
     "reason": "a & b", "step_ms": 12.345, "host_ms": 24.69, "ratio": 2.0, "relative_error": None,
-    "calls": {"graph": 0, "plain": 3, "blocks": 0, "host": 0},
+    "calls": {"graph": 0, "plain": 3, "host": 0},
 }
 
 

@@ -68,7 +68,7 @@ class Toys:
         reader.refuse_unclaimed()
         return layout
 
-    def refuse_call(self, layout: ToyLayout, call: Call, is_embedded: bool = False) -> None:
+    def refuse_call(self, layout: ToyLayout, call: Call) -> None:
         if call.latent.shape[1] != layout.convolution.in_channels:
             raise Refusal("a toy has four channels")
 

@@ -1,4 +1,4 @@
-"""ControlNet: Forge hands its output to the UNet, A1111's extension runs the UNet's blocks itself."""
+"""ControlNet: Forge hands its output to the UNet, A1111's extension runs the UNet's loop itself, and is the host's."""
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +9,7 @@ from webui_client import WebUI, encode, gradient, start_from
 from webui_compare import Run, assert_different, assert_same, need, on_and_off, run, run_on
 from webui_models import Models
 
-ROUTES = {"forge": ("plain", "graph"), "ldm_patched": ("plain", "graph"), "a1111": ("blocks",)}
+ROUTES = {"forge": ("plain", "graph"), "ldm_patched": ("plain", "graph"), "a1111": ("host",)}
 NO_PREPROCESSOR = {"forge": "None", "ldm_patched": "None", "a1111": "none"}
 
 

@@ -59,7 +59,7 @@ def test_progress_and_interrupt(webui: WebUI, sd15: Models) -> None:
     after = webui.calls()
     served = sum(after[route] - before[route] for route in ("plain", "graph"))
     assert 3 <= served < request["steps"], "the interrupt came too late or too early to tell anything"
-    assert after["host"] == before["host"] and after["blocks"] == before["blocks"]
+    assert after["host"] == before["host"]
     assert webui.get("/sdapi/v1/progress")["progress"] == 0
     assert_same(run_on(webui, {}), plain)
     on_and_off(webui, {"width": 72, "height": 88, "n_iter": 2})
@@ -78,7 +78,7 @@ def test_skip(webui: WebUI, sd15: Models) -> None:
     after = webui.calls()
     served = sum(after[route] - before[route] for route in ("plain", "graph"))
     assert request["steps"] < served < 2 * request["steps"], "the skip came too late or too early to tell anything"
-    assert after["host"] == before["host"] and after["blocks"] == before["blocks"]
+    assert after["host"] == before["host"]
     assert len(skipped.images) == 2
     skipped.images, whole.images = skipped.images[1:], whole.images[1:]
     assert largest_difference(skipped, whole) <= 1

@@ -1,5 +1,5 @@
 """IP-Adapters and ControlLLLite, at every attention: operators of ours and functions within our forward on the Forge
-family; on A1111, attentions within the loop of its ControlNet extension."""
+family; on A1111 the host's, as its ControlNet extension runs the UNet's loop."""
 from __future__ import annotations
 
 import base64
@@ -27,10 +27,10 @@ ENCODER = {"forge": "CLIP-ViT-H (IPAdapter)", "ldm_patched": "CLIP-ViT-H (IPAdap
 # What the reason says of who runs; on Forge and Neo ours computes IP-Adapters without masks, and names no function at
 # attentions.
 BY_IP_ADAPTER = {
-    "forge": r"^(?!.*patches_replace)", "ldm_patched": r"patches_replace\[attn2\]", "a1111": "attn2 by",
+    "forge": r"^(?!.*patches_replace)", "ldm_patched": r"patches_replace\[attn2\]", "a1111": "controlnet runs",
 }
 BY_LLLITE = {
-    "forge": r"^(?!.*patches_replace).*patches\[attn1_patch\].*lllite", "a1111": "attn1 by sd-webui-controlnet in",
+    "forge": r"^(?!.*patches_replace).*patches\[attn1_patch\].*lllite", "a1111": "controlnet runs",
 }
 
 
@@ -156,7 +156,7 @@ def test_what_it_leaves_behind_is_the_webuis_own(webui: WebUI, sd15: Models) -> 
     if webui.kind != "a1111":
         pytest.skip("A1111's: give its address with --webui URL")
     request, without = prepared(webui, sd15, IP_ADAPTERS[0])
-    run_on(webui, request, routes=("blocks",))
+    run_on(webui, request, routes=("host",))
     for optimization in ("sub-quadratic", "None", "Automatic"):
         with webui.options(cross_attention_optimization=optimization):
             on, _ = on_and_off(webui, without)

@@ -12,7 +12,7 @@ import pytest
 from webui_client import PICTURE, Pictures, WebUI, largest_difference, one_run
 
 LARGEST_DIFFERENCE = 1  # of 255
-ROUTES = ("graph", "plain", "blocks", "host")
+ROUTES = ("graph", "plain", "host")
 WHOLE_UNET = ("graph", "plain")
 GRAPHS = "/onediff-graphs/v1"
 # What a host cannot do at all.
@@ -74,7 +74,7 @@ def run_on(webui: WebUI, request: dict[str, Any], least_calls: int | None = None
 def run_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> Run:
     """A run with the extension off; asserts that the host itself served every call."""
     made = run(webui, request, enabled=False)
-    assert made.served(("graph", "plain", "blocks")) == 0, made.calls
+    assert made.served(("graph", "plain")) == 0, made.calls
     assert made.served(("host",)) >= (least_calls or steps_of(request)), made.calls
     return made
 
@@ -108,16 +108,15 @@ def on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = 
 def assert_within(
     webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str, routes: Any = WHOLE_UNET
 ) -> tuple[Run, Run]:
-    """What others put on the UNet runs within ours, by one of the routes and with a reason of this pattern: the image
+    """What others put on the UNet runs within ours, or by one of the routes, with a reason of this pattern: the image
     is the host's, and once switched off the one from before, bit for bit. Returns the runs without and with it.
     """
     plain, _ = on_and_off(webui, plain_request)
     off = run(webui, request, enabled=False)
     calls = off.calls["host"]
-    # The host counts no call whose blocks A1111's ControlNet runs itself.
-    assert off.served(("graph", "plain", "blocks")) == 0 and (calls >= steps_of(request) or "blocks" in routes)
+    assert off.served(("graph", "plain")) == 0 and calls >= steps_of(request)
     on = run_on(webui, request, calls, routes)
-    assert calls in (0, on.served(routes)) and re.search(reason, on.reason, re.IGNORECASE), (on.calls, on.reason)
+    assert calls == on.served(routes) and re.search(reason, on.reason, re.IGNORECASE), (on.calls, on.reason)
     assert_same(on, off)
     assert largest_difference(run_on(webui, plain_request).pictures, plain.pictures) == 0
     return plain, on

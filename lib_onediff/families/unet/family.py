@@ -24,8 +24,8 @@ class UNets:
     def read(self, module: nn.Module) -> UNetLayout:
         return read_ldm(module) if is_ldm_unet(module) else read_diffusers(module)
 
-    def refuse_call(self, layout: UNetLayout, call: Call, is_embedded: bool = False) -> None:
-        refuse_call(layout, call, is_embedded)
+    def refuse_call(self, layout: UNetLayout, call: Call) -> None:
+        refuse_call(layout, call)
 
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """A call with patches is computed whole."""

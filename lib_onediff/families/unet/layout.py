@@ -188,8 +188,8 @@ class UNetLayout:
         return digest_without(self, ("path", "name", "family", "foreign"))
 
 
-def refuse_call(layout: UNetLayout, call: Call, is_embedded: bool = False) -> None:
-    """See core.family.Family. is_embedded: the call carries no y, because it has gone into the embedding already."""
+def refuse_call(layout: UNetLayout, call: Call) -> None:
+    """See core.family.Family."""
     latent, context = call.latent, call.context
     if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
         raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
@@ -199,7 +199,7 @@ def refuse_call(layout: UNetLayout, call: Call, is_embedded: bool = False) -> No
         raise Refusal(f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}")
     if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
         raise Refusal("latent, timestep and context have different batch sizes")
-    if (call.y is None) != (layout.label is None or is_embedded):
+    if (call.y is None) != (layout.label is None):
         raise Refusal("y is missing" if call.y is None else "y is given, but this UNet takes none")
     if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
         raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")

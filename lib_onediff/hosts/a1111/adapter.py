@@ -20,14 +20,13 @@ from ...core.sizes import TOKENS
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method, refuse_global_hooks
 from ...weights.watch import no_object
-from ..changed_modules import ChangedModules, foreign_forward
+from ..changed_modules import ChangedModules, foreign_forward, is_brought
 from ..contract import TIMESTEP, WebUI, random_inputs, random_state_kept
-from ..hooks import UNetHooks, VaeHooks, serve_call
+from ..hooks import ForwardPatches, UNetHooks, VaeHooks, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
 from .layers import CASTS, LorasOnTheFly, apply_wanted_networks, check_layers, wanted_networks
-from .patches import TRUSTED, does_nothing_now, is_brought, patches_of, replaced_concatenation
-from .stages import StageHooks
+from .patches import TRUSTED, does_nothing_now, patches_of, replaced_concatenation
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
@@ -37,7 +36,7 @@ VAE_TRAITS = HostTraits((*TRUSTED, "ldm.modules.diffusionmodules.model"), writte
 NEEDS = (
     # The WebUI's own patch, modules.sd_unet's, stands there: it hands on what follows the context as it comes.
     *(Need(module, "UNetModel.forward", ("x", "timesteps", "context")) for module in UNET_MODULES),
-    *(Need(module, "TimestepEmbedSequential.forward", ("x", "emb", "context")) for module in UNET_MODULES),
+    *(Need(module, "TimestepEmbedSequential.forward") for module in UNET_MODULES),
     *(Need(module, "Decoder.forward", ("z",)) for module in VAE_MODULES),
     *(Need(module, "Encoder.forward", ("x",)) for module in VAE_MODULES),
     Need("modules.sd_hijack_unet", "th"), Need("modules.sd_unet", "current_unet"),
@@ -78,10 +77,10 @@ class A1111(WebUI):
             [module.UNetModel for module in modules], self._forward, self._why_bypassed
         )
         self._changed = ChangedModules(does_nothing_now)
-        self._stages = StageHooks(
-            [module.TimestepEmbedSequential for module in modules], self._changed,
-            self._check_state, upcasts_attention,
-        )
+        stages = [module.TimestepEmbedSequential for module in modules]
+        self._stages = ForwardPatches(stages, self._stage, "the UNet's blocks", lambda stage, reason: None)
+        # The UNet of the sampling in progress.
+        self._unet: Callable[[], Any] = no_object
         self.host_traits = HostTraits(
             TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS,
             functions=LorasOnTheFly(), movers=("modules.lowvram",),
@@ -112,7 +111,7 @@ class A1111(WebUI):
             del unet.forward
         self._changed.look_again(unet)
         runtime.begin_sampling(unet, sampling_of(p))
-        self._stages.watch(unet)
+        self._unet = weakref.ref(unet)
 
     def before_step(self, params: Any) -> None:
         self._step = weakref.ref(params)
@@ -135,9 +134,8 @@ class A1111(WebUI):
         """Stands in for UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
         host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
         owner, y = foreign_forward(unet), args[0] if args else kwargs.get("y")
-        if owner is not None and self._stages.watches(unet):
-            # The owner calls this from its own forward, as ControlNet's reference does: the host's walk through the
-            # stages, each of which is ours, and is counted.
+        if owner is not None and unet is self._unet():
+            # The owner calls this from its own forward, as ControlNet's reference does: a walk through the stages.
             return runtime.pressure.run_host(host)
 
         def read() -> Call:
@@ -159,8 +157,18 @@ class A1111(WebUI):
 
         return serve_call(unet, read, host, prompt_rows, self.host_traits)
 
+    def _stage(self, original: Callable[..., Tensor], stage: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Stands in for TimestepEmbedSequential.forward: an extension that walks through the stages itself, as
+        sd-webui-controlnet does, calls no forward of the UNet's class. Its walks are told and counted."""
+        unet = self._unet()
+        if unet is not None and stage is unet.input_blocks[0]:
+            owner = foreign_forward(unet)
+            if owner is not None:
+                runtime.note_host(f"{owner} runs the UNet's loop itself", unet)
+        return runtime.pressure.run_host(lambda: original(stage, *args, **kwargs))
+
     def _check_state(self, unet: nn.Module) -> None:
-        """Raise Refusal where the calls of this UNet and of its stages are not ours now. Microseconds."""
+        """Raise Refusal where the calls of this UNet are not ours now. Microseconds."""
         from modules import lowvram, sd_hijack_unet, sd_unet, shared
 
         if self.unmet is not None:

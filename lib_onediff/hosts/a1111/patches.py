@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from ...core.leaves import TransformerBlock
 from ...core.origins import author, origin
 from ...core.patch_points import CROSS_ATTENTION, Block, PatchPoints
-from .. import changed_modules
-from ..changed_modules import METHODS, SELF_NORM, Changed, foreign_forward, functions_of, kinds_of
+from ..changed_modules import METHODS, SELF_NORM, Changed, functions_of, kinds_of
 
 # The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
 # compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name, and
@@ -31,8 +30,6 @@ Concatenation = Callable[..., Tensor]
 FREEU = "free_u_cat_hijack"
 # What sd-webui-controlnet's reference sets; it shares attention between two passes through the UNet.
 REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_forward")
-# What the class of a stage is called.
-STAGE = "TimestepEmbedSequential"
 
 
 class ModulePatches(PatchPoints):
@@ -116,9 +113,6 @@ def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
         below = getattr(state["forward"], "__wrapped__", None)
         return not tiles.enabled and below == tiles.forward
     left = [state[name] for name in METHODS if name in state and not is_the_webuis(module, state[name])]
-    if left and foreign_forward(unet) is not None:
-        # ControlNet at work: what is empty now may be about to record.
-        return False
     banks = (getattr(module, name, None) for name in ("bank", "mean_bank", "var_bank"))
     return not left or all(getattr(hack, "__name__", "") in REFERENCE_HACKS for hack in left) and not any(banks)
 
@@ -126,10 +120,3 @@ def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
 def is_the_webuis(module: nn.Module, method: Any) -> bool:
     """Whether what is set on a module is one that the WebUI has, or had, on its class."""
     return getattr(method, "__self__", None) is module and origin(method) in (*TRUSTED, type(module).__module__)
-
-
-def is_brought(unet: nn.Module, path: str) -> bool:
-    """As changed_modules.is_brought. A stage's own runs around our hook where an extension walks through the stages:
-    ControlNet's reference records norms there."""
-    is_stage = type(unet.get_submodule(path)).__name__ == STAGE
-    return is_stage and foreign_forward(unet) is not None or changed_modules.is_brought(unet, path)
