@@ -19,6 +19,7 @@ from ..core.refusal import Refusal
 from ..core.sampling import time_of
 from ..core.settings import MOST_LOW_BIT_ERROR, Settings
 from ..weights.low_bit import KINDS_OF, WantedKinds
+from ..weights.streaming import RING
 from .backend_choice import NO_ROOM
 from .low_bit_errors import BOTH, SECOND_HALF, TOGETHER, Choice, half_of
 from .managed_unet import ManagedUNet
@@ -95,12 +96,15 @@ class LowBitRoute:
         there = low_bit.names() if low_bit is not None and low_bit.are_alone else set[str]()
         if there and not is_first:
             return there
-        wanted = self._devices.lossy.low_bit.wanted(lossy, bound.layout, call)
+        devices = self._devices.lossy.low_bit
+        wanted = devices.wanted(lossy, bound.layout, call)
         sizes = {
             name: sum(part.numel() for part in bound.binding.parts(name, "weight"))
             for name in wanted if name in bound.binding.away and name not in there
         }
-        room = self._services.holdings.card.room(bound.binding.device)
+        # What is computed, and what the rest is copied to, has to fit as well.
+        room = self._services.holdings.card.room(bound.binding.device) - RING
+        room -= devices.working_bytes(lossy, bound.layout, call)
         lacking = sum(sizes.values()) - room
         # Two bytes that go make room for one, and have to be in eight bits as well.
         if lacking > 0 and managed.make_room(2 * lacking):

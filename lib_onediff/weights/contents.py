@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -139,15 +140,21 @@ def sum_of(place: Place, part: int) -> Tensor:
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
-    """What tells these values from others of the same label. Copies them from each device in one piece for each type,
-    and waits for it."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        flat = tensor.detach()
-        alike.setdefault((flat.dtype, flat.device), []).append(flat if flat.dim() == 1 else flat.flatten())
-    digest = hashlib.sha256(label.encode())
-    for (dtype, _), found in alike.items():
+    """What tells these values from others of the same label, wherever they lie. Copies them from each device in one
+    piece for each type, and waits for it."""
+    values = [tensor.detach().flatten() for tensor in tensors]
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, one in enumerate(values):
+        alike.setdefault((one.dtype, one.device), []).append(place)
+    for (dtype, _), places in alike.items():
+        found = [values[place] for place in places]
         # Not every release of torch joins float8.
         together = torch.cat(found if dtype.itemsize > 1 else [one.view(torch.uint8) for one in found]).cpu()
-        digest.update(f" {dtype} ".encode() + ctypes.string_at(together.data_ptr(), together.nbytes))
+        for place, one in zip(places, together.split(list(map(len, found))), strict=True):
+            values[place] = one
+    digest = hashlib.sha256(label.encode())
+    for dtype in dict.fromkeys(dtype for dtype, _ in alike):
+        digest.update(f" {dtype} ".encode())
+        for place in sorted(chain.from_iterable(found for (kind, _), found in alike.items() if kind == dtype)):
+            digest.update(ctypes.string_at(values[place].data_ptr(), values[place].nbytes))
     return digest.hexdigest()[:16]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,19 @@ def fuse(parameters: list[Tensor]) -> int:
     with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
         together = in_one(parameters, parameters[0].device)
         for piece, parameter in zip(together.split(list(map(len, parameters))), parameters, strict=True):
-            parameter.data = piece
+            parameter.data = of_kind(piece, parameter)
     return together.nbytes
+
+
+def of_kind(piece: Tensor, parameter: Tensor) -> Tensor:
+    """The same memory as a tensor of inference mode where a parameter is one, and as an ordinary one where it is not:
+    one that is both counts no edits and cannot be asked for them."""
+    if piece.is_inference() == parameter.is_inference():
+        return piece
+    with torch.inference_mode(parameter.is_inference()):
+        empty: Any = torch.empty(0, dtype=piece.dtype, device=piece.device)
+        found: Tensor = empty.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
+        return found
 
 
 def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

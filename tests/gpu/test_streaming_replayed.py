@@ -17,6 +17,7 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.bench.steps import exact_output
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
+from lib_onediff.weights.contents import digest_of_values
 
 GPU, MAIN = torch.device("cuda"), torch.device("cpu")
 TRIALS = 150
@@ -75,6 +76,13 @@ def test_it_is_as_exact_as_the_host_and_leaves_ordinary_weights(share: float, na
     lib_onediff.uncompile_unet(unet)
     assert all(torch.equal(value.to(GPU), before[name]) for name, value in unet.state_dict().items())
     assert all(one.untyped_storage().nbytes() == one.nbytes and not one.is_pinned() for one in unet.parameters())
+
+
+@pytest.mark.gpu
+def test_a_verdict_stays_where_the_host_moves_weights() -> None:
+    values = [torch.randn(7, device=GPU), torch.randn(5, 3, device=GPU).half(), torch.randn(9, device=GPU)]
+    somewhere = [values[0].cpu(), *values[1:]]
+    assert digest_of_values("", somewhere) == digest_of_values("", values) != digest_of_values("", values[::-1])
 
 
 @pytest.mark.gpu

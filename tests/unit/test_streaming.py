@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import lib_onediff
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import binding, streaming
-from lib_onediff.weights.streaming import Streaming, chunks_of
+from lib_onediff.weights.streaming import RING, Streaming, chunks_of
 
 # Against the host's own forward in float32.
 ROUNDING = 1e-5
@@ -275,7 +275,7 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
         return takes
 
     managed.bound.host_traits = replace(managed.bound.host_traits, make_room=make_room)
-    monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: 0)
+    monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: RING)  # which is not theirs
     output = served(eight, call)
     assert relative_error(output, diffusers_output(eight, call)) < 0.05 and len(asked) == 1 and asked[0] > 0
     for _ in range(2):

@@ -99,6 +99,22 @@ def test_parameters_made_in_inference_mode_bind_and_run(
     assert all(parameter.is_inference() == create_in_inference_mode for parameter in unet.parameters())
 
 
+def test_a_lora_merged_into_some_of_the_layers_in_inference_mode() -> None:
+    unet = diffusers_unet(**SDXL)
+    call = a_call(unet)
+    for name, layer in unet.named_modules():
+        if name.endswith(("to_q", "to_v")):
+            with torch.inference_mode():
+                layer.weight = nn.Parameter(layer.weight * 1.5, requires_grad=False)
+    kinds = [parameter.is_inference() for parameter in unet.parameters()]
+    expected = our_output(unet, call)
+    lib_onediff.compile_unet(unet)
+    for _ in range(2):
+        assert relative_error(served(unet, call), expected) < 1e-5, lib_onediff.status()["reason"]
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    assert [parameter.is_inference() for parameter in unet.parameters()] == kinds
+
+
 @pytest.mark.parametrize(("spoil", "reason"), [
     (lambda unet: unet.mid_block.resnets[0].conv1.half(),
      "its parameters are mixed: torch.float32, but .* is torch.float16"),
