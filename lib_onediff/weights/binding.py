@@ -17,7 +17,7 @@ from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution
 from ..core.refusal import Refusal
 from ..core.tuners import layer_within
-from .fused_storage import fuse, in_one, joined, joined_affine, shares_storage
+from .fused_storage import fuse, in_one, joined, joined_affine, mend, shares_storage
 from .watch import present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -83,6 +83,8 @@ class Binding:
         """
         self.device = self._first_weight().device if device is None else device
         self.refuse_mixture()
+        for parameter in self.parameters():
+            mend(parameter)
         affines = self._affines()
         self.away = frozenset(name for name in self.names() if any(
             lies_away(parameter, self.device) for kind in ("weight", "bias") for parameter in self.parts(name, kind)

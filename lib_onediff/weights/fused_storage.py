@@ -23,19 +23,33 @@ def fuse(parameters: list[Tensor]) -> int:
     with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
         together = in_one(parameters, parameters[0].device)
         for piece, parameter in zip(together.split(list(map(len, parameters))), parameters, strict=True):
-            parameter.data = of_kind(piece, parameter)
+            parameter.data = of_kind(piece, parameter.is_inference())
     return together.nbytes
 
 
-def of_kind(piece: Tensor, parameter: Tensor) -> Tensor:
-    """The same memory as a tensor of inference mode where a parameter is one, and as an ordinary one where it is not:
-    one that is both counts no edits and cannot be asked for them."""
-    if piece.is_inference() == parameter.is_inference():
+def of_kind(piece: Tensor, is_inference: bool) -> Tensor:
+    """The same memory as a tensor of inference mode, or as an ordinary one."""
+    if piece.is_inference() == is_inference:
         return piece
-    with torch.inference_mode(parameter.is_inference()):
+    with torch.inference_mode(is_inference):
         empty: Any = torch.empty(0, dtype=piece.dtype, device=piece.device)
         found: Tensor = empty.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
         return found
+
+
+def mend(parameter: Tensor) -> None:
+    """Let views be made of a parameter of inference mode that was moved outside of it: torch makes none of a tensor
+    that is neither of that mode nor counts edits."""
+    if not parameter.is_inference() and not counts_edits(parameter):
+        with torch.no_grad():
+            parameter.data = of_kind(parameter.detach(), is_inference=True)
+
+
+def counts_edits(tensor: Tensor) -> bool:
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
 
 
 def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -99,6 +99,21 @@ def test_parameters_made_in_inference_mode_bind_and_run(
     assert all(parameter.is_inference() == create_in_inference_mode for parameter in unet.parameters())
 
 
+def test_parameters_made_in_inference_mode_and_moved_outside_of_it() -> None:
+    with torch.inference_mode():
+        unet = diffusers_unet(**SDXL)
+    call = a_call(unet)
+    with torch.inference_mode():
+        expected = our_output(unet, call)
+    lib_onediff.compile_unet(unet)
+    for _ in range(2):
+        unet.double()
+        unet.float()
+        with torch.inference_mode():
+            assert relative_error(served(unet, call), expected) < 1e-5
+        assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
 def test_a_lora_merged_into_some_of_the_layers_in_inference_mode() -> None:
     unet = diffusers_unet(**SDXL)
     call = a_call(unet)
