@@ -108,8 +108,6 @@ class LowBitRoute:
         lacking = sum(sizes.values()) - room
         # Two bytes that go make room for one, and have to be in eight bits as well.
         if lacking > 0 and managed.make_room(2 * lacking):
-            # What products are measured with is captured, which cannot ask torch for what it keeps unused.
-            self._services.holdings.card.empty_cache()
             bound.refresh(call, bound.channels_last)
             return self._that_fit(managed, lossy, call, is_first)
         fitting = set(there)

@@ -61,6 +61,18 @@ def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
     assert use(unet, arguments(unet, 64, 128)) == ("native", "graph"), "captures work again"
 
 
+def test_what_torch_keeps_unused_is_room_to_measure_in() -> None:
+    device, work = torch.device("cuda"), lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    runtime.purge()
+    kept = [torch.empty(64 * MIB, dtype=torch.uint8, device=device) for _ in range(8)]
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+    kept.clear()
+    try:
+        assert runtime.services.holdings.made.time_ms(device, torch.float16, work) >= 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_a_card_that_is_really_full(unet: nn.Module) -> None:
     small, large = arguments(unet), arguments(unet, 1024, 1024, 4)
     use(unet, small)

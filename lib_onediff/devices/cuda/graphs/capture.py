@@ -135,7 +135,13 @@ class CudaGraphs:
         """How long a run of work takes in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot
         be captured."""
         with torch.cuda.device(device):
-            return time_in_graph(work, self._stream(device, dtype))
+            stream = self._stream(device, dtype)
+            try:
+                return time_in_graph(work, stream)
+            except torch.cuda.OutOfMemoryError:
+                # A capture cannot ask torch for what it keeps unused.
+                Card.empty_cache()
+                return time_in_graph(work, stream)
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
         if device not in self._streams:
