@@ -118,8 +118,8 @@ class LowBit:
                 found |= {attention.key_value.name: otherwise for attention in layout.cross_attentions}
             return {name: kind for name, kind in found.items() if kind is not None}
 
-        question = every, layout, dtype, kinds, lossy.only, self._changes, current_card()
-        return self._once("wanted", question, find)
+        question = every, layout, dtype, kinds, self._changes, current_card()
+        return self._once("wanted alone" if lossy.only else "wanted", question, find)
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
         """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
@@ -153,7 +153,9 @@ class LowBit:
         # What takes the place of the host's weights is linear layers'.
         convolves = call.latent.is_cuda and not lossy.only
         question = layout, batch, height, width, 0 if self.everywhere else None, convolves
-        return self._once("products", (question, self._changes), lambda: low_bit_products(*question))
+        # A call may be asked about both ways.
+        what = "products alone" if lossy.only else "products"
+        return self._once(what, (question, self._changes), lambda: low_bit_products(*question))
 
     def _once(self, what: str, question: object, find: Callable[[], Answer]) -> Answer:
         """What find returns, which is asked when the question is another one than last time."""
