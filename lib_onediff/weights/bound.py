@@ -230,7 +230,7 @@ class BoundUNet:
 
     def sources(self) -> str:
         """What tells the host's own forward from those of other sources; see Tree.digest."""
-        return "" if self._tree is None else self._tree.digest()
+        return "" if self._tree is None else self._tree.digest(self.host_traits.placed)
 
     @property
     def last_identity(self) -> str:

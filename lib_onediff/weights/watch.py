@@ -163,6 +163,7 @@ class Names:
             pick = operator.itemgetter(*places if len(places) > 1 else (slice(places[0], places[0] + 1),))
             values = operator.itemgetter(*known_names)
             self._plain.append((pick, values, list(map(values, pick(spaces)))))
+        self._names = list(alike.items())
 
     def stand(self, spaces: Sequence[Mapping[str, Any]]) -> bool:
         """Whether they stand for the same in these namespaces now. Raises KeyError if one is gone."""
@@ -171,11 +172,17 @@ class Names:
                 return False
         return all(other.stands(spaces[place]) for place, other in self._others)
 
-    def digest(self) -> str:
-        """Equal for equal plain values, in any process."""
-        rows = (row if isinstance(row, tuple) else (row,) for _, _, known in self._plain for row in known)
-        plain = repr([[one for one in row if isinstance(one, SAME_IN_ANY_PROCESS)] for row in rows])
-        return hashlib.sha256(plain.encode()).hexdigest()[:16]
+    def digest(self, left_out: Collection[str] = ()) -> str:
+        """Equal for equal plain values of all names but these, in any process."""
+        found: dict[int, list[tuple[str, str]]] = {}
+        for (names, places), (_, _, known) in zip(self._names, self._plain, strict=True):
+            for place, row in zip(places, known, strict=True):
+                values = zip(names, row if len(names) > 1 else (row,), strict=True)
+                found[place] = sorted(
+                    (name, repr(one)) for name, one in values
+                    if name not in left_out and isinstance(one, SAME_IN_ANY_PROCESS)
+                )
+        return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
 
 
 class Tree:
@@ -238,8 +245,9 @@ class Tree:
             and self._code.stand(self._spaces)
         )
 
-    def digest(self) -> str:
-        """What tells the sources of this computation from others: classes, their code, and plain attributes."""
+    def digest(self, left_out: Collection[str] = ()) -> str:
+        """What tells the sources of this computation from others: classes, their code, and plain attributes but
+        these."""
         code = hashlib.sha256()
         for kind in self._sources:
             code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
@@ -249,7 +257,7 @@ class Tree:
                     if body is not None:
                         constants = [one for one in body.co_consts if isinstance(one, SAME_IN_ANY_PROCESS)]
                         code.update(f"{name} {body.co_names} {constants}".encode() + body.co_code)
-        return hashlib.sha256((self._attributes.digest() + code.hexdigest()).encode()).hexdigest()[:16]
+        return hashlib.sha256((self._attributes.digest(left_out) + code.hexdigest()).encode()).hexdigest()[:16]
 
 
 def places_with(of: Callable[[dict[str, Any]], Any], states: Sequence[dict[str, Any]]) -> list[int]:

@@ -32,7 +32,7 @@ from ..sampler_schedule import sampling_of
 from .attention import EXACT, PREFIX, HostAttention
 from .call import HostCall, names_read_by, unet_call
 from .image_prompts import image_prompts_of
-from .weight_functions import LayerFunctions, cast_to_input
+from .weight_functions import PLACED, LayerFunctions, cast_to_input
 
 UNET = "backend.nn.unet"
 
@@ -111,7 +111,7 @@ class Forge(WebUI):
         self.patches = self._unets, self._vae
         self.host_traits = HostTraits(
             yardstick=self.attention.exactly, functions=LayerFunctions(), casts=Casts(cast_to_input),
-            brought=is_brought,
+            brought=is_brought, placed=PLACED,
             make_room=self._make_room,
         )
         self._changed = ChangedModules()

@@ -25,6 +25,8 @@ LORA = "lora"
 PARTS_OF_A_PATCH = 5
 PLAIN = frozenset({type(None), bool, int, float, str})
 CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
+# A layer whose weights the host leaves in main memory casts them as they come: to the type that they have.
+PLACED = frozenset({*CASTS, *(f"prev_{name}" for name in CASTS), "forge_patched_weights", "forge_force_cast_weights"})
 
 
 class LayerFunctions:
