@@ -92,19 +92,18 @@ class LowBitRoute:
     def _that_fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
         """The layers in main memory for which there is room on the GPU in eight bits: all, where the host takes others
         off it. Raises Refusal where there is none."""
-        bound, low_bit = managed.bound, managed.low_bit
-        there = low_bit.names() if low_bit is not None and low_bit.are_alone else set[str]()
+        bound, kept, low_bit = managed.bound, managed.low_bit, self._devices.lossy.low_bit
+        there = kept.names() if kept is not None and kept.are_alone else set[str]()
         if there and not is_first:
             return there
-        devices = self._devices.lossy.low_bit
-        wanted = devices.wanted(lossy, bound.layout, call)
+        wanted = low_bit.wanted(lossy, bound.layout, call)
         sizes = {
             name: sum(part.numel() for part in bound.binding.parts(name, "weight"))
             for name in wanted if name in bound.binding.away and name not in there
         }
         # What is computed, and what the rest is copied to, has to fit as well.
         room = self._services.holdings.card.room(bound.binding.device) - RING
-        room -= devices.working_bytes(lossy, bound.layout, call)
+        room -= low_bit.working_bytes(lossy, bound.layout, call)
         lacking = sum(sizes.values()) - room
         # Two bytes that go make room for one, and have to be in eight bits as well.
         if lacking > 0 and managed.make_room(2 * lacking):

@@ -40,7 +40,7 @@ class HostTraits:
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     casts: how the host casts its layers' weights at each use; None where it never does.
     written: attributes that the host's forwards write on their modules, and that nothing computes with.
-    placed: attributes by which the host notes where a module's weights lie; none is computed otherwise for them.
+    placed: attributes that say where a host keeps a module's weights; they change nothing that is computed.
     movers: Python modules whose hooks on a network's modules move weights, and change nothing that is computed.
     make_room: has the host take so many bytes of a UNet's weights off the GPU, or more; whether it has taken any.
     """
