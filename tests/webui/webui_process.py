@@ -24,7 +24,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 AS_A_USER = [sys.executable, "-m", "lib_onediff.demo"]
 WITH_REST = [sys.executable, str(Path(__file__).with_name("demo_rest.py"))]
-ADDRESS = re.compile(r"http://\S+")
+# Not what follows it: where nothing is buffered, print writes a line and its end apart, and a thread may write between.
+ADDRESS = re.compile(r"http://(?:\[[\w:]+\]|[\w.-]+):\d+")
 SECONDS_TO_START = 180
 
 
