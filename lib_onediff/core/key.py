@@ -72,7 +72,7 @@ class ShapeKey:
     ) -> ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
         tells it from other calls."""
-        batch, _, height, width = call.latent.shape
+        batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
         cut = call.cut
         optional = zip(OPTIONAL_INPUTS, (call.y, call.timestep_condition), strict=True)
         given = (name for name, tensor in optional if tensor is not None)

@@ -8,7 +8,14 @@ import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+# What makes the tokens that a linear layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
+NORMED, GATED, PLAIN = "normed", "gated", "plain"
+# What a linear layer is in its block.
+SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
+CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
+FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,25 @@ class CrossAttention:
         return self.query.out_features // self.heads
 
 
+class Reader(NamedTuple):
+    """A linear layer that reads the image's tokens. source: what makes these. role: what the layer is in its block.
+    norm: the path of the norm before it, where its scales in float8 follow from that."""
+
+    layer: Linear | FusedLinear
+    source: str
+    role: str
+    norm: str = ""
+
+
+@runtime_checkable
+class Block(Protocol):
+    """A block of a transformer, of any family."""
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """Its linear layers that read the image's tokens, in their order."""
+
+
 @dataclass(frozen=True)
 class TransformerBlock:
     self_norm: LayerNorm
@@ -88,6 +114,17 @@ class TransformerBlock:
     feed_forward_norm: LayerNorm
     feed_forward_in: Linear
     feed_forward_out: Linear
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """See Block."""
+        attention, cross = self.self_attention, self.cross_attention
+        return (
+            Reader(attention.query_key_value, NORMED, SELF_QKV), Reader(attention.out, PLAIN, SELF_OUT),
+            Reader(cross.query, NORMED, CROSS_QUERY), Reader(cross.out, PLAIN, CROSS_OUT),
+            Reader(self.feed_forward_in, NORMED, FEED_FORWARD_IN, self.feed_forward_norm.path),
+            Reader(self.feed_forward_out, GATED, FEED_FORWARD_OUT),
+        )
 
 
 @dataclass(frozen=True)

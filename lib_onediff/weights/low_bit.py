@@ -1,4 +1,4 @@
-"""The weights of a UNet's largest linear layers in eight bits, kept beside the host's own and true to them."""
+"""The weights of a network's largest linear layers in eight bits, kept beside the host's own and true to them."""
 from __future__ import annotations
 
 import math
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.affine import Affine, QuantizedWeight, Source, Weights, bias_of
-from ..core.leaves import Convolution, FusedLinear, Linear, ResidualBlock, TransformerBlock, descriptions
+from ..core.leaves import Block, Convolution, FusedLinear, ResidualBlock, descriptions
 
 
 class Kind(NamedTuple):
@@ -29,13 +29,10 @@ KINDS = (FP8, INT8)
 KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
 # Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
-# What makes the tokens that a layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits; and a
-# group norm, what a convolution reads.
-NORMED, GATED, PLAIN, GROUP_NORMED = "normed", "gated", "plain", "group normed"
-# What a layer is in its block. Layers of one class err alike, and one class can stay exact where the others do not.
-SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
-CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
-FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
+# What makes the image that a convolution reads.
+GROUP_NORMED = "group normed"
+# Layers of one class err alike, and one class can stay exact where the others do not: what a linear layer is in its
+# block, and these.
 CONVOLUTIONS = "convolutions"
 # The kind in which each layer is wanted, by its name.
 WantedKinds = Mapping[str, Kind]
@@ -55,8 +52,8 @@ FEWEST_PIXELS = 32 * 32
 
 
 class LowBitLayer(NamedTuple):
-    """A layer that may be in eight bits. width, rows: of its weight. source: what makes its tokens. layer_class: what
-    it is in its block. norm: the path of the norm before it, where its scales in float8 follow from that."""
+    """A layer that may be in eight bits. width, rows: of its weight. source: what makes what it reads. layer_class: a
+    Reader's role, or CONVOLUTIONS. norm: as Reader's."""
 
     name: str
     width: int
@@ -78,22 +75,15 @@ class Product(NamedTuple):
     size: tuple[int, int] | None = None
 
 
-def low_bit_layers(block: TransformerBlock, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
+def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
     """The linear layers of a block that may be worth it: the large ones, but for those that read the prompt, which are
     computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
-    attention, cross = block.self_attention, block.cross_attention
-    every: tuple[tuple[Linear | FusedLinear, str, str], ...] = (
-        (attention.query_key_value, NORMED, SELF_QKV), (attention.out, PLAIN, SELF_OUT),
-        (cross.query, NORMED, CROSS_QUERY), (cross.out, PLAIN, CROSS_OUT),
-        (block.feed_forward_in, NORMED, FEED_FORWARD_IN), (block.feed_forward_out, GATED, FEED_FORWARD_OUT),
-    )
-    for layer, source, layer_class in every:
+    for layer, source, role, norm in block.readers:
         name, first = (layer.name, layer.members[0]) if isinstance(layer, FusedLinear) else (layer.path, layer)
         width = first.in_features
-        norm = block.feed_forward_norm.path if layer_class == FEED_FORWARD_IN else ""
         if width * layer.out_features >= fewest and width % ALIGNED == layer.out_features % ALIGNED == 0:
-            yield LowBitLayer(name, width, layer.out_features, source, layer_class, norm)
+            yield LowBitLayer(name, width, layer.out_features, source, role, norm)
 
 
 def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
@@ -112,7 +102,7 @@ def has_kernel(layer: Convolution) -> bool:
 
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
     """All that can be in eight bits, large or small."""
-    linear = [one for block in layout.layers(TransformerBlock) for one in low_bit_layers(block, fewest_weights=0)]
+    linear = [one for block in layout.layers(Block) for one in low_bit_layers(block, fewest_weights=0)]
     return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
 
 
@@ -124,7 +114,7 @@ def low_bit_products(
     found = {}
     for one, size in layout.sized_layers(height, width):
         pixels = size[0] * size[1]
-        for block in descriptions(one, TransformerBlock):
+        for block in descriptions(one, Block):
             for layer in low_bit_layers(block, fewest_weights):
                 found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source)
         if convolutions and pixels >= FEWEST_PIXELS and isinstance(one, ResidualBlock):

@@ -11,7 +11,7 @@ from exact_operators import one_scale_of, relative_error, rounded_rows
 from torch import Tensor
 
 from lib_onediff.core.affine import Affine
-from lib_onediff.core.leaves import LayerNorm
+from lib_onediff.core.leaves import GATED, NORMED, PLAIN, LayerNorm
 from lib_onediff.core.operators import QuantizedImage, QuantizedTokens, Stream
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products, rounding
@@ -26,7 +26,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.low_bit import FP8, GATED, KINDS, NORMED, PLAIN, Product, as_rows, gated_scale
+from lib_onediff.weights.low_bit import FP8, KINDS, Product, as_rows, gated_scale
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

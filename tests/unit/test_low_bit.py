@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now
 
 import lib_onediff
+from lib_onediff.core.leaves import GATED, NORMED
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
 from lib_onediff.core.tuning_cache import TuningCache
@@ -25,7 +26,7 @@ from lib_onediff.devices.cuda.low_bit.choice import LowBit, times_name
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.status import backend_sentence
 from lib_onediff.weights import low_bit
-from lib_onediff.weights.low_bit import FP8, GATED, INT8, KINDS, NORMED, Kind, Product
+from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, Product
 
 CPU = torch.device("cpu")
 

@@ -15,19 +15,14 @@ from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
 
 import lib_onediff
 from lib_onediff.core.call import Call
+from lib_onediff.core.leaves import CROSS_OUT, CROSS_QUERY, FEED_FORWARD_IN, FEED_FORWARD_OUT, SELF_OUT, SELF_QKV
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.low_bit_errors import BOTH, FIRST_HALF, MIDDLE, Choice
 from lib_onediff.runtime.low_bit_route import LowBitRoute
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import (
-    CROSS_OUT,
-    CROSS_QUERY,
-    FEED_FORWARD_IN,
-    FEED_FORWARD_OUT,
     FP8,
     KINDS_OF,
-    SELF_OUT,
-    SELF_QKV,
 )
 
 CLASSES = (SELF_QKV, SELF_OUT, CROSS_QUERY, CROSS_OUT, FEED_FORWARD_IN, FEED_FORWARD_OUT)

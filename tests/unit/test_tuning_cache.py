@@ -11,12 +11,13 @@ import pytest
 import torch
 from store_builders import opened
 
+from lib_onediff.core.leaves import NORMED
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches, choice_name
 from lib_onediff.devices.cuda.low_bit.choice import LowBit
 from lib_onediff.devices.torch.attention import FLASH, GEMM, TORCH, Attention, class_of, kernel_of
 from lib_onediff.store.history import History
-from lib_onediff.weights.low_bit import FP8, INT8, NORMED, Product
+from lib_onediff.weights.low_bit import FP8, INT8, Product
 
 STRANGE = [None, True, 7, "flash", {}, [], [None], [["flash"]], ["warp drive"], [{"flash": 1}], ["flash, as it was"]]
 

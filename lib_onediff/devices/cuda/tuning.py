@@ -13,10 +13,10 @@ from torch import Tensor
 from ...core.affine import Affine, QuantizedWeight
 from ...core.card import on_card
 from ...core.device import TimeMs
-from ...core.leaves import Convolution, CrossAttention, GroupNorm, LayerNorm
+from ...core.leaves import GATED, NORMED, Convolution, CrossAttention, GroupNorm, LayerNorm
 from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
 from ...weights import low_bit
-from ...weights.low_bit import FP8, GATED, INT8, KERNEL, Kind, Product
+from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
 from .kernels import attention as native_attention
 from .kernels import group_norm, images, products, rounding
 from .kernels import launch_config as cuts
@@ -175,7 +175,7 @@ def way_of(
         return way_of_convolution(product, product.size, random, kind)
     weight = random(product.out, product.width)
     affine = Affine(weight, None, (rounding.rounded_weight(weight, kind),))
-    if product.source == low_bit.NORMED:
+    if product.source == NORMED:
         tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)
         return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)

@@ -41,9 +41,9 @@ class MemoryPressure:
                 self._graphs.keep_within(budget, PoolKey(device, architecture))
 
     def before_decode(self, latent: torch.Tensor) -> None:
-        """A latent, (batch, channels, h, w), is about to be decoded; a host may need several GiB for that."""
+        """A latent, (batch, channels, ..., h, w), is about to be decoded; a host may need several GiB for that."""
         if latent.device in self._now.devices():
-            batch, _, height, width = latent.shape
+            batch, (height, width) = latent.shape[0], latent.shape[-2:]
             pixels = batch * height * width * LATENT_PIXEL**2
             wanted = pixels * VALUES_PER_DECODED_PIXEL * latent.element_size()
             self._relieve(PoolKey(latent.device, None), wanted)

@@ -11,18 +11,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....core.affine import Affine, LowRank, QuantizedWeight
-from ....core.leaves import Convolution, GroupNorm, LayerNorm
+from ....core.leaves import GATED, NORMED, PLAIN, Convolution, GroupNorm, LayerNorm
 from ....core.operators import QuantizedImage, QuantizedTokens, Stream
 from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import (
     FEWEST_PIXELS,
     FP8,
-    GATED,
     GROUP_NORMED,
     INT8,
     KERNEL,
-    NORMED,
-    PLAIN,
     Kind,
     Product,
     has_kernel,

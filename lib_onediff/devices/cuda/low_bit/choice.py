@@ -16,14 +16,13 @@ from ....core.call import Call
 from ....core.card import current_card, named
 from ....core.device import TimeMs
 from ....core.key import Lossy
+from ....core.leaves import GATED, NORMED
 from ....core.operators import Operators
 from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import (
-    GATED,
     INT8,
     KINDS,
     KINDS_OF,
-    NORMED,
     Kind,
     Product,
     Round,
@@ -149,7 +148,7 @@ class LowBit:
 
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
         """The product of every layer that may be in eight bits, by its name."""
-        batch, _, height, width = call.latent.shape
+        batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
         # What takes the place of the host's weights is linear layers'.
         convolves = call.latent.is_cuda and not lossy.only
         question = layout, batch, height, width, 0 if self.everywhere else None, convolves
