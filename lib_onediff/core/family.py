@@ -1,6 +1,7 @@
 """The protocol of families: a kind of network, how it is read, and its forward."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -18,6 +19,14 @@ class Family(Protocol):
     def layout(self) -> type:
         """The type of its layouts."""
 
+    @property
+    def serves(self) -> str:
+        """Which models' networks these are, for users: "the UNets of SD1, SD2 and SDXL"."""
+
+    @property
+    def first_timestep(self) -> float:
+        """That of pure noise, as its networks get it; that of an image is 0."""
+
     def knows(self, module: nn.Module) -> bool:
         """Whether a module is one of this family's networks, by its class and where that comes from."""
 
@@ -27,16 +36,24 @@ class Family(Protocol):
 
         It has architecture, equal for networks that are the same but for weights and names; model_name, for people;
         foreign, what others have put into the module that calls must bring as patches, in words for the user;
-        kernel_users, the descriptions that decide which kernels are needed; and functions: leaves(), every description
-        of a module that holds parameters, each once; fusions(), the groups of linear layers that are to lie in one
-        tensor; and layers(kind), every description of this kind.
+        kernel_users, the descriptions that decide which kernels are needed; residual_blocks and cross_attentions, those
+        among the descriptions; and functions: leaves(), every description of a module that holds parameters, each once;
+        fusions(), the groups of linear layers that are to lie in one tensor; layers(kind), every description of this
+        kind; and sized_layers(height, width of the latent), the parts that hold all blocks, each with the height and
+        width of what it takes.
         """
 
     def refuse_call(self, layout: Any, call: Call) -> None:
         """Raise Refusal with the reason for inputs that cannot be this network's."""
 
+    def example(
+        self, layout: Any, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
+    ) -> Call:
+        """A call such as one in the middle of an image. size: height and width of the latent. tokens: the length of the
+        prompt, as a user counts it. noise: draws a tensor of a shape from a normal distribution."""
+
     def output(self, layout: Any, weights: Weights, ops: Operators, call: Call) -> Tensor:
-        """The network's output, (batch, channels, height, width) in the latent's dtype. With call.cut, hidden states
+        """The network's output, of the latent's shape and dtype but for the channels. With call.cut, hidden states
         are written to or read from its memory (see Cut). Raises RuntimeError where a cut was never written."""
 
     def units(self, layout: Any, call: Call) -> list[tuple[str, ...]]:

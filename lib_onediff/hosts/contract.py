@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.key import LATENT_PIXEL
 from ..core.refusal import Refusal
-from ..families.unet.layout import UNetLayout
+from ..families.registry import FAMILIES
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits
 from .hooks import ForwardPatches
@@ -21,11 +22,6 @@ from .needs import first_missing
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 NOT_IN_USE = "OneDiff is not in use"
-# How loud the noise is that stands for a prompt in a warm-up: at 1 the softmaxes of some models choose between two
-# tokens that are nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
-PROMPT_NOISE = 0.1
-# A timestep in the middle, where a UNet's output is of the size of its input.
-TIMESTEP = 500.0
 
 
 class WebUI:
@@ -35,14 +31,14 @@ class WebUI:
     OneDiff does nothing, for the reason `unmet`. The others are the same for all hosts, but may be overridden too.
 
     name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
-    unet_class: what the class of a UNet is called that we serve; "" for none. checkpoint_paths: attributes that a
-    checkpoint must have. host_traits: see there. unmet: what this release or its checkpoint lacks, as a sentence; None
+    network_classes: what the classes of networks are called that we serve. checkpoint_paths: attributes that a
+    checkpoint must have. unmet: what this release or its checkpoint lacks, as a sentence; None
     for nothing. patches: our forwards in the classes of its UNets and VAEs.
     """
 
-    name, unet_class = "unknown", ""
+    name = "unknown"
+    network_classes: tuple[str, ...] = ()
     checkpoint_paths: tuple[str, ...] = ()
-    host_traits = HostTraits()
     patches: Sequence[ForwardPatches] = ()
 
     def __init__(self, release: str = "this WebUI", unmet: str | None = None) -> None:
@@ -51,6 +47,10 @@ class WebUI:
     def network(self, checkpoint: Any) -> Any:
         """What a checkpoint computes its steps with, of whatever kind; None where it has none."""
         return None
+
+    def host_traits(self, unet: Any) -> HostTraits:
+        """What is known of a network's host; see there."""
+        return HostTraits()
 
     def before_sampling(self, p: Any) -> None:
         """A sampling of the generation p is about to begin."""
@@ -121,7 +121,7 @@ class WebUI:
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
         """Run work() while the host makes no image, on the thread that the host would use."""
-        if not self.unet_class:
+        if not self.network_classes:
             return work()
         from modules import call_queue
 
@@ -136,7 +136,7 @@ class WebUI:
 
     def checkpoint(self) -> Any:
         """The loaded checkpoint; None before the first. Loads none, which the host's own shared.sd_model would."""
-        if not self.unet_class:
+        if not self.network_classes:
             return None
         from modules import sd_models
 
@@ -145,13 +145,13 @@ class WebUI:
     def unet_of(self, checkpoint: Any) -> Any:
         """A checkpoint's UNet, where it is of the kind that we serve; else None."""
         network = self.network(checkpoint)
-        return network if type(network).__name__ == self.unet_class else None
+        return network if type(network).__name__ in self.network_classes else None
 
     def adopt(self, checkpoint: Any) -> Any:
         """Have the runtime know this checkpoint's UNet, and return it; None where it has none that we serve."""
         unet = self.unet_of(checkpoint)
         if unet is not None:
-            runtime.adopt(unet, host_traits=self.host_traits)
+            runtime.adopt(unet, host_traits=self.host_traits(unet))
         return unet
 
     def kind_of(self, checkpoint: Any) -> str:
@@ -165,16 +165,19 @@ class WebUI:
         checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
         if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet
-        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves the UNets of SD1, SD2 and SDXL"
+        served = " and ".join(family.serves for family in FAMILIES.all)
+        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {served}"
 
-    def layout_to_warm(self) -> UNetLayout:
-        """Of the loaded checkpoint's UNet. Raises Refusal where there is none to make ready."""
+    def call_to_warm(self, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]) -> Call:
+        """A random call of the loaded checkpoint's UNet at a size in pixels. noise: draws a tensor of a shape. Raises
+        Refusal where there is none to make ready."""
         if not self.hooks():
             raise Refusal(NOT_IN_USE)
         unet = self.adopt(self.checkpoint())
         if unet is None:
             raise Refusal(self.why_not_served() or "no checkpoint is loaded yet")
-        return runtime.layout_of(unet)
+        layout, size = runtime.layout_of(unet), (height // LATENT_PIXEL, width // LATENT_PIXEL)
+        return FAMILIES.of(layout).example(layout, size, batch, tokens, noise)
 
     def model_name(self, checkpoint: Any = None) -> str | None:
         """What the rows of a checkpoint's UNet call it ("SD1"); None for one that is none of ours.
@@ -182,15 +185,6 @@ class WebUI:
         checkpoint: as model_loaded gets it; by default the one that is loaded, if any.
         """
         return runtime.model_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
-
-
-def random_inputs(
-    layout: UNetLayout, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Latent, context and label of a UNet call at a size in pixels. noise: draws a tensor of a shape."""
-    label = None if layout.label is None else PROMPT_NOISE * noise(batch, layout.y_width)
-    latent = noise(batch, layout.in_channels, height // LATENT_PIXEL, width // LATENT_PIXEL)
-    return latent, PROMPT_NOISE * noise(batch, tokens, layout.context_width), label
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ class LowBitRoute:
         if self._services.waits_for_compile or (call.cut is not None and call.cut.reads):
             return choice.left_out
         if choice.awaits:
-            half = half_of(time_of(call.timestep))
+            half = half_of(time_of(call.timestep), self._families.of(layout).first_timestep)
             if not half and choice.is_new:
                 raise Refusal(TOO_LATE)
             choice = self._measured(managed, lossy, call, choice, half)

@@ -18,7 +18,7 @@ def {name}(q, k, v, heads, mask=None, **others):
 
 def choose(host: Host, adapter: Any, name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the host's UNet compute attention by a function of its own of this name."""
-    attention = adapter.attention
+    attention = adapter.networks[0].attention
     module = host.module(attention.functions)
     exec(SOURCE.format(name=name, exact="attention_pytorch", factor=factor), vars(module))
     monkeypatch.setattr(host.module(attention.caller), attention.name, getattr(module, name))

@@ -120,7 +120,7 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: Weather, option:
 def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weather, passes: list[int]) -> None:
     unet = compiled(half_unet(), budget=0.1)
     counts = []
-    for timestep in (981.0, 950.0, 700.0, MIDDLE, 300.0, 250.0, 1.0):
+    for timestep in (981.0, 950.0, 700.0, 1000 * MIDDLE, 300.0, 250.0, 1.0):
         served(unet, half_call(unet, timestep=timestep))
         counts.append(len(passes))
     # With none, with each class alone, with all.

@@ -5,14 +5,17 @@ OneDiff finds the adapter of this host here, as it finds those of others by the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...core.call import Call
 from ...core.key import LATENT_PIXEL
 from ...core.refusal import Refusal
-from ...hosts.contract import TIMESTEP, WebUI, random_inputs, random_state_kept
+from ...hosts.contract import WebUI, random_state_kept
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
 from ...hosts.diffusers.instance_forward import attached
@@ -26,7 +29,7 @@ NUMBERS_OF_A_LABEL = 6
 class Standalone(WebUI):
     """The adapter; see hosts.contract.WebUI."""
 
-    name, unet_class = "standalone", "UNet2DConditionModel"
+    name, network_classes = "standalone", ("UNet2DConditionModel",)
 
     def __init__(self) -> None:
         super().__init__("OneDiff's own WebUI")
@@ -73,9 +76,9 @@ class Standalone(WebUI):
         if unet is None:
             raise Refusal(self.why_not_served() or "no model is loaded yet")
         self.model_loaded(self.checkpoint())
-        layout = runtime.layout_of(unet)
+        noise = lambda *shape: torch.randn(shape, device=unet.device, dtype=unet.dtype)  # noqa: E731
         with random_state_kept(), torch.no_grad():
-            unet(**arguments_of(unet, layout, width, height, batch, tokens))
+            unet(**arguments_of(unet, self.call_to_warm(width, height, batch, tokens, noise), noise))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         model = self.checkpoint()
@@ -86,17 +89,15 @@ class Standalone(WebUI):
             model.decode(latent.to(vae.device, vae.dtype))
 
 
-def arguments_of(unet: Any, layout: Any, width: int, height: int, batch: int, tokens: int) -> dict[str, Any]:
-    """Random arguments of one call as a pipeline makes it, at a size in pixels."""
-    noise = lambda *shape: torch.randn(shape, device=unet.device, dtype=unet.dtype)  # noqa: E731
-    latent, context, label = random_inputs(layout, width, height, batch, tokens, noise)
-    conditions = None
+def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[str, Any]:
+    """The arguments by which a pipeline makes this call."""
+    label, conditions = call.y, None
     if label is not None:
         text = label.shape[1] - NUMBERS_OF_A_LABEL * unet.config.addition_time_embed_dim
         conditions = {"text_embeds": label[:, :text], "time_ids": noise(len(label), NUMBERS_OF_A_LABEL)}
     return {
-        "sample": latent, "timestep": torch.tensor(int(TIMESTEP), device=unet.device),
-        "encoder_hidden_states": context, "added_cond_kwargs": conditions,
+        "sample": call.latent, "timestep": call.timestep[0].long(), "encoder_hidden_states": call.context,
+        "added_cond_kwargs": conditions,
     }
 
 

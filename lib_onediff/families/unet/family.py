@@ -1,6 +1,9 @@
 """Stable Diffusion's UNets as a family."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from ...core.affine import Weights
@@ -12,11 +15,16 @@ from .layout import UNetLayout, refuse_call
 from .read_diffusers import is_diffusers_unet, read_diffusers
 from .read_ldm import is_ldm_unet, read_ldm
 
+# How loud the noise is that stands for a prompt: at 1 the softmaxes of some models choose between two tokens that are
+# nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
+PROMPT_NOISE = 0.1
+
 
 class UNets:
     """See core.family.Family."""
 
-    layout = UNetLayout
+    layout, serves = UNetLayout, "the UNets of SD1, SD2 and SDXL"
+    first_timestep = 1000.0
 
     def knows(self, module: nn.Module) -> bool:
         return is_ldm_unet(module) or is_diffusers_unet(module)
@@ -26,6 +34,16 @@ class UNets:
 
     def refuse_call(self, layout: UNetLayout, call: Call) -> None:
         refuse_call(layout, call)
+
+    def example(
+        self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
+    ) -> Call:
+        """At a timestep where the output is of the size of the input."""
+        label = None if layout.label is None else PROMPT_NOISE * noise(batch, layout.y_width)
+        latent = noise(batch, layout.in_channels, *size)
+        context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
+        timestep = torch.full((batch,), self.first_timestep / 2, device=latent.device)
+        return Call(latent, timestep, context, label)
 
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """A call with patches is computed whole."""

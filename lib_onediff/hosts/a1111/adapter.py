@@ -21,7 +21,7 @@ from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method, refuse_global_hooks
 from ...weights.watch import no_object
 from ..changed_modules import ChangedModules, foreign_forward, is_brought
-from ..contract import TIMESTEP, WebUI, random_inputs, random_state_kept
+from ..contract import WebUI, random_state_kept
 from ..hooks import ForwardPatches, UNetHooks, VaeHooks, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
@@ -66,7 +66,7 @@ def adapter() -> WebUI:
 class A1111(WebUI):
     """The adapter; see contract.WebUI."""
 
-    name, unet_class = "a1111", "UNetModel"
+    name, network_classes = "a1111", ("UNetModel",)
     # SD3 and others have these too, and are told apart by their network.
     checkpoint_paths = ("model", "first_stage_model", "apply_model")
 
@@ -81,7 +81,7 @@ class A1111(WebUI):
         self._stages = ForwardPatches(stages, self._stage, "the UNet's blocks", lambda stage, reason: None)
         # The UNet of the sampling in progress.
         self._unet: Callable[[], Any] = no_object
-        self.host_traits = HostTraits(
+        self._host_traits = HostTraits(
             TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS,
             functions=LorasOnTheFly(), movers=("modules.lowvram",),
         )
@@ -99,6 +99,9 @@ class A1111(WebUI):
 
     def network(self, checkpoint: Any) -> Any:
         return getattr(getattr(checkpoint, "model", None), "diffusion_model", None)
+
+    def host_traits(self, unet: Any) -> HostTraits:
+        return self._host_traits
 
     def before_sampling(self, p: Any) -> None:
         self._vae.begin_run(getattr(getattr(p.sd_model, "first_stage_model", None), "decoder", None))
@@ -155,7 +158,7 @@ class A1111(WebUI):
             label = None if y is None else y[rows]
             return PromptRows(rows, lambda: original(unet, x[rows], timesteps[rows], context[rows], y=label))
 
-        return serve_call(unet, read, host, prompt_rows, self.host_traits)
+        return serve_call(unet, read, host, prompt_rows, self._host_traits)
 
     def _stage(self, original: Callable[..., Tensor], stage: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Stands in for TimestepEmbedSequential.forward: an extension that walks through the stages itself, as
@@ -193,15 +196,13 @@ class A1111(WebUI):
 
         autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
         noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
-        layout = self.layout_to_warm()
         with random_state_kept(), torch.no_grad(), autocast():
-            # An inpainting model's latent has the masked image's beside it.
-            latent, context, label = random_inputs(layout, width, height, batch, tokens, noise)
+            call = self.call_to_warm(width, height, batch, tokens, noise)
+            context, label = call.context, call.y
             prompt = {"c_crossattn": [context]} if label is None else {"crossattn": context, "vector": label}
-            self.checkpoint().apply_model(
-                latent[:, :4], torch.full((batch,), TIMESTEP, device=devices.device),
-                {**prompt, "c_concat": [latent[:, 4:]]},
-            )
+            # An inpainting model's latent has the masked image's beside it.
+            latent, beside = call.latent[:, :4], call.latent[:, 4:]
+            self.checkpoint().apply_model(latent, call.timestep, {**prompt, "c_concat": [beside]})
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         from modules import devices, sd_samplers_common

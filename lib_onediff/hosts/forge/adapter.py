@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,16 +26,18 @@ from ...weights.fused_storage import shares_storage
 from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.weight_functions import Casts
 from ..changed_modules import ChangedModules, foreign_forward, is_brought
-from ..contract import NOT_IN_USE, TIMESTEP, Result, WebUI, random_inputs
+from ..contract import NOT_IN_USE, Result, WebUI
 from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
-from .attention import EXACT, PREFIX, HostAttention
-from .call import HostCall, names_read_by, unet_call
+from .attention import HostAttention
+from .call import HostCall, unet_call
 from .image_prompts import image_prompts_of
+from .networks import HostNetwork, LoadedNetwork
 from .weight_functions import PLACED, LayerFunctions, cast_to_input
 
 UNET = "backend.nn.unet"
+UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 
 
 def release() -> str:
@@ -61,15 +64,19 @@ def adapter() -> WebUI:
 class Forge(WebUI):
     """The adapter; see contract.WebUI. Another host of the family overrides the first attributes and methods.
 
-    unet_module: of the UNet. vae_module: of the VAE's Decoder and Encoder. attention: of the UNet.
-    helpers: other global functions that the UNet calls, each with the module whose code it must be.
+    networks: that we serve; the first is one that every release has. vae_module: of the VAE's Decoder and Encoder.
     memory, sampling: the modules of the memory management and of sampling_prepare.
     """
 
-    name, unet_class = "forge", "IntegratedUNet2DConditionModel"
-    unet_module, vae_module = UNET, "backend.nn.vae"
-    attention = HostAttention("backend.attention", UNET, "attention_function")
-    helpers: Mapping[str, str] = dict.fromkeys(("apply_control", "timestep_embedding", "checkpoint"), UNET)
+    name = "forge"
+    networks: tuple[HostNetwork, ...] = (
+        HostNetwork(
+            UNET, "IntegratedUNet2DConditionModel", UNET_PARAMETERS,
+            HostAttention("backend.attention", UNET, "attention_function"),
+            dict.fromkeys(("apply_control", "timestep_embedding", "checkpoint"), UNET),
+        ),
+    )
+    vae_module = "backend.nn.vae"
     memory, sampling = "backend.memory_management", "backend.sampling.sampling_function"
     checkpoint_paths = (
         "forge_objects.unet.model", "forge_objects.unet.model_options", "forge_objects.unet.load_device",
@@ -91,11 +98,8 @@ class Forge(WebUI):
     @classmethod
     def needs(cls) -> tuple[Need, ...]:
         """What must be there before we hook anything."""
-        arguments = ("x", "timesteps", "context", "y", "control", "transformer_options")
         return (
-            Need(cls.unet_module, f"{cls.unet_class}.forward", arguments),
-            *(Need(cls.unet_module, name) for name in cls.helpers),
-            Need(cls.attention.caller, cls.attention.name), Need(cls.attention.functions, PREFIX + EXACT),
+            *cls.networks[0].needs(),
             Need(cls.vae_module, "Decoder.forward", ("z",)), Need(cls.vae_module, "Encoder.forward", ("x",)),
             Need(cls.memory, "get_free_memory"), Need(cls.memory, "module_size"),
             Need(cls.sampling, "sampling_prepare"), Need(cls.sampling, "sampling_cleanup"),
@@ -105,17 +109,18 @@ class Forge(WebUI):
 
     def __init__(self, release: str) -> None:
         super().__init__(release)
-        self._unet_code, vae = importlib.import_module(self.unet_module), importlib.import_module(self.vae_module)
-        self._unets = UNetHooks([getattr(self._unet_code, self.unet_class)], self._forward, self._why_bypassed)
-        self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), self._check_vae)
-        self.patches = self._unets, self._vae
-        self.host_traits = HostTraits(
-            yardstick=self.attention.exactly, functions=LayerFunctions(), casts=Casts(cast_to_input),
-            brought=is_brought, placed=PLACED,
+        self._networks = [LoadedNetwork(one) for one in self.networks if one is self.networks[0] or one.is_there]
+        self.network_classes = tuple(one.kind.__name__ for one in self._networks)
+        traits = HostTraits(
+            functions=LayerFunctions(), casts=Casts(cast_to_input), brought=is_brought, placed=PLACED,
             make_room=self._make_room,
         )
+        self._traits = {one.kind: replace(traits, yardstick=one.attention.exactly) for one in self._networks}
+        vae = importlib.import_module(self.vae_module)
+        self._unets = UNetHooks((one.kind for one in self._networks), self._forward, self._why_bypassed)
+        self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), self._check_vae)
+        self.patches = self._unets, self._vae
         self._changed = ChangedModules()
-        self._names_read = names_read_by(self._unet_code, importlib.import_module(self.attention.functions))
         # Why each UNet that was called in this sampling is the host's; "" where it is ours.
         self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._sampling = Sampling()
@@ -175,14 +180,9 @@ class Forge(WebUI):
 
     # --- one call -------------------------------------------------------------------------------------------------
 
-    def _forward(
-        self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
-        y: Tensor | None = None, control: Any = None, transformer_options: Any = None, **others: Any,
-    ) -> Tensor:
-        """Stands in for the UNet's forward(self, x, timesteps, context, y, control, transformer_options, **others)."""
-        given = HostCall(
-            x, timesteps, context, y, control, {} if transformer_options is None else transformer_options, others
-        )
+    def _forward(self, original: Callable[..., Tensor], unet: nn.Module, *arguments: Any, **named: Any) -> Tensor:
+        """Stands in for a network's forward."""
+        given = HostCall.of(self._loaded(unet).parameters, arguments, named)
 
         def prompt_rows() -> PromptRows:
             rows = given.prompt_rows()
@@ -193,30 +193,34 @@ class Forge(WebUI):
     def _read(self, unet: nn.Module, given: HostCall) -> Call:
         """A call as ours. Raises Refusal where it is the host's."""
         self._check(unet)
-        changed = self._changed.at_call(unet)
+        network, changed = self._loaded(unet), self._changed.at_call(unet)
         # The host calls a module with a forward of its own in another way than image prompts would.
         prompts = () if changed else image_prompts_of(unet, given.options, given.x)
-        return unet_call(unet, given, self.attention.upcasts(given.x.dtype), self._names_read, prompts, changed)
+        return unet_call(unet, given, network.attention.upcasts(given.x.dtype), network.names_read, prompts, changed)
+
+    def _loaded(self, unet: Any) -> LoadedNetwork:
+        """What is known of a network's kind; of the first one's for None."""
+        return next((one for one in self._networks if isinstance(unet, one.kind)), self._networks[0])
 
     def _check(self, unet: nn.Module) -> None:
         """Raise Refusal where a UNet's calls are the host's now. The UNet is looked at once a sampling."""
         if unet not in self._refusals:
             self._refusals[unet] = self.unmet or ""
             try:
-                refuse_replaced(type(unet), beneath_ours=self._unets.patches[0].original)
+                hook = next(patch for patch in self._unets.patches if isinstance(unet, patch.owner))
+                refuse_replaced(type(unet), beneath_ours=hook.original)
                 check_storage(unet)
             except Refusal as refusal:
                 self._refusals[unet] = self.unmet or str(refusal)
             self._changed.look_again(unet)
-            runtime.adopt(unet, host_traits=self.host_traits)
+            runtime.adopt(unet, host_traits=self.host_traits(unet))
             runtime.begin_sampling(unet, self._sampling)
         if self._refusals[unet]:
             raise Refusal(self._refusals[unet])
-        attention = self.attention
-        called = [(name, getattr(self._unet_code, name), owner) for name, owner in self.helpers.items()]
-        for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
-            if origin(function) != owner:
-                raise Refusal(f"{name} of the WebUI's UNet was replaced by {author(function)}")
+        self._loaded(unet).check()
+
+    def host_traits(self, unet: Any) -> HostTraits:
+        return self._traits[self._loaded(unet).kind]
 
     def _make_room(self, unet: nn.Module, size: int) -> bool:
         """See HostTraits. By what the host itself does when another model needs the room."""
@@ -229,7 +233,7 @@ class Forge(WebUI):
     def _check_vae(self, decoder: Any) -> None:
         """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""
         function = self.vae_attention(decoder)
-        if origin(function) not in (self.attention.functions, self.vae_module):
+        if origin(function) not in (self._networks[0].attention.functions, self.vae_module):
             raise Refusal(f"the attention of the WebUI's VAE was replaced by {author(function)}")
 
     # --- what users ask -------------------------------------------------------------------------------------------
@@ -237,7 +241,7 @@ class Forge(WebUI):
     def notes(self) -> list[str]:
         if not self.hooks():
             return []
-        unused = self.attention.unused()
+        unused = self._loaded(self.unet_of(self.checkpoint())).attention.unused()
         said = [] if unused is None else [
             f"{unused}, chosen for the WebUI, is not used where OneDiff runs the UNet: OneDiff uses the fastest exact "
             "attention of this GPU."
@@ -254,7 +258,6 @@ class Forge(WebUI):
             checkpoint = self.selected_checkpoint()
         except Exception as error:
             raise Refusal(f"the checkpoint cannot be loaded: {first_line(error)}") from error
-        layout = self.layout_to_warm()
         self._look_again(Sampling())
         calls = runtime.call_stats.total
         # With the last generation's LoRAs; Classic keeps none where there were no LoRAs.
@@ -265,13 +268,13 @@ class Forge(WebUI):
         generator = torch.Generator().manual_seed(0)
         noise = lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)  # noqa: E731
         with torch.inference_mode():
-            latent, context, label = random_inputs(layout, width, height, batch, tokens, noise)
+            call = self.call_to_warm(width, height, batch, tokens, noise)
             # The host plans memory for twice the images: the prompt and the negative prompt.
-            sampling.sampling_prepare(patcher, latent[:(batch + 1) // 2])
+            sampling.sampling_prepare(patcher, call.latent[:(batch + 1) // 2])
             try:
                 model.diffusion_model(
-                    latent, torch.full((batch,), TIMESTEP, device=device), control=None, transformer_options={},
-                    context=context, **({} if label is None else {"y": label}),
+                    call.latent, call.timestep, control=None, transformer_options={}, context=call.context,
+                    **({} if call.y is None else {"y": call.y}),
                 )
             finally:
                 sampling.sampling_cleanup(patcher)

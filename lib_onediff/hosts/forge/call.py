@@ -22,6 +22,7 @@ HARMLESS_OPTIONS = frozenset({
     "original_shape", "transformer_index", "block", "block_index", "controlnet_conditioning_modifiers",
     "controlnet_model_function_wrapper",
 })
+ARGUMENTS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 PARTS = ("input", "middle", "output")
 # What each part of a batch is, in the option cond_or_uncond.
 COND, UNCOND = 0, 1
@@ -39,6 +40,15 @@ class HostCall(NamedTuple):
     control: Mapping[str, Any] | None
     options: dict[str, Any]
     others: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, parameters: tuple[str, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> HostCall:
+        """Of a forward that has these parameters. TypeError where it gets more, or no x."""
+        others = {**dict(zip(parameters, arguments, strict=False)), **named}
+        if len(arguments) > len(parameters):
+            raise TypeError(f"the forward takes {len(parameters)} arguments, not {len(arguments)}")
+        x, timesteps, context, y, control, options = (others.pop(name, None) for name in ARGUMENTS)
+        return cls(x, timesteps, context, y, control, {} if options is None else options, others)
 
     def by(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
         """The output of the host's forward, which empties the lists of control: it may have to run again."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..contract import WebUI
-from ..forge.adapter import Forge, patcher_of, version_and_release
+from ..forge.adapter import UNET_PARAMETERS, Forge, patcher_of, version_and_release
 from ..forge.attention import HostAttention
+from ..forge.networks import HostNetwork
 from ..needs import check_needs
 
 UNET = "ldm_patched.ldm.modules.diffusionmodules.openaimodel"
@@ -27,13 +28,17 @@ def adapter() -> WebUI:
 class LdmPatched(Forge):
     """The adapter; see Forge."""
 
-    name, unet_class = "ldm_patched", "UNetModel"
-    unet_module, vae_module = UNET, "ldm_patched.ldm.modules.diffusionmodules.model"
-    attention = HostAttention(ATTENTION, ATTENTION, "optimized_attention")
-    helpers = {
-        "apply_control": UNET, "forward_timestep_embed": UNET,
-        "timestep_embedding": "ldm_patched.ldm.modules.diffusionmodules.util",
-    }
+    name = "ldm_patched"
+    networks = (
+        HostNetwork(
+            UNET, "UNetModel", UNET_PARAMETERS, HostAttention(ATTENTION, ATTENTION, "optimized_attention"),
+            {
+                "apply_control": UNET, "forward_timestep_embed": UNET,
+                "timestep_embedding": "ldm_patched.ldm.modules.diffusionmodules.util",
+            },
+        ),
+    )
+    vae_module = "ldm_patched.ldm.modules.diffusionmodules.model"
     memory, sampling = "ldm_patched.modules.model_management", "modules_forge.forge_sampler"
 
     def kind_of(self, checkpoint: Any) -> str:

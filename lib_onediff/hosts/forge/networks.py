@@ -1,0 +1,64 @@
+"""The kinds of networks that hosts of the Forge family compute their steps with, and what each asks of its host."""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+from ...core.origins import author, origin
+from ...core.refusal import Refusal
+from ..needs import Need, lack_of
+from .attention import EXACT, PREFIX, HostAttention
+from .call import names_read_by
+
+
+class HostNetwork(NamedTuple):
+    """A kind of network.
+
+    module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
+    attention. helpers: other global functions that it calls, each with the module whose code it must be.
+    check: raises Refusal where what the host does at a call is not among its arguments.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    attention: HostAttention
+    helpers: Mapping[str, str]
+    check: Callable[[], object] = lambda: None
+
+    def needs(self) -> tuple[Need, ...]:
+        return (
+            Need(self.module, f"{self.name}.forward", self.parameters),
+            *(Need(self.module, name) for name in self.helpers),
+            Need(self.attention.caller, self.attention.name), Need(self.attention.functions, PREFIX + EXACT),
+        )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this release has it as we know it."""
+        return not any(map(lack_of, self.needs()))
+
+
+class LoadedNetwork:
+    """A kind of network that the running host has. kind: its class."""
+
+    def __init__(self, network: HostNetwork) -> None:
+        self._network, self._code = network, importlib.import_module(network.module)
+        self.kind: type = getattr(self._code, network.name)
+        self.parameters, self.attention = network.parameters, network.attention
+
+    @cached_property
+    def names_read(self) -> frozenset[str]:
+        """Every name by which it may ask for an option or another argument."""
+        return names_read_by(self._code, importlib.import_module(self.attention.functions))
+
+    def check(self) -> None:
+        """Raise Refusal where a call now is not what its arguments say."""
+        attention = self.attention
+        called = [(name, getattr(self._code, name), owner) for name, owner in self._network.helpers.items()]
+        for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
+            if origin(function) != owner:
+                raise Refusal(f"{name} of the WebUI's UNet was replaced by {author(function)}")
+        self._network.check()
