@@ -56,6 +56,13 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
+class RMSNorm:
+    path: str
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class FusedLinear:
     """Linear layers over the same input whose weights lie one after the other in memory, so that one GEMM does all."""
 
@@ -181,7 +188,7 @@ def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
     that belong elsewhere."""
     fused = list(descriptions(node, FusedLinear))
     left_out = {*apart, *(member.path for fusion in fused for member in fusion.members)}
-    leaves = descriptions(node, (Linear, Convolution, GroupNorm, LayerNorm))
+    leaves = descriptions(node, (Linear, Convolution, GroupNorm, LayerNorm, RMSNorm))
     return (*(fusion.name for fusion in fused), *(leaf.path for leaf in leaves if leaf.path not in left_out))
 
 

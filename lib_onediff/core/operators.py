@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from .affine import Affine
-from .leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
+from .leaves import Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 
 
 class Stream(NamedTuple):
@@ -19,7 +19,7 @@ class Stream(NamedTuple):
 
     deferred_bias, bias: (width,) each, or None: for every token the same. Two vectors cost less when the next norm adds
     them than when every linear layer does. update: of the shape of tokens, or None; update_scales: (..., 1) in float32,
-    by which it is multiplied first, or None.
+    and gate: (batch, width), by which it is multiplied first, or None.
     """
 
     tokens: Tensor
@@ -27,6 +27,7 @@ class Stream(NamedTuple):
     bias: Tensor | None = None
     update: Tensor | None = None
     update_scales: Tensor | None = None
+    gate: Tensor | None = None
 
 
 class QuantizedTokens(NamedTuple):
@@ -53,6 +54,9 @@ class QuantizedImage(NamedTuple):
     scales: Tensor
 
 
+# Cosines and sines, (tokens, half a head's width) each, in float32: by which angles queries and keys are turned, in the
+# planes of each number of their first half and the one at its place in their second half.
+Turns = tuple[Tensor, Tensor]
 # What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.
 # Nobody else looks into it.
 Rows = Any
@@ -83,10 +87,21 @@ class Operators(Protocol):
         for, where there is one."""
 
     def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
-        """The same stream, and its layer norm. reader: the linear layer that it is for."""
+        """The same stream, and its layer norm in the type of reader, the linear layer that it is for. affine: of
+        (width,), or of (batch, width) where it depends on the image."""
 
-    def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
-        """stream + linear(x). May write into the stream that it was given, which nobody uses afterwards."""
+    def rms_norm(self, x: Tensor, affine: Affine, norm: RMSNorm) -> Tensor:
+        """The root mean square norm of x (..., width)."""
+
+    def normed_heads(
+        self, projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+    ) -> list[Tensor]:
+        """(batch, tokens, parts * width) as parts of (batch, heads, tokens, width of a head): those that have a norm
+        through it and, where there are turns, turned after it. May write into projected."""
+
+    def add_linear(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor | None = None) -> Stream:
+        """stream + linear(x), or stream + gate * linear(x) with a gate (batch, width). May write into the stream that
+        it was given, which nobody uses afterwards."""
 
     def materialize(self, stream: Stream) -> Tensor:
         """The stream's tokens, with everything added."""
@@ -99,6 +114,9 @@ class Operators(Protocol):
 
     def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
         """geglu(linear(x, affine), reader)."""
+
+    def gelu_linear(self, x: Rows, affine: Affine) -> Tensor:
+        """The GELU (erf form) of linear(x)."""
 
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""

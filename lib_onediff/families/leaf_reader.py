@@ -14,6 +14,7 @@ from ..core.leaves import (
     GroupNorm,
     LayerNorm,
     Linear,
+    RMSNorm,
     SelfAttention,
     TransformerBlock,
 )
@@ -28,7 +29,7 @@ PADDING_MODES = {"zeros": False, "circular": True}
 KNOWN_FORWARDS = {
     "ldm": {"GroupNorm32"},
     "sgm": {"GroupNorm32"},
-    "backend": {f"ForgeOperations.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
+    "backend": {f"ForgeOperations.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm", "RMSNorm")},
     "ldm_patched": {f"disable_weight_init.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
     "diffusers": {"LoRACompatibleLinear", "LoRACompatibleConv"},
 }
@@ -128,6 +129,13 @@ class LeafReader:
             raise self.unknown(module, "expected a layer norm with weight")
         self._claim(module)
         return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
+
+    def rms_norm(self, module: Any) -> RMSNorm:
+        is_plain = module.weight is not None and module.eps is not None and not getattr(module, "add", False)
+        if type(module).__name__ != "RMSNorm" or not is_plain:
+            raise self.unknown(module, "expected a root mean square norm with weight")
+        self._claim(module)
+        return RMSNorm(self.path(module), len(module.weight), module.eps)
 
     def fused(self, name: str, *modules: Any) -> FusedLinear:
         members = tuple(self.linear(module) for module in modules)

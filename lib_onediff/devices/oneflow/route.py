@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from .gate import OneFlowGate, brief
 
 log = logging.getLogger("onediff")
 
+# Batch, channels, height, width.
+IMAGE_DIMENSIONS = 4
 # Each keeps its intermediates and its plan for as long as the process lives.
 MOST_GRAPHS = 8
 TOO_MANY = (
@@ -108,6 +110,8 @@ class OneFlow(Device):
             raise Refusal("OneFlow computes whole UNets, and no parts of them for DeepCache")
         if call.additions:
             raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
+        if call.latent.dim() != IMAGE_DIMENSIONS:
+            raise Refusal("OneFlow computes UNets alone")
 
     def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
         """A graph has its own; what is launched beside it is PyTorch's."""
@@ -193,8 +197,8 @@ def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
     def build(weights: Weights, *given: Any) -> tuple[Any]:
         from .operators import OneFlowOperators
 
-        rest = iter(given)
-        return (output(layout, weights, OneFlowOperators(), mapped(like, lambda _: next(rest))),)
+        rest, own = iter(given), cast("Operators", OneFlowOperators())
+        return (output(layout, weights, own, mapped(like, lambda _: next(rest))),)
 
     return build
 

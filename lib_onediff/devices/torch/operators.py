@@ -10,8 +10,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ...core.affine import Affine, LowRank
-from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
-from ...core.operators import Stream
+from ...core.leaves import Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
+from ...core.operators import Stream, Turns
 
 
 def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
@@ -88,18 +88,49 @@ def group_norm(
 
 
 def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
-    tokens = materialize(stream)
-    return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
+    tokens, weight, bias = materialize(stream), affine.weight, affine.bias
+    if weight.dim() == 1:
+        return Stream(tokens), functional.layer_norm(tokens, (norm.width,), weight, bias, norm.eps)
+    normed = functional.layer_norm(tokens, (norm.width,), eps=norm.eps) * weight[:, None]
+    return Stream(tokens), (normed if bias is None else normed + bias[:, None]).to(reader.weight.dtype)
 
 
-def add_linear(stream: Stream, x: Tensor, affine: Affine) -> Stream:
-    return stream._replace(tokens=stream.tokens + linear(x, affine))
+def rms_norm(x: Tensor, affine: Affine, norm: RMSNorm) -> Tensor:
+    """torch has one from 2.4 on."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * affine.weight).to(x.dtype)
+
+
+def normed_heads(
+    projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+) -> list[Tensor]:
+    batch, tokens, _ = projected.shape
+    parts = projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind()
+    normed = [part if norm is None else rms_norm(part, *norm) for part, norm in zip(parts, norms, strict=True)]
+    if turns is None:
+        return normed
+    return [part if norm is None else turned(part, turns) for part, norm in zip(normed, norms, strict=True)]
+
+
+def turned(heads: Tensor, turns: Turns) -> Tensor:
+    """Queries or keys, (batch, heads, tokens, width)."""
+    (cosines, sines), (first, second) = turns, heads.float().chunk(2, dim=-1)
+    return torch.cat([cosines * first - sines * second, sines * first + cosines * second], dim=-1).to(heads.dtype)
+
+
+def add_linear(stream: Stream, x: Tensor, affine: Affine, gate: Tensor | None = None) -> Stream:
+    tokens, update = stream.tokens, linear(x, affine)
+    if gate is None:
+        return stream._replace(tokens=tokens + update)
+    return stream._replace(tokens=torch.addcmul(tokens, gate[:, None].to(tokens.dtype), update.to(tokens.dtype)))
 
 
 def materialize(stream: Stream) -> Tensor:
-    tokens, *vectors, update, scales = stream
+    tokens, *vectors, update, scales, gate = stream
     if update is not None and scales is not None:
         update = update * scales
+    if update is not None and gate is not None:
+        update = update * gate[:, None]
     for addend in (*vectors, update):
         tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)
     return tokens
@@ -119,6 +150,10 @@ def geglu(tokens: Tensor, reader: Affine | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, affine: Affine, reader: Affine) -> Tensor:
     return geglu(linear(x, affine), reader)
+
+
+def gelu_linear(x: Tensor, affine: Affine) -> Tensor:
+    return functional.gelu(linear(x, affine))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -87,6 +87,8 @@ class NativeOperators:
     sinusoids = staticmethod(torch_ops.sinusoids)
     join = staticmethod(torch_ops.join)
     silu = staticmethod(torch_ops.silu)
+    rms_norm = staticmethod(torch_ops.rms_norm)
+    normed_heads = staticmethod(torch_ops.normed_heads)
     image_to_tokens = staticmethod(torch_ops.image_to_tokens)
     tokens_to_image = staticmethod(torch_ops.tokens_to_image)
 
@@ -160,11 +162,16 @@ class NativeOperators:
         kind = self._kind(stream.tokens, reader, NORMED)
         stream = updated(stream) if kind is None else stream
         stream = stream._replace(tokens=stream.tokens.contiguous())
+        if affine.weight.dim() == 2:
+            stream, normed = torch_ops.layer_norm(updated(stream), affine, norm, reader)
+            return stream, normed if kind is None else rounding.rounded(normed, kind)
         if kind is not None:
             return rounding.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
 
-    def add_linear(self, stream: Stream, x: Rows, affine: Affine) -> Stream:
+    def add_linear(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor | None = None) -> Stream:
+        if gate is not None:
+            return self._add_gated(updated(stream), x, affine, gate)
         if not isinstance(x, QuantizedTokens):
             kind = self._kind(x, affine, PLAIN)
             if kind is None:
@@ -176,6 +183,12 @@ class NativeOperators:
         update, scales = self._update(x, affine)
         scales = None if scales is None else scales.view(*x.shape, 1)
         return Stream(stream.tokens, stream.deferred_bias, affine.bias, update.view(*x.shape, -1), scales)
+
+    def _add_gated(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor) -> Stream:
+        if not isinstance(x, QuantizedTokens):
+            kind = self._kind(x, affine, PLAIN)
+            x = x if kind is None else rounding.rounded(x, kind)
+        return stream._replace(update=self.linear(x, affine), gate=gate)
 
     def _add_exact(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
@@ -226,6 +239,9 @@ class NativeOperators:
                 tokens = x.contiguous().view(-1, width)
                 return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
         return self.geglu(self.linear(x, affine), reader)
+
+    def gelu_linear(self, x: Rows, affine: Affine) -> Tensor:
+        return functional.gelu(self.linear(x, affine))
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         update = channels_last(update)
@@ -321,9 +337,10 @@ def updated(stream: Stream) -> Stream:
     """The same stream, its update added to its tokens in place."""
     if stream.update is None:
         return stream
-    tokens = stream.tokens.contiguous()
-    if stream.update_scales is None:
+    tokens, factor = stream.tokens.contiguous(), stream.update_scales
+    factor = factor if stream.gate is None else stream.gate[:, None]
+    if factor is None:
         tokens.add_(stream.update)
     else:
-        tokens.addcmul_(stream.update, stream.update_scales)
-    return stream._replace(tokens=tokens, update=None, update_scales=None)
+        tokens.addcmul_(stream.update, factor)
+    return stream._replace(tokens=tokens, update=None, update_scales=None, gate=None)

@@ -26,7 +26,7 @@ def layer_norm(
 
     Writes the update into the stream's tokens, where there is one. Tokens, update and its scales must be contiguous.
     """
-    tokens, deferred_bias, addend, update, update_scales = stream
+    tokens, deferred_bias, addend, update, update_scales = stream[:5]
     width, (rows_together, warps) = tokens.shape[-1], config
     normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
     rows = len(normed.values)
