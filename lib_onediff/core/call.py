@@ -122,8 +122,9 @@ class ImagePrompt:
 class Call:
     """The inputs of one denoising call.
 
-    latent: (batch, channels, height, width), in latent pixels.
-    timestep: (batch,), float or integer, in training steps (0 to 1000; may be fractional).
+    latent: (batch, channels, height, width), in latent pixels; (batch, channels, 1, height, width) of a network that is
+        for videos too.
+    timestep: (batch,), float or integer, from 0 to Family.first_timestep; may be fractional.
     context: (batch, tokens, width): the text encoder's output.
     y: (batch, width) pooled text and size embedding of SDXL-like models, else None.
     timestep_condition: (batch, width) guidance embedding of LCM-distilled models, else None.

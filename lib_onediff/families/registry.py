@@ -14,6 +14,7 @@ from ..core.call import Call
 from ..core.family import Family
 from ..core.operators import Operators
 from ..core.refusal import Refusal
+from .anima.family import Animas
 from .unet.family import UNets
 from .vae import read as vae
 from .vae.layout import DecoderLayout
@@ -45,7 +46,7 @@ class Families:
 
 
 # A new family is a folder beside this, and a name here.
-FAMILIES = Families((UNets(),))
+FAMILIES = Families((UNets(), Animas()))
 
 
 def read_decoder(decoder: nn.Module) -> DecoderLayout:

@@ -30,14 +30,10 @@ from ..contract import NOT_IN_USE, Result, WebUI
 from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
-from .attention import HostAttention
 from .call import HostCall, unet_call
 from .image_prompts import image_prompts_of
-from .networks import HostNetwork, LoadedNetwork
+from .networks import NETWORKS, HostNetwork, LoadedNetwork
 from .weight_functions import PLACED, LayerFunctions, cast_to_input
-
-UNET = "backend.nn.unet"
-UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 
 
 def release() -> str:
@@ -69,13 +65,7 @@ class Forge(WebUI):
     """
 
     name = "forge"
-    networks: tuple[HostNetwork, ...] = (
-        HostNetwork(
-            UNET, "IntegratedUNet2DConditionModel", UNET_PARAMETERS,
-            HostAttention("backend.attention", UNET, "attention_function"),
-            dict.fromkeys(("apply_control", "timestep_embedding", "checkpoint"), UNET),
-        ),
-    )
+    networks: tuple[HostNetwork, ...] = NETWORKS
     vae_module = "backend.nn.vae"
     memory, sampling = "backend.memory_management", "backend.sampling.sampling_function"
     checkpoint_paths = (

@@ -24,6 +24,8 @@ HARMLESS_OPTIONS = frozenset({
 })
 ARGUMENTS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 PARTS = ("input", "middle", "output")
+# Of a prompt that is (batch, 1, tokens, width), as Anima's is.
+WITH_ANOTHER_DIMENSION = 4
 # What each part of a batch is, in the option cond_or_uncond.
 COND, UNCOND = 0, 1
 NO_MARKS = "the call does not say which rows are the negative prompt's"
@@ -107,8 +109,11 @@ def unet_call(
     patches: OptionPatches | None = None
     if changed or not all(is_empty(options.get(name)) for name in points):
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
+    context = given.context
+    if isinstance(context, Tensor) and context.dim() == WITH_ANOTHER_DIMENSION:
+        context = context.flatten(1, 2)
     return Call(
-        latent=given.x, timestep=given.timesteps, context=given.context, y=given.y, control=control_of(given.control),
+        latent=given.x, timestep=given.timesteps, context=context, y=given.y, control=control_of(given.control),
         upcast_attention=upcast_attention, patches=patches if patches is not None and patches.structure else None,
         image_prompts=image_prompts,
     )

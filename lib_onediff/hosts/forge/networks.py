@@ -12,6 +12,9 @@ from ..needs import Need, lack_of
 from .attention import EXACT, PREFIX, HostAttention
 from .call import names_read_by
 
+UNET, ANIMA = "backend.nn.unet", "backend.nn.anima"
+UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
+
 
 class HostNetwork(NamedTuple):
     """A kind of network.
@@ -62,3 +65,24 @@ class LoadedNetwork:
             if origin(function) != owner:
                 raise Refusal(f"{name} of the WebUI's UNet was replaced by {author(function)}")
         self._network.check()
+
+
+def refuse_references() -> None:
+    """Anima's forward looks for other images by itself, beside its arguments."""
+    if importlib.import_module("backend.args").dynamic_args.ref_latents:
+        raise Refusal("the image is made after another one ([Anima] Enable Reference)")
+
+
+# Of Forge and Forge Neo.
+NETWORKS = (
+    HostNetwork(
+        UNET, "IntegratedUNet2DConditionModel", UNET_PARAMETERS,
+        HostAttention("backend.attention", UNET, "attention_function"),
+        dict.fromkeys(("apply_control", "timestep_embedding", "checkpoint"), UNET),
+    ),
+    HostNetwork(
+        ANIMA, "Anima", ("x", "timesteps", "context", "padding_mask"),
+        HostAttention("backend.attention", ANIMA, "attention_function"), {"pad_to_patch_size": "backend.utils"},
+        refuse_references,
+    ),
+)

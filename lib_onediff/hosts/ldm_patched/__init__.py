@@ -4,9 +4,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..contract import WebUI
-from ..forge.adapter import UNET_PARAMETERS, Forge, patcher_of, version_and_release
+from ..forge.adapter import Forge, patcher_of, version_and_release
 from ..forge.attention import HostAttention
-from ..forge.networks import HostNetwork
+from ..forge.networks import UNET_PARAMETERS, HostNetwork
 from ..needs import check_needs
 
 UNET = "ldm_patched.ldm.modules.diffusionmodules.openaimodel"
