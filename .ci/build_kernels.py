@@ -35,6 +35,8 @@ SHARED_OF_CARD = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Widths of tokens, and channels, of the networks that are served, and of tiny ones.
 TOKEN_WIDTHS = (32, 64, 96, 128, 256, 320, 384, 640, 768, 1280, 1536)
 NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
+# Heads and their widths of the transformers that are served.
+NORMED_HEADS = ((16, 128),)
 ROUNDED_WIDTHS = tuple(1 << power for power in range(5, 16))
 
 
@@ -69,7 +71,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
     """On tensors without memory."""
     import torch
 
-    from lib_onediff.core.leaves import CrossAttention, GroupNorm, LayerNorm, Linear
+    from lib_onediff.core.leaves import AdaptiveNorm, CrossAttention, GroupNorm, LayerNorm, Linear, NormedHeads
     from lib_onediff.devices.cuda import tuning
     from lib_onediff.devices.cuda.kernels import attention, contents, launch_config, rounding
     from lib_onediff.weights.contents import Place
@@ -79,7 +81,8 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         *(GroupNorm("", channels, 32, 1e-5) for channels in NORM_CHANNELS),
         *(CrossAttention(Linear("", 0, 8 * width), None, None, 8) for width in attention.WIDTHS),
     ]
-    networks = [[LayerNorm("", width, 1e-5), *others] for width in TOKEN_WIDTHS]
+    networks: list[list[Any]] = [[LayerNorm("", width, 1e-5), *others] for width in TOKEN_WIDTHS]
+    networks += [[AdaptiveNorm(heads * width, 1e-6), NormedHeads(heads, width)] for heads, width in NORMED_HEADS]
 
     class Nth:
         """Every kernel's candidate of a number."""

@@ -63,6 +63,22 @@ class RMSNorm:
 
 
 @dataclass(frozen=True)
+class AdaptiveNorm:
+    """A layer norm whose weight and bias follow from the timestep: it has no parameters."""
+
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class NormedHeads:
+    """Queries or keys of attentions, of which each head of this width has a root mean square norm."""
+
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True)
 class FusedLinear:
     """Linear layers over the same input whose weights lie one after the other in memory, so that one GEMM does all."""
 

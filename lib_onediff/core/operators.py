@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from .affine import Affine
-from .leaves import Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
+from .leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 
 
 class Stream(NamedTuple):
@@ -86,9 +86,11 @@ class Operators(Protocol):
         """Group norm of image + shift (batch, channels), followed by SiLU if silu. reader: the convolution that it is
         for, where there is one."""
 
-    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
+    def layer_norm(
+        self, stream: Stream, affine: Affine, norm: LayerNorm | AdaptiveNorm, reader: Affine
+    ) -> tuple[Stream, Rows]:
         """The same stream, and its layer norm in the type of reader, the linear layer that it is for. affine: of
-        (width,), or of (batch, width) where it depends on the image."""
+        (width,), or of (batch, width) for an adaptive norm."""
 
     def rms_norm(self, x: Tensor, affine: Affine, norm: RMSNorm) -> Tensor:
         """The root mean square norm of x (..., width)."""
@@ -115,8 +117,8 @@ class Operators(Protocol):
     def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
         """geglu(linear(x, affine), reader)."""
 
-    def gelu_linear(self, x: Rows, affine: Affine) -> Tensor:
-        """The GELU (erf form) of linear(x)."""
+    def gelu_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
+        """The GELU (erf form) of linear(x, affine). reader: as in layer_norm."""
 
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""

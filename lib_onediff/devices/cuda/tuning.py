@@ -13,7 +13,17 @@ from torch import Tensor
 from ...core.affine import Affine, QuantizedWeight
 from ...core.card import on_card
 from ...core.device import TimeMs
-from ...core.leaves import GATED, NORMED, Convolution, CrossAttention, GroupNorm, LayerNorm
+from ...core.leaves import (
+    GATED,
+    NORMED,
+    AdaptiveNorm,
+    Convolution,
+    CrossAttention,
+    GroupNorm,
+    LayerNorm,
+    NormedHeads,
+    RMSNorm,
+)
 from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
 from ...weights import low_bit
 from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
@@ -63,6 +73,10 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
         normed = partial(native_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, EPS)
         yield Trial(cuts.LAYER_NORM, row_class(width), normed)
         yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
+    for norm in norms_of(users, AdaptiveNorm):
+        stream, affine = adaptive_stream(make, norm.width, ROWS)
+        adapted = partial(rounding.adaptive_norm, stream, affine, EPS, vector.dtype, None)
+        yield Trial(cuts.LAYER_NORM, row_class(norm.width), adapted)
     for width, heads in head_widths(users, vector.dtype).items():
         yield Trial(attention_kernel(width), str(width), partial(attend, *cross_attention(make, width, heads)))
 
@@ -86,8 +100,20 @@ def launches_of(
         ops.materialize(stream)
         ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * width), affine)
 
+    def of_blocks(norm: AdaptiveNorm) -> None:
+        stream, affine = adaptive_stream(make, norm.width, FEW)
+        ops.layer_norm(stream, affine, norm, affine)
+
+    def of_heads(one: NormedHeads) -> None:
+        turns = (torch.zeros((FEW, one.width // 2), device=device),) * 2
+        for given in (turns, None):
+            normed = Affine(make(one.width), None), RMSNorm("", one.width, EPS)
+            ops.normed_heads(make(BATCH, FEW, one.heads * one.width), one.heads, (normed,), given)
+
     norms = {leaf.channels // leaf.groups: leaf for leaf in users if isinstance(leaf, GroupNorm)}
     return [
+        *(partial(of_blocks, norm) for norm in norms_of(users, AdaptiveNorm)),
+        *(partial(of_heads, one) for one in users if isinstance(one, NormedHeads)),
         *(partial(of_image, norm, side) for norm in norms.values() for side in LOADED_SIDES),
         *(partial(of_tokens, width) for width in widths(users)),
         *(partial(ops.attention, *cross_attention(make, *one), False) for one in head_widths(users, dtype).items()),
@@ -110,7 +136,22 @@ def cross_attention(make: Callable[..., Tensor], width: int, heads: int) -> tupl
 
 def widths(users: Iterable[Any]) -> Iterable[int]:
     """Of tokens, one for each class of rows."""
-    return {row_class(leaf.width): leaf.width for leaf in users if isinstance(leaf, LayerNorm)}.values()
+    return [norm.width for norm in norms_of(users, LayerNorm)]
+
+
+def norms_of(users: Iterable[Any], kind: Any) -> Iterable[Any]:
+    """One for each class of rows."""
+    return {row_class(leaf.width): leaf for leaf in users if isinstance(leaf, kind)}.values()
+
+
+def adaptive_stream(
+    make: Callable[..., Tensor], width: int, rows: int, of: torch.dtype | None = None
+) -> tuple[Stream, Affine]:
+    """A stream as it comes to an adaptive norm, and the vectors of the norm. of: the type of its update, if it is
+    another than what make gives."""
+    update, (shift, factor, gate) = make(BATCH, rows // BATCH, width), make(BATCH, 3 * width).chunk(3, dim=1)
+    tokens = update.float() if update.dtype == torch.float16 else torch.empty_like(update)
+    return Stream(tokens, update=update if of is None else update.to(of), gate=gate), Affine(factor, shift)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
@@ -241,8 +282,17 @@ def low_bit_launches(
                 image, None, vector, vector, groups, EPS, True, None, (None, None), measuring, applying, kind, False
             )
 
+    def blocks_of(norm: AdaptiveNorm) -> None:
+        config = launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
+        for of in {dtype, torch.bfloat16}:
+            stream, affine = adaptive_stream(make, norm.width, FEW, of)
+            rounding.adaptive_norm(stream, affine, EPS, dtype, kind, config)
+        for features in (cuts.FEED_FORWARD * norm.width, norm.width):
+            rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
+
     norms = {group_norm.join_block(one.channels // one.groups): one for one in users if isinstance(one, GroupNorm)}
     return [
+        *(partial(blocks_of, norm) for norm in norms_of(users, AdaptiveNorm)),
         *(partial(tokens_of, width) for width in widths(users)),
         *(partial(norm, one.channels, one.groups) for one in norms.values()),
     ]

@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ...core.affine import Affine, LowRank
-from ...core.leaves import Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
+from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 from ...core.operators import Stream, Turns
 
 
@@ -87,9 +87,11 @@ def group_norm(
     return functional.silu(normed, inplace=True) if silu else normed
 
 
-def layer_norm(stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Tensor]:
+def layer_norm(
+    stream: Stream, affine: Affine, norm: LayerNorm | AdaptiveNorm, reader: Affine
+) -> tuple[Stream, Tensor]:
     tokens, weight, bias = materialize(stream), affine.weight, affine.bias
-    if weight.dim() == 1:
+    if isinstance(norm, LayerNorm):
         return Stream(tokens), functional.layer_norm(tokens, (norm.width,), weight, bias, norm.eps)
     normed = functional.layer_norm(tokens, (norm.width,), eps=norm.eps) * weight[:, None]
     return Stream(tokens), (normed if bias is None else normed + bias[:, None]).to(reader.weight.dtype)
@@ -152,7 +154,7 @@ def gated_linear(x: Tensor, affine: Affine, reader: Affine) -> Tensor:
     return geglu(linear(x, affine), reader)
 
 
-def gelu_linear(x: Tensor, affine: Affine) -> Tensor:
+def gelu_linear(x: Tensor, affine: Affine, reader: Affine) -> Tensor:
     return functional.gelu(linear(x, affine))
 
 

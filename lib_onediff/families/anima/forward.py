@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...core.affine import Affine, Weights
 from ...core.call import Call
-from ...core.leaves import LayerNorm
 from ...core.operators import Operators, Rows, Stream, Turns
 from .layout import AdaptiveBlock, AnimaLayout, NormedCrossAttention, NormedSelfAttention, Positions
 
@@ -29,8 +28,8 @@ def forward(layout: AnimaLayout, weights: Weights, ops: Operators, call: Call) -
     stream = Stream(tokens.float() if dtype == torch.float16 else tokens)
     for number, block in enumerate(layout.blocks):
         stream = blocks.through(block, stream, modulations[3 * number:3 * number + 3])
-    out, norm = weights[layout.out.path], LayerNorm("", layout.width, layout.out_eps)
-    _, normed = ops.layer_norm(stream, Affine(factor, shift), norm, out)
+    out = weights[layout.out.path]
+    _, normed = ops.layer_norm(stream, Affine(factor, shift), layout.out_norm, out)
     return image_of(layout, ops.linear(normed, out), rows, columns)[..., :height, :width].to(call.latent.dtype)
 
 
@@ -119,11 +118,11 @@ class Blocks:
         attended = self._cross_attention(cross, normed)
         stream = ops.add_linear(stream, attended, weights[cross.out.path], gate_of(at_cross))
         stream, normed = self._normed(block, stream, at_feed_forward, into)
-        return ops.add_linear(stream, ops.gelu_linear(normed, into), out, gate_of(at_feed_forward))
+        return ops.add_linear(stream, ops.gelu_linear(normed, into, out), out, gate_of(at_feed_forward))
 
     def _normed(self, block: AdaptiveBlock, stream: Stream, modulation: Tensor, reader: Affine) -> tuple[Stream, Rows]:
-        shift, factor, gate = modulation.chunk(3, dim=-1)
-        return self._ops.layer_norm(stream, Affine(factor, shift), LayerNorm("", gate.shape[-1], block.eps), reader)
+        shift, factor, _ = modulation.chunk(3, dim=-1)
+        return self._ops.layer_norm(stream, Affine(factor, shift), block.norm, reader)
 
     def _self_attention(self, own: NormedSelfAttention, normed: Rows) -> Tensor:
         weights, ops = self._weights, self._ops

@@ -17,9 +17,10 @@ from ...core.leaves import (
     PLAIN,
     SELF_OUT,
     SELF_QKV,
+    AdaptiveNorm,
     FusedLinear,
-    LayerNorm,
     Linear,
+    NormedHeads,
     Reader,
     RMSNorm,
     TimeEmbedding,
@@ -51,14 +52,14 @@ class NormedCrossAttention:
 
 @dataclass(frozen=True)
 class AdaptiveBlock:
-    """Self attention, cross attention and feed-forward layers. Before each stands a layer norm without weight and with
-    an epsilon, whose shift and scale, and the gate behind it, follow from the timestep."""
+    """Self attention, cross attention and feed-forward layers, with the norm before each. Its shift and factor, and
+    the gate behind the layer, follow from the timestep."""
 
     self_attention: NormedSelfAttention
     cross_attention: NormedCrossAttention
     feed_forward_in: Linear
     feed_forward_out: Linear
-    eps: float
+    norm: AdaptiveNorm
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -104,8 +105,8 @@ class AnimaLayout:
     out_up: Linear
     positions: Positions
     blocks: tuple[AdaptiveBlock, ...]
+    out_norm: AdaptiveNorm
     out: Linear
-    out_eps: float
     foreign: tuple[str, ...] = ()
     model_name: str = field(default="Anima", compare=False)
 
@@ -115,7 +116,8 @@ class AnimaLayout:
 
     @cached_property
     def kernel_users(self) -> tuple[Any, ...]:
-        return (*self.leaves(), *(LayerNorm("", self.width, eps) for eps in {block.eps for block in self.blocks}))
+        heads = self.blocks[0].self_attention.heads
+        return self.out_norm, NormedHeads(heads, self.width // heads)
 
     @property
     def residual_blocks(self) -> tuple[Any, ...]:

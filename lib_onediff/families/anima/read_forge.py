@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.leaves import TimeEmbedding
+from ...core.leaves import AdaptiveNorm, TimeEmbedding
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
 from .layout import AdaptiveBlock, AnimaLayout, NormedCrossAttention, NormedSelfAttention, Positions
@@ -43,7 +43,7 @@ def read_anima(network: Any) -> AnimaLayout:
         out_up=leaves.linear(final.adaln_modulation[2]),
         positions=read_positions(network.pos_embedder),
         blocks=tuple(read_block(block, leaves) for block in network.blocks),
-        out=leaves.linear(final.linear), out_eps=eps_of(final.layer_norm, width, leaves),
+        out_norm=adaptive_norm(final.layer_norm, width, leaves), out=leaves.linear(final.linear),
     )
     leaves.refuse_unclaimed()
     return layout
@@ -71,7 +71,7 @@ def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
 def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
     path, own, cross = leaves.path(block), block.self_attn, block.cross_attn
     width = own.output_proj.weight.shape[0]
-    norms = {eps_of(getattr(block, f"layer_norm_{place}"), width, leaves) for place in PLACES}
+    norms = {adaptive_norm(getattr(block, f"layer_norm_{place}"), width, leaves) for place in PLACES}
     if leaves.kind(block) != "Block" or len(norms) != 1 or not isinstance(block.mlp.activation, nn.GELU):
         raise leaves.unknown(block)
     if block.mlp.activation.approximate != "none":
@@ -87,14 +87,13 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
             cross.n_heads,
         ),
         feed_forward_in=leaves.linear(block.mlp.layer1), feed_forward_out=leaves.linear(block.mlp.layer2),
-        eps=norms.pop(),
+        norm=norms.pop(),
     )
 
 
-def eps_of(norm: Any, width: int, leaves: LeafReader) -> float:
-    """Of a layer norm without weight."""
+def adaptive_norm(norm: Any, width: int, leaves: LeafReader) -> AdaptiveNorm:
     if norm.weight is not None or norm.bias is not None or tuple(norm.normalized_shape) != (width,):
         raise leaves.unknown(norm, "expected a layer norm without weight")
-    return float(norm.eps)
+    return AdaptiveNorm(width, float(norm.eps))
 
 

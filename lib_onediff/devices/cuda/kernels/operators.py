@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....core.affine import Affine, LowRank, QuantizedWeight
-from ....core.leaves import GATED, NORMED, PLAIN, Convolution, GroupNorm, LayerNorm
-from ....core.operators import QuantizedImage, QuantizedTokens, Stream
+from ....core.leaves import GATED, NORMED, PLAIN, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
+from ....core.operators import QuantizedImage, QuantizedTokens, Stream, Turns
 from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import (
     FEWEST_PIXELS,
@@ -88,7 +88,6 @@ class NativeOperators:
     join = staticmethod(torch_ops.join)
     silu = staticmethod(torch_ops.silu)
     rms_norm = staticmethod(torch_ops.rms_norm)
-    normed_heads = staticmethod(torch_ops.normed_heads)
     image_to_tokens = staticmethod(torch_ops.image_to_tokens)
     tokens_to_image = staticmethod(torch_ops.tokens_to_image)
 
@@ -157,21 +156,24 @@ class NativeOperators:
             measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first), kind,
         )
 
-    def layer_norm(self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine) -> tuple[Stream, Rows]:
-        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), stream.tokens.dtype)
+    def layer_norm(
+        self, stream: Stream, affine: Affine, norm: LayerNorm | AdaptiveNorm, reader: Affine
+    ) -> tuple[Stream, Rows]:
+        dtype, adapts = reader.weight.dtype, isinstance(norm, AdaptiveNorm)
+        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
         kind = self._kind(stream.tokens, reader, NORMED)
-        stream = updated(stream) if kind is None else stream
+        adds = adapts == (stream.gate is not None) and (kind is not None or adapts and stream.update_scales is None)
+        stream = stream if adds else updated(stream)
         stream = stream._replace(tokens=stream.tokens.contiguous())
-        if affine.weight.dim() == 2:
-            stream, normed = torch_ops.layer_norm(updated(stream), affine, norm, reader)
-            return stream, normed if kind is None else rounding.rounded(normed, kind)
+        if adapts:
+            return rounding.adaptive_norm(stream, affine, norm.eps, dtype, kind, config)
         if kind is not None:
             return rounding.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
 
     def add_linear(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor | None = None) -> Stream:
         if gate is not None:
-            return self._add_gated(updated(stream), x, affine, gate)
+            return self._add_gated(stream, x, affine, gate)
         if not isinstance(x, QuantizedTokens):
             kind = self._kind(x, affine, PLAIN)
             if kind is None:
@@ -185,10 +187,15 @@ class NativeOperators:
         return Stream(stream.tokens, stream.deferred_bias, affine.bias, update.view(*x.shape, -1), scales)
 
     def _add_gated(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor) -> Stream:
+        tokens = self.materialize(stream)
         if not isinstance(x, QuantizedTokens):
-            kind = self._kind(x, affine, PLAIN)
-            x = x if kind is None else rounding.rounded(x, kind)
-        return stream._replace(update=self.linear(x, affine), gate=gate)
+            kind = None if affine.bias is not None else self._kind(x, affine, PLAIN)
+            if kind is None:
+                return Stream(tokens, update=self.linear(x, affine), gate=gate)
+            x = rounding.rounded(x, kind)
+        update, scales = self._update(x, affine)
+        scales = None if scales is None else scales.view(*x.shape, 1)
+        return Stream(tokens, update=update.view(*x.shape, -1), update_scales=scales, gate=gate)
 
     def _add_exact(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
@@ -240,8 +247,17 @@ class NativeOperators:
                 return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
         return self.geglu(self.linear(x, affine), reader)
 
-    def gelu_linear(self, x: Rows, affine: Affine) -> Tensor:
-        return functional.gelu(self.linear(x, affine))
+    def gelu_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
+        product = self.linear(x, affine)
+        kind = None if reader.bias is not None else self._kind(product, reader, PLAIN)
+        return functional.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
+
+    def normed_heads(
+        self, projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+    ) -> list[Tensor]:
+        if not projected.is_contiguous() or not native_tokens.norms_lie_first(norms):
+            return torch_ops.normed_heads(projected, heads, norms, turns)
+        return native_tokens.normed_heads(projected, heads, norms, turns)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         update = channels_last(update)
@@ -337,10 +353,11 @@ def updated(stream: Stream) -> Stream:
     """The same stream, its update added to its tokens in place."""
     if stream.update is None:
         return stream
-    tokens, factor = stream.tokens.contiguous(), stream.update_scales
-    factor = factor if stream.gate is None else stream.gate[:, None]
+    tokens, factor, update = stream.tokens.contiguous(), stream.update_scales, stream.update
+    if stream.gate is not None:
+        update, factor = update if factor is None else update * factor, stream.gate[:, None]
     if factor is None:
-        tokens.add_(stream.update)
+        tokens.add_(update)
     else:
-        tokens.addcmul_(stream.update, factor)
+        tokens.addcmul_(update, factor)
     return stream._replace(tokens=tokens, update=None, update_scales=None, gate=None)

@@ -4,10 +4,12 @@ A layer norm's rows in float8 share one scale, all others have one each.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ....core.affine import QuantizedWeight
+from ....core.affine import Affine, QuantizedWeight
 from ....core.operators import QuantizedTokens, Stream
 from ....weights.low_bit import Kind, empty_like, kind_of, largest_of
 from .launch_config import LAYER_NORM, LaunchConfig
@@ -26,7 +28,7 @@ def layer_norm(
 
     Writes the update into the stream's tokens, where there is one. Tokens, update and its scales must be contiguous.
     """
-    tokens, deferred_bias, addend, update, update_scales = stream[:5]
+    tokens, deferred_bias, addend, update, update_scales, _ = stream
     width, (rows_together, warps) = tokens.shape[-1], config
     normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
     rows = len(normed.values)
@@ -44,6 +46,39 @@ def layer_norm(
     return Stream(tokens, deferred_now), normed
 
 
+def adaptive_norm(
+    stream: Stream, affine: Affine, eps: float, dtype: torch.dtype, kind: Kind | None,
+    config: LaunchConfig = LAYER_NORM.candidates[0],
+) -> tuple[Stream, Tensor | QuantizedTokens]:
+    """The stream without update, and its layer norm by vectors (batch, width), whose last dimension is contiguous: in a
+    kind of eight bits, in float8 by one scale which the vectors alone decide, or in dtype.
+
+    Writes the update into the stream's tokens, where there is one. Tokens, update and its scales must be contiguous,
+    nothing deferred, and without a kind the update has no scales.
+    """
+    tokens, _, _, update, update_scales, gate = stream
+    factor, shift = affine.weight, affine.bias
+    assert shift is not None and shift.stride() == factor.stride()
+    batch, count, width = tokens.shape
+    if kind is None:
+        normed: Any = torch.empty_like(tokens, dtype=dtype)
+        values = scales = normed
+    else:
+        normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
+        values, scales = normed.values, normed.scales
+    rows_together, warps = config
+    gate = factor if gate is None else gate
+    # There is a kernel for each set of types: what is not there is stood for by something of its type.
+    launch(
+        "rounding.adaptive_norm_rows", (ceil_div(batch * count, rows_together),), tokens,
+        factor if update is None else update, scales if update_scales is None else update_scales, gate, factor, shift,
+        values, scales, batch * count, width, count, batch, factor.stride(0), gate.stride(0), int(update is not None),
+        int(update_scales is not None), eps, (width - 1) ** 0.5, 0.0 if kind is None else kind.largest, warps=warps,
+        BLOCK=power_of_two(width), ROWS=rows_together,
+    )
+    return Stream(tokens), normed
+
+
 def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:
     """(..., 2 n) -> (..., n) in a kind of eight bits: the first half times the GELU (erf form) of the second."""
     width = tokens.shape[-1] // 2
@@ -57,10 +92,10 @@ def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:
     return output
 
 
-def rounded(tokens: Tensor, kind: Kind) -> QuantizedTokens:
-    """Tokens (..., n) in a kind of eight bits."""
+def rounded(tokens: Tensor, kind: Kind, gelu: bool = False) -> QuantizedTokens:
+    """Tokens (..., n), or the GELU (erf form) of them, in a kind of eight bits."""
     output = empty_rows(tokens, tokens.shape[-1], kind)
-    launch_rows(tokens.contiguous().flatten(0, -2), output.values, output.scales, output.unit)
+    launch_rows(tokens.contiguous().flatten(0, -2), output.values, output.scales, output.unit, gelu=gelu)
     return output
 
 
@@ -78,12 +113,14 @@ def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
     launch_rows(rows, values, scales, largest_of(rows) if one_scale else torch.empty_like(scales[:1, :1]), one_scale)
 
 
-def launch_rows(rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False) -> None:
+def launch_rows(
+    rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False, gelu: bool = False
+) -> None:
     """one: see plain_row; None for int8, which has no unit."""
     kind, width = kind_of(values), rows.shape[1]
     launch(
         "rounding.plain_row", (len(rows),), rows, values, scales, scales if one is None else one, width, kind.largest,
-        warps=warps_for(width), BLOCK=power_of_two(width), ONE_SCALE=one_scale,
+        warps=warps_for(width), BLOCK=power_of_two(width), ONE_SCALE=one_scale, GELU=gelu,
     )
 
 

@@ -1,12 +1,18 @@
 """Layer norm of a residual stream with a deferred bias, and GEGLU, over rows of tokens."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ....core.operators import Stream
+from ....core.affine import Affine
+from ....core.leaves import RMSNorm
+from ....core.operators import Stream, Turns
 from .launch_config import GEGLU, LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
+
+HEADS_WARPS = 4
 
 
 def layer_norm(
@@ -56,3 +62,30 @@ def geglu(tokens: Tensor, config: LaunchConfig = GEGLU.candidates[0]) -> Tensor:
     rows = tokens.numel() // (2 * width)
     launch("tokens.geglu_row", (rows * ceil_div(width, block),), tokens, output, width, warps=warps, BLOCK=block)
     return output
+
+
+def normed_heads(
+    projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+) -> list[Tensor]:
+    """See core.operators. The parts with a norm are one or two, the first ones, with the same epsilon; projected is
+    contiguous, and written into."""
+    batch, tokens, width = projected.shape
+    normed = [norm for norm in norms if norm is not None]
+    (first, norm), (second, _) = normed[0], normed[-1]
+    cosines, sines = (first.weight, first.weight) if turns is None else turns
+    half = norm.width // 2
+    launch(
+        "tokens.normed_heads_row", (batch * tokens, len(normed)), projected, first.weight, second.weight, cosines,
+        sines, width, tokens, heads, int(turns is not None), norm.eps, warps=HEADS_WARPS, HEADS=power_of_two(heads),
+        HALF=half,
+    )
+    return list(projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind())
+
+
+def norms_lie_first(norms: Sequence[tuple[Affine, RMSNorm] | None]) -> bool:
+    """Whether the kernel is for these: one or two, before the parts without, alike but for their weights, over a power
+    of two of numbers."""
+    count = sum(norm is not None for norm in norms)
+    kinds = {(norm[1].width, norm[1].eps) for norm in norms if norm is not None}
+    width = next(iter(kinds))[0] if kinds else 0
+    return 0 < count <= 2 and len(kinds) == 1 and None not in norms[:count] and width == power_of_two(width)

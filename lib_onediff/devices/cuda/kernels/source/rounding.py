@@ -4,7 +4,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tokens import deferred_vector, gated, norm_of
+from .tokens import deferred_vector, gated, gelu, norm_of, normalized
 
 # A row of zeros has this for its largest value.
 SMALLEST = tl.constexpr(1e-12)
@@ -25,9 +25,13 @@ def bounded_scale(factor, offset, farthest, largest):
     """(1, 1): a scale for all rows that a layer norm of these vectors, (1, columns), may give. No number of a row is
     farther from its mean than so many deviations. A power of two: float8 keeps the same digits by any other that is
     large enough."""
-    farthest_number = tl.max(farthest * tl.abs(factor) + tl.abs(offset), 1)
+    return power_of_two_scale(tl.max(farthest * tl.abs(factor) + tl.abs(offset), 1), largest)[:, None]
+
+
+@triton.jit
+def power_of_two_scale(farthest_number, largest):
     exponent = (tl.maximum(farthest_number, SMALLEST) / largest).to(tl.int32, bitcast=True) & 0x7F800000
-    return (2.0 * exponent.to(tl.float32, bitcast=True))[:, None]
+    return 2.0 * exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -110,11 +114,16 @@ def geglu_row(tokens, values, scales, unit, width, largest, BLOCK: tl.constexpr,
 
 
 @triton.jit
-def plain_row(tokens, values, scales, one, width, largest, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """ONE_SCALE: for all rows, by the largest number of all, one; otherwise that is the unit, which is written."""
+def plain_row(
+    tokens, values, scales, one, width, largest, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, GELU: tl.constexpr
+):
+    """ONE_SCALE: for all rows, by the largest number of all, one; otherwise that is the unit, which is written. GELU:
+    of that of the tokens."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
+    if GELU:
+        numbers = gelu(numbers)
     if ONE_SCALE:
         scale = tl.maximum(tl.load(one + tl.zeros((1, 1), tl.int32)), SMALLEST) / largest
         store_once(scales, scale)
@@ -122,3 +131,44 @@ def plain_row(tokens, values, scales, one, width, largest, BLOCK: tl.constexpr, 
         scale = scale_of(numbers, column < width, largest)
         store_row_scale(values, scales, one, row, scale)
     store_rounded(values, row * width + column, numbers, scale, column < width)
+
+
+@triton.jit(do_not_specialize=[
+    "rows", "tokens_of_image", "images", "vector_stride", "gate_stride", "has_update", "has_scales"
+])
+def adaptive_norm_rows(
+    tokens, update, update_scales, gate, factor, shift, values, scales, rows, width, tokens_of_image, images,
+    vector_stride, gate_stride, has_update, has_scales, eps, farthest, largest, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):
+    """The layer norm of tokens + update * update_scales * gate, which is written into tokens. gate, factor and shift
+    are the image's, each image's so many numbers after the last one's. In eight bits, or as it is."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    valid = (row < rows) & inside
+    place, image = row * width + column, row // tokens_of_image
+    numbers = tl.load(tokens + place, valid, 0.0).to(tl.float32)
+    updated = valid & (has_update != 0)
+    further = tl.load(update + place, updated, 0.0).to(tl.float32)
+    further *= tl.load(update_scales + row, (row < rows) & (has_scales != 0), 1.0)
+    numbers += further * tl.load(gate + image * gate_stride + column, updated, 0.0).to(tl.float32)
+    tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), updated)
+    vector = image * vector_stride + column
+    normed = normalized(numbers, inside, width, eps) * tl.load(factor + vector, valid, 0.0).to(tl.float32)
+    normed += tl.load(shift + vector, valid, 0.0).to(tl.float32)
+    if values.dtype.element_ty == tl.int8:
+        scale = scale_of(normed, valid, largest)
+        tl.store(scales + row, scale, row < rows)
+        store_rounded(values, place, normed, scale, valid)
+    elif values.dtype.element_ty == tl.float8e4nv:
+        farthest_number = tl.zeros((1,), tl.float32)
+        for one in range(images):
+            other = one * vector_stride + column
+            numbers_of_it = farthest * tl.abs(tl.load(factor + other, inside, 0.0).to(tl.float32))
+            numbers_of_it += tl.abs(tl.load(shift + other, inside, 0.0).to(tl.float32))
+            farthest_number = tl.maximum(farthest_number, tl.max(numbers_of_it, 1))
+        scale = power_of_two_scale(farthest_number, largest)[:, None]
+        store_once(scales, scale)
+        store_rounded(values, place, normed, scale, valid)
+    else:
+        tl.store(values + place, normed.to(values.dtype.element_ty), valid)

@@ -13,14 +13,19 @@ def deferred_vector(deferred_bias, addend, column, inside, has_deferred, has_add
 
 
 @triton.jit
-def norm_of(values, weight, bias, column, inside, width, has_bias, eps):
-    """The layer norm of rows, (rows, columns), and the vectors by which it is made of a deviation from the mean."""
+def normalized(values, inside, width, eps):
+    """Rows, (rows, columns), less their mean, by their deviation."""
     mean = tl.sum(values, 1) / width
     distance = tl.where(inside, values - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)
+    return distance * tl.rsqrt(tl.sum(distance * distance, 1) / width + eps)[:, None]
+
+
+@triton.jit
+def norm_of(values, weight, bias, column, inside, width, has_bias, eps):
+    """The layer norm of rows, (rows, columns), and the vectors by which it is made of a deviation from the mean."""
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
     offset = tl.load(bias + column, inside & (has_bias != 0), 0.0).to(tl.float32)
-    return distance * scale[:, None] * factor + offset, factor, offset
+    return normalized(values, inside, width, eps) * factor + offset, factor, offset
 
 
 @triton.jit(do_not_specialize=["rows", "has_deferred", "has_addend", "has_bias"])
@@ -56,11 +61,17 @@ def materialize_rows(
 
 
 @triton.jit
+def gelu(number):
+    """In its erf form."""
+    return 0.5 * number * (1.0 + tl.erf(number * 0.7071067811865476))
+
+
+@triton.jit
 def gated(source, width, column, inside):
     """The first half of a row times the GELU (erf form) of the second, at these columns."""
     value = tl.load(source + column, inside, 0.0).to(tl.float32)
     gate = tl.load(source + width + column, inside, 0.0).to(tl.float32)
-    return value * (0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)))
+    return value * gelu(gate)
 
 
 @triton.jit
@@ -72,3 +83,32 @@ def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
     inside = column < width
     values = gated(tokens + row * 2 * width, width, column, inside)
     tl.store(output + row * width + column, values.to(output.dtype.element_ty), inside)
+
+
+@triton.jit
+def part_of(first, second, place, part):
+    """Of the first vector for part 0, of the second for part 1."""
+    number = tl.load(first + place, (place >= 0) & (part == 0), 0.0).to(tl.float32)
+    return number + tl.load(second + place, (place >= 0) & (part == 1), 0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["row_stride", "tokens_of_image", "has_turns"])
+def normed_heads_row(
+    projected, first_weight, second_weight, cosines, sines, row_stride, tokens_of_image, heads, has_turns, eps,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):
+    """The heads of one part of one token, in place: their root mean square norm, and turned by the token's angles."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = head < heads
+    place = projected + row * row_stride + (part * heads + head) * 2 * HALF + column
+    first, second = tl.load(place, inside, 0.0).to(tl.float32), tl.load(place + HALF, inside, 0.0).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+    first *= scale * part_of(first_weight, second_weight, column, part)
+    second *= scale * part_of(first_weight, second_weight, HALF + column, part)
+    angle = row % tokens_of_image * HALF + column
+    # Where nothing is turned, by nothing.
+    cosine = tl.load(cosines + angle, (column < HALF) & (has_turns != 0), 1.0)
+    sine = tl.load(sines + angle, (column < HALF) & (has_turns != 0), 0.0)
+    tl.store(place, (cosine * first - sine * second).to(projected.dtype.element_ty), inside)
+    tl.store(place + HALF, (sine * first + cosine * second).to(projected.dtype.element_ty), inside)
