@@ -71,11 +71,20 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
     """On tensors without memory."""
     import torch
 
-    from lib_onediff.core.leaves import AdaptiveNorm, CrossAttention, GroupNorm, LayerNorm, Linear, NormedHeads
+    from lib_onediff.core.leaves import (
+        GATED,
+        PLAIN,
+        AdaptiveNorm,
+        CrossAttention,
+        GroupNorm,
+        LayerNorm,
+        Linear,
+        NormedHeads,
+    )
     from lib_onediff.devices.cuda import tuning
     from lib_onediff.devices.cuda.kernels import attention, contents, launch_config, rounding
     from lib_onediff.weights.contents import Place
-    from lib_onediff.weights.low_bit import ALIGNED, FP8, GATED, GROUP_NORMED, INT8, KERNEL, PLAIN, Product
+    from lib_onediff.weights.low_bit import ALIGNED, FP8, GROUP_NORMED, INT8, KERNEL, Product
 
     others: list[Any] = [
         *(GroupNorm("", channels, 32, 1e-5) for channels in NORM_CHANNELS),

@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """Have the kernels that a network needs loaded. time_ms: and measured by it, for seconds. Raises Refusal where
         that fails, and torch.cuda.OutOfMemoryError."""
 
-    def tune(self, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
+    def tune(self, network: Network, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         """Measure what is the fastest for a call with these attentions, where that is not known; whether it was so."""
         return False
 

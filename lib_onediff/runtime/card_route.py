@@ -293,7 +293,8 @@ class OneCard:
         """Measure what is the fastest for this call, where that is not known; whether it was so."""
         layout, low_bit = self._managed.bound.layout, self._route.low_bit
         attentions = self._families.of(layout).attentions(layout, call)
-        measured = self._devices.named(key.backend).tune(attentions, call, self._services.time_ms(call))
+        network, time_ms = network_of(self._managed, call, key.lossy), self._services.time_ms(call)
+        measured = self._devices.named(key.backend).tune(network, attentions, call, time_ms)
         if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):
             return measured
         try:

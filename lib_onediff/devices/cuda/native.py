@@ -16,6 +16,7 @@ from ...core.card import on_card
 from ...core.device import Device, Network, TimeMs, Traits
 from ...core.family import AttentionShapes
 from ...core.guard import first_line
+from ...core.leaves import LayerNorm
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...core.settings import SAGE, Settings
@@ -137,13 +138,13 @@ class Native(Device):
         log.debug("kernels for %s loaded in %.1f s", network.dtype, time.perf_counter() - began)
         return ""
 
-    def tune(self, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
+    def tune(self, network: Network, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         dtype, device = torch.float32 if call.upcast_attention else call.latent.dtype, call.latent.device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
         measured = [self.attention.measure(*pair, dtype, device, time_ms) for pair in attentions]
-        if call.latent.dtype in DTYPES:
-            # A self attention of several heads has a feed-forward beside it.
+        if call.latent.dtype in DTYPES and any(isinstance(user, LayerNorm) for user in network.users):
+            # A self attention of several heads has a feed-forward beside it, and behind such a norm a GEGLU in it.
             sizes = {(q[0] * q[2], q[1] * q[3]) for q, k in attentions if q == k and q[1] > 1}
             measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]
         # No UNet convolves more pixels than the latent has: others are a VAE's, and may find no memory here.
