@@ -54,8 +54,8 @@ class LoadedNetwork:
 
     @cached_property
     def names_read(self) -> frozenset[str]:
-        """Every name by which it may ask for an option or another argument."""
-        return names_read_by(self._code, importlib.import_module(self.attention.functions))
+        """Every name by which it may ask for an option or another argument; those of its forward are among them."""
+        return names_read_by(self._code, importlib.import_module(self.attention.functions)) | {*self.parameters}
 
     def check(self) -> None:
         """Raise Refusal where a call now is not what its arguments say."""
