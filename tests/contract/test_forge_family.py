@@ -50,11 +50,11 @@ def test_beside_another_network_nothing_is_left_of_a_unet(host: Host, caplog: py
     other.forge_objects.unet.model.diffusion_model = nn.Linear(1, 1)
     # What a host calls the model: its engine, or, with ComfyUI's code, what stands around the network.
     named = other.forge_objects.unet.model if adapter.name == "ldm_patched" else other
-    named.__class__ = type("Anima", (type(named),), {})
+    named.__class__ = type("Lumina2", (type(named),), {})
     load(host, other)
     assert unet() is None and weight() is None and "forward" not in vars(host.unet)
-    reason = "Anima is not accelerated: OneDiff serves the UNets of SD1, SD2 and SDXL"
-    assert [record.getMessage() for record in caplog.records if "Anima" in record.getMessage()] == [f"{reason}."]
+    reason = "Lumina2 is not accelerated: OneDiff serves the UNets of SD1, SD2 and SDXL and Anima"
+    assert [record.getMessage() for record in caplog.records if "Lumina2" in record.getMessage()] == [f"{reason}."]
     told = status.current_status(adapter)
     assert (told["served"], told["reason"]) == (False, reason)
     assert not any(told[name] for name in ("model", "backend", "resolution", "step_ms", "ratio", "relative_error"))
