@@ -34,12 +34,12 @@ def weight_of(host: Host, path: str) -> Tensor:
 
 
 def lora(host: Host, paths: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict[str, Any]:
-    """A LoRA of random numbers that shows."""
+    """A LoRA of random numbers that shows, other ones for each layer."""
     patches: dict[str, Any] = {}
-    for path in paths:
+    for number, path in enumerate(paths, 2 * seed):
         out, *into = weight_of(host, path).shape
-        up = 0.3 * random(out, rank, *(1 for _ in into[1:]), seed=seed)
-        down = 0.3 * random(rank, *into, seed=seed + 1)
+        up = 0.3 * random(out, rank, *(1 for _ in into[1:]), seed=number)
+        down = 0.3 * random(rank, *into, seed=-1 - number)
         patches[f"{path}.weight"] = ("lora", (up, down, 2.0 * rank, None, None))
     return patches
 
