@@ -194,8 +194,7 @@ class FamilyHost(Host):
         patcher = self.checkpoint.forge_objects.unet.clone()
         if extension is not None:
             extension(patcher)
-        sampling, image = self.module(self.sampling), random(1, 4, 8, 8, seed=1)
-        context = random(2, 77, CONTEXT_WIDTH, seed=2)
+        sampling, (image, context) = self.module(self.sampling), self.noise_and_prompts()
         sampling.sampling_prepare(patcher, image)
         for sigma in (9.0, 1.5):
             options = {
@@ -204,12 +203,15 @@ class FamilyHost(Host):
             }
             lists = control and {part: list(values) for part, values in control.items()}
             predictions = patcher.model.apply_model(
-                image.repeat(2, 1, 1, 1), torch.full((2,), sigma), c_crossattn=context.clone(), control=lists,
+                torch.cat([image, image]), torch.full((2,), sigma), c_crossattn=context.clone(), control=lists,
                 transformer_options=options,
             )
             image = 0.5 * image + 0.5 * (predictions[1:] + 3 * (predictions[:1] - predictions[1:]))
         sampling.sampling_cleanup(patcher)
         return image
+
+    def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
+        return random(1, 4, 8, 8, seed=1), random(2, 77, CONTEXT_WIDTH, seed=2)
 
     def options_of_a_call(self) -> dict[str, Any]:
         """What else this host writes into transformer_options."""
@@ -224,11 +226,12 @@ class FamilyHost(Host):
             patcher.add_patches({f"diffusion_model.{ATTENTION}.weight": (random(*weight.shape),)}, strength, online)
         self.checkpoint.forge_objects_after_applying_lora.unet = patcher
 
-    def set_loras(self, *loras: tuple[dict[str, Any], float]) -> None:
-        """LoRAs on the fly for the generations to come: what each adds to which parameters, and its strength."""
+    def set_loras(self, *loras: tuple[dict[str, Any], float], online: bool = True) -> None:
+        """LoRAs, by default on the fly, for the generations to come: what each adds to which parameters, and its
+        strength."""
         patcher = self.checkpoint.forge_objects_original.unet.clone()
         for patches, strength in loras:
-            patcher.add_patches({f"diffusion_model.{key}": what for key, what in patches.items()}, strength, True)
+            patcher.add_patches({f"diffusion_model.{key}": what for key, what in patches.items()}, strength, online)
         self.checkpoint.forge_objects_after_applying_lora.unet = patcher
 
     def store_as(self, dtype: torch.dtype) -> None:
@@ -330,10 +333,10 @@ CLASSES = {
 
 
 @contextlib.contextmanager
-def running(name: str) -> Iterator[Host]:
-    """A host of this name with a checkpoint, before OneDiff has been loaded."""
+def running(name: str, kind: type[Host] | None = None) -> Iterator[Host]:
+    """A host of this name with a checkpoint, before OneDiff has been loaded. kind: of another class than its usual."""
     with on_path(*FOLDERS[name]), pytest.MonkeyPatch.context() as patch:
-        host = CLASSES[name](name)
+        host = (kind or CLASSES[name])(name)
         if name == "a1111":
             for change in host.module("modules.sd_hijack").changes():
                 patch.setattr(*change)

@@ -59,10 +59,11 @@ def popped(h: Tensor, control: Any, name: str) -> Tensor:
     return h if residual is None else h + residual
 
 
-def attention_of_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    batch, _, width = q.shape
-    q, k, v = (part.view(batch, -1, heads, width // heads).transpose(1, 2) for part in (q, k, v))
-    return scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, -1, width)
+def attention_of_heads(q: Tensor, k: Tensor, v: Tensor, heads: int, skip_reshape: bool = False) -> Tensor:
+    """skip_reshape: they are (batch, heads, tokens, width of a head) already."""
+    if not skip_reshape:
+        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (q, k, v))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def attention_of_pixels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,11 +102,11 @@ def parameters_of(layer: Any, x: Tensor) -> list[Any]:
 
 
 class KModel(nn.Module):
-    """Around the UNet: turns noise levels into timesteps."""
+    """Around the UNet: turns noise levels into timesteps, which for Anima are the same."""
 
     def __init__(self, unet: Any, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.diffusion_model = unet
+        self.diffusion_model, self.multiplier = unet, 1 if type(unet).__name__ == "Anima" else 100
         self.storage_dtype = self.computation_dtype = dtype
         unet.storage_dtype = unet.computation_dtype = dtype
 
@@ -114,10 +115,11 @@ class KModel(nn.Module):
         **others: Any,
     ) -> Tensor:
         options = {} if transformer_options is None else transformer_options
+        timesteps = (self.multiplier * t).float()
         output = self.diffusion_model(
-            x, (100 * t).float(), context=c_crossattn, control=control, transformer_options=options, **others
+            x, timesteps, context=c_crossattn, control=control, transformer_options=options, **others
         )
-        return x - 0.1 * t.view(-1, 1, 1, 1) * output.float()
+        return x - 0.1 * t.view(-1, *(1 for _ in x.shape[1:])) * output.float()
 
 
 class ModelPatcher:

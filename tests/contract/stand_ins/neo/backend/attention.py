@@ -18,6 +18,7 @@ def wrap_attn(function: Any) -> Any:
 code_of(
     "forge/backend/attention.py", globals(), ("attention_function_single_head_spatial", "attention_function_vae"),
     ("attn_precision: Any = torch.float32)", "attn_precision: Any, current_dtype: Any)"),
-    ("return attn_precision", "return None"), ("mask: Any = None)", "mask: Any = None, **others: Any)"),
+    ("return attn_precision", "return None"), ("k, v, heads)", "k, v, heads, skip_reshape)"),
+    ("mask: Any = None)", "mask: Any = None, skip_reshape: bool = False, **others: Any)"),
     ("def attention_pytorch", "@wrap_attn\ndef attention_pytorch"),
 )
