@@ -20,10 +20,6 @@ class Family(Protocol):
         """The type of its layouts."""
 
     @property
-    def serves(self) -> str:
-        """Which models' networks these are, for users: "the UNets of SD1, SD2 and SDXL"."""
-
-    @property
     def first_timestep(self) -> float:
         """That of pure noise, as its networks get it; that of an image is 0."""
 

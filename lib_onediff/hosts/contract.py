@@ -21,6 +21,7 @@ from .needs import first_missing
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
+UNETS = "the UNets of SD1, SD2 and SDXL"
 NOT_IN_USE = "OneDiff is not in use"
 
 
@@ -31,13 +32,15 @@ class WebUI:
     OneDiff does nothing, for the reason `unmet`. The others are the same for all hosts, but may be overridden too.
 
     name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
-    network_classes: what the classes of networks are called that we serve. checkpoint_paths: attributes that a
+    network_classes: what the classes of networks are called that we serve; models: whose they are, in words.
+    checkpoint_paths: attributes that a
     checkpoint must have. unmet: what this release or its checkpoint lacks, as a sentence; None
     for nothing. patches: our forwards in the classes of its UNets and VAEs.
     """
 
     name = "unknown"
     network_classes: tuple[str, ...] = ()
+    models = UNETS
     checkpoint_paths: tuple[str, ...] = ()
     patches: Sequence[ForwardPatches] = ()
 
@@ -165,8 +168,7 @@ class WebUI:
         checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
         if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet
-        served = " and ".join(family.serves for family in FAMILIES.all)
-        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {served}"
+        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {self.models}"
 
     def call_to_warm(self, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]) -> Call:
         """A random call of the loaded checkpoint's UNet at a size in pixels. noise: draws a tensor of a shape. Raises

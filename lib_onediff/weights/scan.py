@@ -19,8 +19,8 @@ LOOKED_AT_BY_OTHERS = frozenset(APPLIED_AT_CALL)
 FORWARDS = ("forward", "_forward")
 # The functions of torch that layers of a UNet call.
 FUNCTIONS = (
-    "linear", "conv2d", "group_norm", "layer_norm", "silu", "gelu", "scaled_dot_product_attention", "interpolate",
-    "pad", "softmax",
+    "linear", "conv2d", "group_norm", "layer_norm", "rms_norm", "silu", "gelu", "scaled_dot_product_attention",
+    "interpolate", "pad", "softmax",
 )
 OURS = __name__.partition(".")[0]
 # What torch runs of a layer's class besides forward; the last where somebody else's forward calls torch's.
@@ -97,8 +97,9 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
             refuse_replaced(kind, method, host_traits.trusted)
     refuse_global_hooks()
     for name in FUNCTIONS:
-        function = getattr(nn.functional, name)
-        if package(origin(function)) not in ("torch", "builtins") and is_foreign(function, host_traits.trusted):
+        # torch has rms_norm from 2.4 on.
+        function = getattr(nn.functional, name, None)
+        if function and package(origin(function)) not in ("torch", "builtins") and is_foreign(function, host_traits.trusted):
             raise Refusal(f"torch.nn.functional.{name} was replaced by {author(function)}")
 
 

@@ -21,9 +21,8 @@ FEWEST_TOKENS = 512
 class Animas:
     """See core.family.Family."""
 
-    layout, serves = AnimaLayout, "Anima"
     # The timestep is the share of noise.
-    first_timestep = 1.0
+    layout, first_timestep = AnimaLayout, 1.0
 
     def knows(self, module: nn.Module) -> bool:
         return is_anima(module)

@@ -76,10 +76,9 @@ def raised(down: Tensor, ups: Affine) -> Tensor:
     product, rank = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT), 0
     if ups.low_rank is None:
         return product
-    for first, up in ups.low_rank.ups:
-        layer, row = divmod(first, product.shape[-1])
-        part = ups.low_rank.down[rank:rank + up.shape[1]]
-        product[layer, :, row:row + len(up)] += functional.linear(functional.linear(down[layer], part), up)
+    for row, up in ups.low_rank.ups:
+        layer, part = row // product.shape[-1], ups.low_rank.down[rank:rank + up.shape[1]]
+        product[layer] += functional.linear(functional.linear(down[layer], part), up)
         rank += up.shape[1]
     return product
 

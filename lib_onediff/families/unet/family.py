@@ -23,8 +23,7 @@ PROMPT_NOISE = 0.1
 class UNets:
     """See core.family.Family."""
 
-    layout, serves = UNetLayout, "the UNets of SD1, SD2 and SDXL"
-    first_timestep = 1000.0
+    layout, first_timestep = UNetLayout, 1000.0
 
     def knows(self, module: nn.Module) -> bool:
         return is_ldm_unet(module) or is_diffusers_unet(module)

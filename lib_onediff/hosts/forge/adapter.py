@@ -101,6 +101,7 @@ class Forge(WebUI):
         super().__init__(release)
         self._networks = [LoadedNetwork(one) for one in self.networks if one is self.networks[0] or one.is_there]
         self.network_classes = tuple(one.kind.__name__ for one in self._networks)
+        self.models = " and ".join(dict.fromkeys(one.models for one in self._networks))
         traits = HostTraits(
             functions=LayerFunctions(), casts=Casts(cast_to_input), brought=is_brought, placed=PLACED,
             make_room=self._make_room,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
+from ..contract import UNETS
 from ..needs import Need, lack_of
 from .attention import EXACT, PREFIX, HostAttention
 from .call import names_read_by
@@ -20,8 +21,8 @@ class HostNetwork(NamedTuple):
     """A kind of network.
 
     module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
-    attention. helpers: other global functions that it calls, each with the module whose code it must be.
-    check: raises Refusal where what the host does at a call is not among its arguments.
+    attention. helpers: other global functions that it calls, each with the module whose code it must be. models: whose
+    network it is, in words. check: raises Refusal where what the host does at a call is not among its arguments.
     """
 
     module: str
@@ -29,6 +30,7 @@ class HostNetwork(NamedTuple):
     parameters: tuple[str, ...]
     attention: HostAttention
     helpers: Mapping[str, str]
+    models: str = UNETS
     check: Callable[[], object] = lambda: None
 
     def needs(self) -> tuple[Need, ...]:
@@ -50,7 +52,7 @@ class LoadedNetwork:
     def __init__(self, network: HostNetwork) -> None:
         self._network, self._code = network, importlib.import_module(network.module)
         self.kind: type = getattr(self._code, network.name)
-        self.parameters, self.attention = network.parameters, network.attention
+        self.parameters, self.attention, self.models = network.parameters, network.attention, network.models
 
     @cached_property
     def names_read(self) -> frozenset[str]:
@@ -63,7 +65,7 @@ class LoadedNetwork:
         called = [(name, getattr(self._code, name), owner) for name, owner in self._network.helpers.items()]
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
             if origin(function) != owner:
-                raise Refusal(f"{name} of the WebUI's UNet was replaced by {author(function)}")
+                raise Refusal(f"{name} of the WebUI's model was replaced by {author(function)}")
         self._network.check()
 
 
@@ -83,6 +85,6 @@ NETWORKS = (
     HostNetwork(
         ANIMA, "Anima", ("x", "timesteps", "context", "padding_mask"),
         HostAttention("backend.attention", ANIMA, "attention_function"), {"pad_to_patch_size": "backend.utils"},
-        refuse_references,
+        "Anima", refuse_references,
     ),
 )

@@ -48,7 +48,8 @@ class Positions(nn.Module):
         """A complex number of length 1 for each token and plane, (tokens, width / 2)."""
         exponents = self.dim_temporal_range, self.dim_spatial_range, self.dim_spatial_range
         factors = self.t_ntk_factor, self.h_ntk_factor, self.w_ntk_factor
-        places = torch.cartesian_prod(*(torch.arange(count).float() for count in counts)).unbind(1)
+        device = exponents[0].device
+        places = torch.cartesian_prod(*(torch.arange(count, device=device).float() for count in counts)).unbind(1)
         angles = torch.cat([
             place[:, None] * (1 / (BASE * factor) ** exponent.half()).float()
             for place, factor, exponent in zip(places, factors, exponents, strict=True)
@@ -128,7 +129,7 @@ class Anima(nn.Module):
         x = self.x_embedder.proj(functional.pixel_unshuffle(x.transpose(1, 2), 2).movedim(2, -1))
         counts, context, embedding = x.shape[1:4], context.flatten(1, -2), self.t_embedder[1]
         half = self.t_embedder[0].num_channels // 2
-        angles = timesteps.float()[:, None] * torch.exp(-math.log(BASE) * torch.arange(half).float() / half)
+        angles = timesteps.float()[:, None] * torch.exp(-math.log(BASE) * torch.arange(half, device=x.device).float() / half)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
         shared = embedding.linear_2(functional.silu(embedding.linear_1(waves)))
         time, turns = self.t_embedding_norm(waves), self.pos_embedder(counts)
