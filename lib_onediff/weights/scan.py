@@ -96,10 +96,10 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
         for method in methods:
             refuse_replaced(kind, method, host_traits.trusted)
     refuse_global_hooks()
-    for name in FUNCTIONS:
-        # torch has rms_norm from 2.4 on.
-        function = getattr(nn.functional, name, None)
-        if function and package(origin(function)) not in ("torch", "builtins") and is_foreign(function, host_traits.trusted):
+    # torch has rms_norm from 2.4 on.
+    for name in (name for name in FUNCTIONS if hasattr(nn.functional, name)):
+        function = getattr(nn.functional, name)
+        if package(origin(function)) not in ("torch", "builtins") and is_foreign(function, host_traits.trusted):
             raise Refusal(f"torch.nn.functional.{name} was replaced by {author(function)}")
 
 

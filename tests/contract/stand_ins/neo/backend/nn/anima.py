@@ -129,7 +129,8 @@ class Anima(nn.Module):
         x = self.x_embedder.proj(functional.pixel_unshuffle(x.transpose(1, 2), 2).movedim(2, -1))
         counts, context, embedding = x.shape[1:4], context.flatten(1, -2), self.t_embedder[1]
         half = self.t_embedder[0].num_channels // 2
-        angles = timesteps.float()[:, None] * torch.exp(-math.log(BASE) * torch.arange(half, device=x.device).float() / half)
+        place = torch.arange(half, device=x.device).float() / half
+        angles = timesteps.float()[:, None] * torch.exp(-math.log(BASE) * place)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
         shared = embedding.linear_2(functional.silu(embedding.linear_1(waves)))
         time, turns = self.t_embedding_norm(waves), self.pos_embedder(counts)
