@@ -86,6 +86,28 @@ def test_a_layer_norm_comes_in_eight_bits(
     assert torch.allclose(standing.deferred_bias, vectors.float(), atol=1e-5)
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_an_adaptive_norm_comes_in_eight_bits_with_the_vectors_of_each_image(kind: Kind, scaled: bool) -> None:
+    tokens, update = random(2, 7, 96, dtype=torch.float32), random(2, 7, 96)
+    scales = random(2, 7, 1, dtype=torch.float32) if scaled else None
+    shift, factor, gate = random(2, 288).chunk(3, dim=1)
+    added = update.double() * gate.double()[:, None] * (1 if scales is None else scales.double())
+    stream = Stream(tokens.clone(), update=update, update_scales=scales, gate=gate)
+    standing, normed = rounding.adaptive_norm(stream, Affine(factor, shift), 1e-6, torch.float16, kind)
+    assert isinstance(normed, QuantizedTokens) and relative_error(standing.tokens, tokens + added) < 1e-6
+    each = [exact_layer_norm(total, factor[image], shift[image], 1e-6) for image, total in enumerate(tokens + added)]
+    assert_rounded(normed, torch.stack(each))
+    if kind is FP8:
+        assert torch.equal(normed.scales, torch.maximum(*map(norm_scale, factor, shift)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_gelu_comes_in_eight_bits(kind: Kind) -> None:
+    tokens = random(3, 5, 130)
+    assert_rounded(rounding.rounded(tokens, kind, gelu=True), torch.nn.functional.gelu(tokens.double()))
+
+
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from grid import ends
 
 from lib_onediff.core.affine import Affine
-from lib_onediff.core.leaves import Convolution, GroupNorm, LayerNorm, RMSNorm
+from lib_onediff.core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from lib_onediff.core.operators import Stream
 from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products
@@ -120,9 +120,9 @@ def test_norms_and_gates_that_depend_on_the_image_and_heads_that_are_turned(
     """kept: the type of the residual stream. The reference computes in float32 with the same numbers."""
     tokens, hidden, gate = random(2, 7, 48).to(kept), random(2, 7, 48).to(dtype), random(2, 48).to(dtype)
     image, into, out, parts, head = ([random(*shape).to(dtype) for shape in shapes] for shapes in (
-        [(2, 48), (2, 48)], [(96, 48), (96,)], [(48, 96), (48,)], [(144, 48)], [(24,)]
+        [(2, 48), (2, 48)], [(96, 48), (96,)], [(48, 96), (48,)], [(144, 48)], [(16,)]
     ))
-    turns, norm, of_heads = (random(7, 12), random(7, 12)), LayerNorm("norm", 48, 1e-6), RMSNorm("norm", 24, 1e-6)
+    turns, norm, of_heads = (random(7, 8), random(7, 8)), AdaptiveNorm(48, 1e-6), RMSNorm("norm", 16, 1e-6)
 
     def outputs(ops: Any, as_kind: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with_image, first, second, three, one = (
@@ -130,12 +130,13 @@ def test_norms_and_gates_that_depend_on_the_image_and_heads_that_are_turned(
         )
         stream, factors = Stream(as_kind(tokens.clone())), as_kind(gate)
         stream, normed = ops.layer_norm(stream, with_image, norm, second)
-        stream = ops.add_linear(stream, ops.gelu_linear(as_kind(hidden), first), second, factors)
-        stream = ops.add_linear(stream, ops.gelu_linear(normed, first), second, factors)
-        stream, again = ops.layer_norm(stream, with_image._replace(bias=None), norm, second)
+        stream = ops.add_linear(stream, ops.gelu_linear(as_kind(hidden), first, second), second, factors)
+        stream = ops.add_linear(stream, ops.gelu_linear(normed, first, second), second, factors)
+        stream, again = ops.layer_norm(stream, with_image, norm, second)
         norms = (one, of_heads), (one, of_heads), None
-        heads = ops.normed_heads(ops.linear(again, three), 2, norms, turns)
-        return [ops.materialize(stream), normed, again, *ops.normed_heads(again, 2, norms[:1], None), *heads]
+        heads = ops.normed_heads(ops.linear(again, three), 3, norms, turns)
+        alone = ops.normed_heads(again.clone(), 3, norms[:1], None)
+        return [ops.materialize(stream), normed, again, *alone, *heads]
 
     expected = outputs(torch_ops, Tensor.float)
     for ours, exact, kind in zip(outputs(native, torch.clone), expected, [kept, *[dtype] * 6], strict=True):
