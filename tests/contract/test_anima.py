@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from lib_onediff.core.affine import Affine, Weights
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators
 from lib_onediff.families.anima.family import FEWEST_TOKENS, Animas
 from lib_onediff.runtime.runtime import runtime
@@ -241,3 +243,12 @@ def test_layers_are_read_unit_by_unit_and_six_of_a_block_may_be_in_eight_bits(ho
     assert order == sorted(order)
     classes = [one.layer_class for one in every_low_bit_layer(layout)]
     assert len(set(classes)) == 6 and len(classes) == 6 * len(host.unet.blocks)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_our_kernels_compute_the_same(host: AnimaHost) -> None:
+    family, layout = Animas(), Animas().read(host.unet)
+    binding, call = Binding(host.unet, layout), family.example(layout, (9, 12), 2, 77, torch.randn)
+    binding.bind()
+    ours, expected = (family.output(layout, binding.weights(), ops, call) for ops in (NativeOperators(), operators))
+    assert relative_error(ours, expected) < 1e-5
