@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -248,7 +249,8 @@ def test_layers_are_read_unit_by_unit_and_six_of_a_block_may_be_in_eight_bits(ho
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_our_kernels_compute_the_same(host: AnimaHost) -> None:
     family, layout = Animas(), Animas().read(host.unet)
-    binding, call = Binding(host.unet, layout), family.example(layout, (9, 12), 2, 77, torch.randn)
+    binding, call = Binding(host.unet, layout), family.example(layout, (5, 6), 2, 77, torch.randn)
     binding.bind()
+    call = replace(call, context=call.context[:, :20])
     ours, expected = (family.output(layout, binding.weights(), ops, call) for ops in (NativeOperators(), operators))
     assert relative_error(ours, expected) < 1e-5
