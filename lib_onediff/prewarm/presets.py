@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of model. model: the first word of what UNetLayout.model_name calls it. sizes: what it was trained at,
+    """One kind of model. model: the first word of its layout's model_name. sizes: what it was trained at,
     then what hires fix makes of that."""
 
     name: str
@@ -21,11 +21,14 @@ FAMILIES = (
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x640", "640x1536",
         "1536x1536", "1248x1824", "1824x1248",
     )),
+    Family("Anima", "Anima", (
+        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
+    )),
 )
 
 
 def families_for(model: str | None) -> tuple[Family, ...]:
     """The families that fit a model's name, such as "SDXL refiner"; all where none does or none is loaded."""
-    # As UNetLayout.model_name calls small and unusual ones.
+    # As small and unusual ones are called.
     first_word = (model or "").replace("SD 1.x", "SD1").split(" ")[0]
     return tuple(known for known in FAMILIES if known.model == first_word) or FAMILIES

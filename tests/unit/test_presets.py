@@ -9,12 +9,13 @@ from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
 from lib_onediff.prewarm.presets import FAMILIES, families_for
 from lib_onediff.store.history import HistoryRow, most_used
 
+ALL = ["SD 1.5", "SD 2", "SDXL", "Anima"]
+
 
 @pytest.mark.parametrize("model, names", [
     ("SD1", ["SD 1.5"]), ("SD1 inpainting", ["SD 1.5"]), ("SD2", ["SD 2"]), ("SDXL", ["SDXL"]),
     ("SDXL refiner", ["SDXL"]), ("SD 1.x UNet, small (prompt width 64)", ["SD 1.5"]),
-    ("SDXL UNet, small (prompt width 64)", ["SDXL"]), ("another", ["SD 1.5", "SD 2", "SDXL"]),
-    (None, ["SD 1.5", "SD 2", "SDXL"]), ("", ["SD 1.5", "SD 2", "SDXL"]),
+    ("SDXL UNet, small (prompt width 64)", ["SDXL"]), ("Anima", ["Anima"]), ("another", ALL), (None, ALL), ("", ALL),
 ])
 def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
     assert [family.name for family in families_for(model)] == names
