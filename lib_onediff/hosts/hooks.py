@@ -25,6 +25,7 @@ from ..weights.scan import HostTraits, own_method, refuse_replaced
 Replacement = Callable[..., Any]
 # declined(self, reason): the original runs in place of the replacement.
 Declined = Callable[[Any, str], object]
+OTHER_VAE = "OneDiff serves no VAE of this kind"
 
 
 def note_host(unet: Any, reason: str) -> None:
@@ -186,13 +187,14 @@ class VaeHooks(ForwardPatches):
 
     def begin_run(self, decoder: Any) -> None:
         """A sampling begins, whose image will most likely be decoded by this one."""
-        if any(isinstance(decoder, patch.owner) for patch in self.patches):
-            runtime.vae.adopt(decoder, host_traits=self._host_traits)
-            replaced = own_method(decoder, "forward")
-            if replaced is not None:
-                # It may decode without ours, and nobody would tell why. If it asks ours, that is told then.
-                reason = f"the decoder has a forward of its own, set by {author(replaced)} (tiles?)"
-                runtime.vae.note_host(reason, is_decode=False)
+        if not any(isinstance(decoder, patch.owner) for patch in self.patches):
+            return runtime.vae.note_host(OTHER_VAE, is_decode=False)
+        runtime.vae.adopt(decoder, host_traits=self._host_traits)
+        replaced = own_method(decoder, "forward")
+        if replaced is not None:
+            # It may decode without ours, and nobody would tell why. If it asks ours, that is told then.
+            reason = f"the decoder has a forward of its own, set by {author(replaced)} (tiles?)"
+            runtime.vae.note_host(reason, is_decode=False)
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
         """Stands in for Decoder.forward(self, z, **kwargs), and for Encoder's."""

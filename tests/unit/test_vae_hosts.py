@@ -13,7 +13,7 @@ from vae_builders import a_latent, decodes, diffusers_vae, last, ldm_decoder, ld
 
 import lib_onediff
 from lib_onediff.hosts.a1111.adapter import VAE_TRAITS
-from lib_onediff.hosts.hooks import VaeHooks
+from lib_onediff.hosts.hooks import OTHER_VAE, VaeHooks
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -84,6 +84,12 @@ def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: 
     patches.stop()
     assert relative_error(tiled, called(decoder, latent)) < 1e-5
     assert decodes() == {"ours": 2, "host": 0}
+
+
+def test_what_is_said_of_another_vae_is_not_what_was_said_of_the_last(decoder: Any, patches: VaeHooks) -> None:
+    called(decoder, a_latent(decoder, 4, 4))
+    patches.begin_run(torch.nn.Identity())
+    assert last() == ("host", OTHER_VAE) and decodes() == {"ours": 1, "host": 0}
 
 
 def test_a_size_is_checked_once_however_the_host_notes_sizes(decoder: Any, patches: VaeHooks) -> None:
