@@ -16,7 +16,7 @@ from .features import Place, Record
 from .prompts import Threads
 from .schedule import is_whole, last_whole
 
-NO_CUT = "this network cannot be cut in two"
+NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
 
 
 class Cached:
@@ -62,10 +62,10 @@ class DeepCache:
         call, interval = moment.call, moment.settings.cache_interval
         if call.patches is not None:
             raise Refusal(PATCHED)
-        position = moment.position
         depth = min(moment.settings.deepcache_depth, moment.deepest())
         if depth < 1:
             raise Refusal(NO_CUT)
+        position = moment.position
         cached = moment.memory_of(self.name, Cached)
         shape, prompt = cached.threads.thread(call, position.time)
         key = shape, depth

@@ -19,6 +19,7 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.device import Eager
 from lib_onediff.families.leaf_reader import LeafReader
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.steps.deepcache import NO_CUT
 
 TIMES = [float(time) for time in range(981, 0, -49)]
 
@@ -212,4 +213,4 @@ def test_deepcache_refuses_a_family_without_a_cut() -> None:
     for time in TIMES[:4]:
         call = a_call(time)
         assert torch.allclose(run(runtime, toy, call), toy(call.latent, call.timestep, call.context), atol=1e-3)
-    assert runtime.status()["deepcache"]["reason"] == "DeepCache rests: this network cannot be cut in two"
+    assert runtime.status()["deepcache"]["reason"] == f"DeepCache rests: {NO_CUT}"
