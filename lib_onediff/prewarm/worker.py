@@ -194,7 +194,7 @@ class WarmUp:
         except torch.cuda.OutOfMemoryError:
             raise Refusal(f"there is not enough GPU memory for {job.size}") from None
         if status["route"] not in ("graph", "plain"):
-            raise Refusal(status["reason"] or "the WebUI's own UNet serves it")
+            raise Refusal(status["reason"] or "the WebUI alone computes it")
         is_ready, left = status["route"] == "graph", CALLS_PER_SHAPE - number
         self._advance(job, time.perf_counter() - began, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])

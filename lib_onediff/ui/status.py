@@ -13,11 +13,11 @@ from .amounts import NOTHING, milliseconds, seconds, times
 from .markup import fact_html
 
 # Routes, in the title of the accordion and inside.
-SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "host": "WebUI's UNet"}
-ROUTES = {"graph": "CUDA graph", "plain": "without CUDA graphs", "host": "the WebUI's UNet"}
+SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "host": "WebUI alone"}
+ROUTES = {"graph": "CUDA graph", "plain": "without CUDA graphs", "host": "the WebUI alone"}
 STEPS = {
     "whole": "whole", "cached": "cached", "prompt alone": "without negative prompt", "forecast": "extrapolated",
-    "host": "by the WebUI's UNet",
+    "host": "by the WebUI alone",
 }
 # What a status says of what leaves steps out or splits them; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")

@@ -17,7 +17,7 @@ def test_totals() -> None:
     line = text_of(cache_table.totals_html(TOTALS, rows, jobs, Path("/cache/<onediff>")))
     for part in ("Graph memory 6 MiB", "Disk 3 MiB /cache/&lt;onediff&gt;", "Served by a graph 63 %", "Queue 1 size",
                  "Resolutions 3 (1 ready, 1 checked, 1 failed)",
-                 "12 CUDA graph, 3 without CUDA graphs, 4 the WebUI&#x27;s UNet"):
+                 "12 CUDA graph, 3 without CUDA graphs, 4 the WebUI alone"):
         assert part in line
     assert "inside" not in line
 

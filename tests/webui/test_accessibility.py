@@ -191,6 +191,6 @@ def test_a_new_status_moves_nothing(standalone: WebUI, page: Any) -> None:
     assert not moved(before, browser)
     browser.run("""
         const at = document.querySelector(".onediff-accordion .onediff-summary");
-        at.textContent = "1234 ms/step, 12.34 x, WebUI's UNet, and words that are too long for one line ".repeat(3);
+        at.textContent = "1234 ms/step, 12.34 x, WebUI alone, and words that are too long for one line ".repeat(3);
     """)
     assert not moved(before, browser)

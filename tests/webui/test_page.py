@@ -50,7 +50,7 @@ def test_generating_on_and_off(page, webui: WebUI) -> None:
             known = webui.status()
             assert "ms" in status and known["model"] in status and known["backend"] in status
             page.find("#onediff_txt2img_enabled input").click()
-    page.wait_for_text("onediff_txt2img_status", "the WebUI's UNet", 30)
+    page.wait_for_text("onediff_txt2img_status", "the WebUI alone", 30)
 
 
 def test_img2img(page, webui: WebUI, tmp_path) -> None:

@@ -26,10 +26,10 @@ SHAPE_COLUMNS = (
 # By what a shape's state is called in the API: what users read, where it is another word, and what it means.
 STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}
 STATES = {
-    "cold": "seen, but not compared with the WebUI's UNet yet",
-    "proved": "agrees with the WebUI's UNet; runs without CUDA graphs",
+    "cold": "seen, but not compared with the WebUI's output yet",
+    "proved": "agrees with the WebUI's output; runs without CUDA graphs",
     "ready": "the next call replays a graph",
-    "failed": "the WebUI's UNet serves it",
+    "failed": "the WebUI alone computes it",
     "on disk": "used on this machine before the WebUI was started",
     "queued": "waits in the pre-warm queue",
     "warming": "is being pre-warmed now",
@@ -46,9 +46,9 @@ TOTALS = {
     "Graph memory": "GPU memory of all graphs, and its limit",
     "Low-bit weights": "GPU memory of the 8-bit weights",
     "Disk": "what is remembered and tuned, in the cache folder",
-    "Served by a graph": "share of the UNet calls since the start that replayed a graph",
+    "Served by a graph": "share of the network's calls since the start that replayed a graph",
     "Queue": "sizes that are being pre-warmed, or wait for it",
-    "Calls": "UNet calls since the start",
+    "Calls": "calls of the network since the start",
 }
 
 
