@@ -234,12 +234,12 @@ class Forge(WebUI):
             return []
         unused = self._loaded(self.unet_of(self.checkpoint())).attention.unused()
         said = [] if unused is None else [
-            f"{unused}, chosen for the WebUI, is not used where OneDiff runs the UNet: OneDiff uses the fastest exact "
+            f"{unused}, chosen for the WebUI, is not used where OneDiff computes: it uses the fastest exact "
             "attention of this GPU."
         ]
         model = getattr(patcher_of(self.checkpoint()), "model", None)
         if getattr(model, "_torch_compile_config", None) is not None:
-            said.append("The WebUI's Torch Compile is on for this checkpoint: OneDiff runs the UNet instead of it.")
+            said.append("The WebUI's Torch Compile is on for this checkpoint: OneDiff computes instead of it.")
         return said
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
