@@ -33,9 +33,8 @@ class WebUI:
 
     name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
     network_classes: what the classes of networks are called that we serve; models: whose they are, in words.
-    checkpoint_paths: attributes that a
-    checkpoint must have. unmet: what this release or its checkpoint lacks, as a sentence; None
-    for nothing. patches: our forwards in the classes of its UNets and VAEs.
+    checkpoint_paths: attributes that a checkpoint must have. unmet: what this release or its checkpoint lacks, as a
+    sentence; None for nothing. patches: our forwards in the classes of its networks and VAEs.
     """
 
     name = "unknown"

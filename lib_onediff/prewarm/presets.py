@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of model. model: the first word of its layout's model_name. sizes: what it was trained at,
-    then what hires fix makes of that."""
+    """One kind of model. model: the first word of its layout's model_name. sizes: what it was trained at, then what
+    hires fix makes of that."""
 
     name: str
     model: str

@@ -30,6 +30,9 @@ def read_anima(network: Any) -> AnimaLayout:
     if patches.in_features != area * (network.in_channels + 1):
         raise Refusal("it takes no padding mask")
     pairs = [getattr(block, f"adaln_modulation_{place}") for block in network.blocks for place in PLACES]
+    for module in (embedder.activation, *(pair[0] for pair in (*pairs, final.adaln_modulation))):
+        if leaves.kind(module) != "SiLU":
+            raise leaves.unknown(module, "expected SiLU")
     layout = AnimaLayout(
         in_channels=network.in_channels, out_channels=network.out_channels, patch=network.patch_spatial, width=width,
         context_width=network.blocks[0].cross_attn.k_proj.weight.shape[1], patches=patches,
@@ -92,6 +95,7 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 
 
 def adaptive_norm(norm: Any, width: int, leaves: LeafReader) -> AdaptiveNorm:
+    """A layer norm without weight. Raises Refusal for any other."""
     if norm.weight is not None or norm.bias is not None or tuple(norm.normalized_shape) != (width,):
         raise leaves.unknown(norm, "expected a layer norm without weight")
     return AdaptiveNorm(width, float(norm.eps))

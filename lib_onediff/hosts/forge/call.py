@@ -22,7 +22,8 @@ HARMLESS_OPTIONS = frozenset({
     "original_shape", "transformer_index", "block", "block_index", "controlnet_conditioning_modifiers",
     "controlnet_model_function_wrapper",
 })
-ARGUMENTS = ("x", "timesteps", "context", "y", "control", "transformer_options")
+# Of a UNet's forward, in their order.
+UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 PARTS = ("input", "middle", "output")
 # Of a prompt that is (batch, 1, tokens, width), as Anima's is.
 WITH_ANOTHER_DIMENSION = 4
@@ -49,7 +50,7 @@ class HostCall(NamedTuple):
         others = {**dict(zip(parameters, arguments, strict=False)), **named}
         if len(arguments) > len(parameters):
             raise TypeError(f"the forward takes {len(parameters)} arguments, not {len(arguments)}")
-        x, timesteps, context, y, control, options = (others.pop(name, None) for name in ARGUMENTS)
+        x, timesteps, context, y, control, options = (others.pop(name, None) for name in UNET_PARAMETERS)
         return cls(x, timesteps, context, y, control, {} if options is None else options, others)
 
     def by(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:

@@ -11,10 +11,9 @@ from ...core.refusal import Refusal
 from ..contract import UNETS
 from ..needs import Need, lack_of
 from .attention import EXACT, PREFIX, HostAttention
-from .call import names_read_by
+from .call import UNET_PARAMETERS, names_read_by
 
 UNET, ANIMA = "backend.nn.unet", "backend.nn.anima"
-UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 
 
 class HostNetwork(NamedTuple):

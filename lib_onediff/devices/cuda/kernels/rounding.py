@@ -1,4 +1,5 @@
-"""Rows of tokens in eight bits, made where they are computed: layer norm, GEGLU, and plain rows; and weights.
+"""Rows of tokens in eight bits, made where they are computed: layer norm, GEGLU, and plain rows; and weights. The
+adaptive norm gives them in 16 bits too.
 
 A layer norm's rows in float8 share one scale, all others have one each.
 """

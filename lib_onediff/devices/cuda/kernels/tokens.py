@@ -1,4 +1,4 @@
-"""Layer norm of a residual stream with a deferred bias, and GEGLU, over rows of tokens."""
+"""Over rows of tokens: layer norm of a residual stream with a deferred bias, GEGLU, and norms of heads."""
 from __future__ import annotations
 
 from collections.abc import Sequence

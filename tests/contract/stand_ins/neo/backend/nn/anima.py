@@ -109,7 +109,7 @@ class Anima(nn.Module):
         self.in_channels = self.out_channels = channels
         self.patch_spatial, self.patch_temporal = 2, 1
         self.pos_embedder = Positions(width // heads, {"t": 1.0, "h": 4.0, "w": 3.0})
-        embedding = Parts(linear_1=linear(width, width), linear_2=linear(width, 3 * width))
+        embedding = Parts(linear_1=linear(width, width), activation=nn.SiLU(), linear_2=linear(width, 3 * width))
         self.t_embedder = nn.Sequential(Parts(num_channels=width), embedding)
         self.t_embedding_norm = nn.RMSNorm(width, eps=EPS)
         self.x_embedder = Parts(proj=nn.Sequential(nn.Identity(), linear((channels + 1) * 4, width)))
