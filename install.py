@@ -33,8 +33,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FULL_DISK_BYTES = 64 << 20
-# Of .venv: on Linux torch brings CUDA's libraries.
-VENV_BYTES = (7 if sys.platform == "linux" else 2) << 30
 # How many processes "auto" is, tests/conftest.py says. What the user gives comes behind it and counts.
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
@@ -136,10 +134,17 @@ def sole_installer():
         yield
 
 
+def venv_bytes() -> int:
+    """Roughly what a finished .venv takes."""
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    sizes = read_strings(text, "tool.onediff.venv-gib", "linux" if sys.platform == "linux" else "other")
+    return int(float(sizes[0]) * 2**30)
+
+
 def refuse_full_disk() -> None:
     """Raise CannotInstall where there is no room for what is missing in .venv."""
     there = sum(path.lstat().st_size for path in VENV.rglob("*"))
-    free, missing = shutil.disk_usage(VENV).free, VENV_BYTES - there
+    free, missing = shutil.disk_usage(VENV).free, venv_bytes() - there
     if free < missing:
         raise CannotInstall(f"{VENV} needs {missing / 2**30:.1f} GB more, and {free / 2**30:.1f} GB are free there.")
 

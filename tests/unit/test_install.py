@@ -39,6 +39,10 @@ test = ["tiny-oracle==1.0"]
 
 [tool.onediff.tested]
 newest = ["tiny-torch<3"]
+
+[tool.onediff.venv-gib]
+linux = ["0.125"]
+other = ["0.125"]
 """
 SAY_ARGUMENTS = "import json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv[1:]]))\nsys.exit(7)\n"
 WAIT_FOR_INTERRUPT = """
@@ -139,7 +143,7 @@ def test_too_little_room_is_said_and_what_is_there_counts(tmp_path, monkeypatch)
     with pytest.raises(install.CannotInstall, match=r" needs [26789]\.0 GB more, and 1\.0 GB are free there\.$"):
         install.refuse_full_disk()
     with open(tmp_path / "torch.whl", "wb") as sparse:
-        sparse.truncate(install.VENV_BYTES - (1 << 30))
+        sparse.truncate(install.venv_bytes() - (1 << 30))
     install.refuse_full_disk()
 
 
