@@ -84,9 +84,9 @@ class Settings:
         False, "Low-bit only", "Small cards: weights in main memory stand in VRAM as 8-bit ones. Lossy.",
         group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off", SAGE)},
     )
-    guidance_end: float = option(
-        1.0, "Skip the negative prompt after", "This share of an image's steps. 1: never. Faster, lossy.",
-        group=EXPERT, per_run=True, bounds=(0.0, 1.0), step=0.01,
+    skip_negative_after: int = option(
+        0, "Skip the negative prompt after (% of steps)", "0: never. Faster, lossy.",
+        group=EXPERT, per_run=True, bounds=(0, 99),
     )
     second_gpu: str = option(
         ONE_GPU, "Second GPU", "Split each step across two GPUs. auto: the next one with room.",

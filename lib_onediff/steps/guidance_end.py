@@ -61,16 +61,16 @@ class Guided:
 class GuidanceEnd:
     """The step policy. See core.policy.StepPolicy."""
 
-    name, title, whole_batch = "guidance", "Guidance end", True
+    name, title, whole_batch = "guidance", "Skipping the negative prompt", True
 
     def __init__(self) -> None:
         self.status: dict[str, Any] = {"without_negative": 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
-        return settings.guidance_end < 1.0
+        return settings.skip_negative_after > 0
 
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
-        """From the fraction guidance_end of the sampling's steps on, half of a call is computed."""
+        """From skip_negative_after percent of the sampling's steps on, half of a call is computed."""
         if not moment.belongs_to_image:
             raise Refusal("")
         position = moment.position
@@ -86,7 +86,7 @@ class GuidanceEnd:
         if reason := guided.refusal or why_not_taken(moment.call):
             raise Refusal(reason)
         step = position.step
-        if is_first or step.index == 0 or step.fraction < moment.settings.guidance_end - ROUNDING:
+        if is_first or step.index == 0 or step.fraction < moment.settings.skip_negative_after / 100 - ROUNDING:
             return lambda compute: self._whole(moment, guided, compute)
         if not guided.is_confirmed:
             # Once a sampling: it waits for a GPU.

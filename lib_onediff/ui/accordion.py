@@ -30,7 +30,7 @@ from .run_settings import AS_AT_FIRST, EXAMPLE
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
 EXTRA_OPTIONS = "Extra options"
 # Rows of options that have a control; the last one is for experts.
-ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "guidance_end"))
+ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "skip_negative_after"))
 # The status in the accordion's title, and the one inside it.
 StatusLines = Callable[[], tuple[str, str]]
 

@@ -1,7 +1,7 @@
 """A run's options as a text: as an image's infotext has them, and as a user writes what shall differ for one run.
 
-The form is "on" or "off", then every other option that a generation may be given and that is not at its default, with
-semicolons between: "on; backend eager; low_bit fp8". It has neither comma nor colon, which hosts would have to quote.
+The form is "on" or "off", then the preset by name if that is shorter, then every option that differs from it, with
+semicolons between: "on; speed Balanced; backend eager". It has neither comma nor colon, which hosts would have to quote.
 """
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from ..core.migration import migrate_values
 from ..core.option import BOOL_OF_WORD, WORD_OF_BOOL, allowed_values, did_you_mean, format_value, parse_value
 from ..core.settings import Settings
-from .presets import AS_IN_SETTINGS
+from .presets import AS_IN_SETTINGS, PRESETS, preset_of, with_preset
 
 KEY = "OneDiff"
 # Why a run did not get what it asked of OneDiff: all that a client of the WebUI's API hears of it.
 PROBLEM = "OneDiff problem"
-SWITCH = "enabled"
+SWITCH, SPEED = "enabled", "speed"
 NOT_SERVED = "not accelerated"
 PARTS = re.compile(r"[;\n]")
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
@@ -34,22 +34,51 @@ def describe(settings: Settings, resting: Collection[str] = (), is_served: bool 
     """The infotext of a generation that was made with these settings. resting: options that did not count. is_served:
     whether its model is one that OneDiff serves; pasting from another one sets nothing."""
     word = WORD_OF_BOOL[settings.enabled] if is_served or not settings.enabled else NOT_SERVED
-    return "; ".join([word, *differences(settings, Settings(), resting)])
+    defaults = Settings()
+    preset, changes = shortest(replace(settings, **{name: getattr(defaults, name) for name in resting}), defaults)
+    return "; ".join([word, *([] if preset == AS_IN_SETTINGS else [f"{SPEED} {preset}"]), *changes])
 
 
-def differences(settings: Settings, others: Settings, left_out: Collection[str] = ()) -> list[str]:
+def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
+    """The shortest way from standing to the wanted settings of a run: a preset, or AS_IN_SETTINGS, and the options that
+    differ from it."""
+    ways = {AS_IN_SETTINGS: standing} | {name: with_preset(standing, name) for name in PRESETS}
+    changes = {name: differences(wanted, base) for name, base in ways.items()}
+    best = min(changes, key=lambda name: len(changes[name]) + (name != AS_IN_SETTINGS))
+    return best, changes[best]
+
+
+def differences(settings: Settings, others: Settings) -> list[str]:
     """Every option of a run but the switch that has another value in others, with its value in settings, in words."""
-    names = options_of_a_run().keys() - {SWITCH, *left_out}
+    names = options_of_a_run().keys() - {SWITCH}
     return [
         f"{name} {format_value(value)}" for name, value in settings.changed_from(others).items() if name in names
     ]
 
 
+def names_by_label() -> dict[str, str]:
+    """The options of a run by what the page calls them, in lower case and without what stands in brackets."""
+    return {
+        option.metadata["label"].partition(" (")[0].lower(): name for name, option in options_of_a_run().items()
+    }
+
+
 def words_in(text: str) -> dict[str, Any]:
-    """The words of each option in a text, by name; of two of one option the last counts."""
+    """The words of each option in a text, by name, with those of a preset's options for its name; of two of one option
+    the last counts. An option is named as in the code or as on the page: "deepcache_interval 3", "DeepCache interval 3".
+    """
     words: dict[str, str] = {}
-    for part in filter(None, map(str.strip, PARTS.split(text))):
-        name, _, value = (piece.strip() for piece in part.replace("=", " ").partition(" "))
+    labels = names_by_label()
+    for part in filter(None, (" ".join(re.sub("[=:]", " ", part).split()) for part in PARTS.split(text))):
+        name, _, value = part.partition(" ")
+        for label in labels:
+            if f"{part.lower()} ".startswith(f"{label} "):
+                name, value = labels[label], part[len(label):].strip()
+        if name.lower() == SPEED:
+            name = SPEED
+            with contextlib.suppress(ValueError):
+                words.update({option: format_value(of) for option, of in preset_of(value).all_values.items()})
+                continue
         words.update({SWITCH: part} if part in BOOL_OF_WORD else {name: value})
     return migrate_values(words)
 
@@ -61,6 +90,8 @@ def read_changes(text: str) -> dict[str, Any]:
     """
     options, found = options_of_a_run(), {}
     for name, value in words_in(text.strip().removeprefix(f"{KEY}:").strip().strip('"')).items():
+        if name == SPEED:
+            preset_of(value)
         if name not in options:
             raise ValueError(f"OneDiff has no option {name!r} for a run.{did_you_mean(name, options)}")
         try:
@@ -89,9 +120,8 @@ def paste_functions(standing: Callable[[], Settings]) -> tuple[PasteFunction, Pa
     """What fills the accordion's checkbox, list of presets and text of changes from a pasted infotext, as the host has
     read it; each returns what the component is set to, or None to leave it as it is.
 
-    The run then has the settings of the infotext. Only what the settings tab (standing) has otherwise is written into
-    the accordion, where the title shows it: everything else goes on following the settings. A preset would hold every
-    option that presets set.
+    The run then has the settings of the infotext. What the settings tab (standing) has already is not written into the
+    accordion: it goes on following the settings.
 
     Make them once for all tabs: hosts hand a component's value on, when an image is sent from one tab to another, where
     both tabs' functions are equal.
@@ -105,6 +135,6 @@ def paste_functions(standing: Callable[[], Settings]) -> tuple[PasteFunction, Pa
         return paste
 
     return (
-        pasting(lambda wanted: wanted.enabled), pasting(lambda wanted: AS_IN_SETTINGS),
-        pasting(lambda wanted: "; ".join(differences(wanted, standing()))),
+        pasting(lambda wanted: wanted.enabled), pasting(lambda wanted: shortest(wanted, standing())[0]),
+        pasting(lambda wanted: "; ".join(shortest(wanted, standing())[1])),
     )

@@ -67,7 +67,7 @@ def preset_options() -> dict[str, Field[Any]]:
 
 def preset_of(name: str) -> Preset:
     """The preset of a name, also of an earlier version's. Raises ValueError with a sentence."""
-    found = PRESETS.get(FORMER_NAMES.get(name, name))
+    found = PRESETS.get(FORMER_NAMES.get(name, name.capitalize()))
     if found is None:
         raise ValueError(f"OneDiff has no preset {name!r}.{did_you_mean(name, PRESETS)}")
     return found

@@ -26,7 +26,7 @@ MAKE_IMAGES_ALIKE = (
     "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps",
 )
 # The kinds of steps that options make.
-MAKES = {"guidance_end": {PROMPT_ALONE}, **dict.fromkeys(("deepcache_interval", "deepcache_depth"), {CACHED, FORECAST})}
+MAKES = {"skip_negative_after": {PROMPT_ALONE}, **dict.fromkeys(("deepcache_interval", "deepcache_depth"), {CACHED, FORECAST})}
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 

@@ -44,7 +44,7 @@ PIPELINES: dict[str, Any] = {
     "SD1": ("StableDiffusionImg2ImgPipeline", SMALL, {}, ""),
     "SDXL": ("StableDiffusionXLPipeline", SMALL_XL, {}, "hosts/"),
     "fewer steps": (
-        "StableDiffusionXLPipeline", SMALL_XL, {"deepcache_interval": 2, "guidance_end": 0.5},
+        "StableDiffusionXLPipeline", SMALL_XL, {"deepcache_interval": 2, "skip_negative_after": 50},
         "deepcache|guidance|forecast|schedule|_by_step",
     ),
 }

@@ -131,8 +131,8 @@ def test_arguments_that_are_not_followed_are_told(
 
 @pytest.mark.parametrize(("wanted", "while_made", "infotext"), [
     ({"backend": "eager", "deepcache_depth": 2}, "on; deepcache_depth 2; backend eager", "on; backend eager"),
-    ({"backend": "native", "deepcache_interval": 3, "guidance_end": 0.5, "low_bit_budget": 0.05},
-     "on; deepcache_interval 3; backend native; low_bit_budget 0.05; guidance_end 0.5", "on"),
+    ({"backend": "native", "deepcache_interval": 3, "skip_negative_after": 50, "low_bit_budget": 0.05},
+     "on; deepcache_interval 3; backend native; low_bit_budget 0.05; skip_negative_after 50", "on"),
     ({"enabled": False}, "off", "off"),
 ], ids=str)
 def test_what_has_rested_is_not_said_to_have_counted(

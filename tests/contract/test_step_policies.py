@@ -57,7 +57,7 @@ class Guided:
 
     def start(self, **options: Any) -> None:
         self.host.start()
-        runtime.configure(Settings(**{"guidance_end": 0.5, **options}))
+        runtime.configure(Settings(**{"skip_negative_after": 50, **options}))
 
     def apply_model(
         self, latent: Tensor, sigma: float, context: Tensor, options: dict[str, Any], control: Any
@@ -142,8 +142,8 @@ def agrees(guided: Guided) -> None:
 def rests(guided: Guided) -> str:
     assert not any(step.is_early for step in guided.steps())
     reason = str(runtime.status()["guidance"]["reason"])
-    assert reason.startswith("Guidance end rests: ") and runtime.guard.faults == []
-    return reason.removeprefix("Guidance end rests: ")
+    assert reason.startswith("Skipping the negative prompt rests: ") and runtime.guard.faults == []
+    return reason.removeprefix("Skipping the negative prompt rests: ")
 
 
 @pytest.mark.parametrize("images", [1, 2])
@@ -205,7 +205,7 @@ def rests_for_few_steps(host: Host, **generation: Any) -> bool:
     """Whether DeepCache rests in a sampling of 12 steps, because of the few steps. generation: attributes of p."""
     guided = Guided(host)
     guided.sampler, guided.generation = Euler, generation
-    guided.start(deepcache_interval=3, guidance_end=1.0)
+    guided.start(deepcache_interval=3, skip_negative_after=0)
     before = runtime.status()["deepcache"]["cached"]
     list(guided.steps())
     now = runtime.status()["deepcache"]

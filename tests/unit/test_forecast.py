@@ -108,7 +108,7 @@ def test_calls_without_forecasts(change: Callable[[Call], Call], why: str) -> No
 
 
 def test_after_the_end_of_guidance_the_prompt_has_a_history_of_its_own() -> None:
-    ours = Samplings("forecast", guidance_end=0.5)
+    ours = Samplings("forecast", skip_negative_after=50)
     ours.begin()
     found = []
     for time in STEPS:

@@ -27,8 +27,8 @@ def refused(ours: Samplings, change: Callable[[Call], Call] = lambda call: call,
     for time in STEPS:
         call = change(ours.call(time))
         assert ours.run(call, **more)[0] == WHOLE
-    assert ours.reason.startswith("Guidance end rests: ")
-    return ours.reason.removeprefix("Guidance end rests: ")
+    assert ours.reason.startswith("Skipping the negative prompt rests: ")
+    return ours.reason.removeprefix("Skipping the negative prompt rests: ")
 
 
 @pytest.mark.parametrize(("change", "known", "why"), [
@@ -68,7 +68,7 @@ def test_a_host_that_cannot_tell_the_rows() -> None:
 
 def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     """Several prompts that do not fit into one call: the first step shows it."""
-    ours = Samplings("guidance", guidance_end=0.0)
+    ours = Samplings("guidance", skip_negative_after=1)
     ours.begin()
     for time in STEPS:
         call = ours.call(time)
@@ -86,13 +86,13 @@ def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, m
     def broken() -> PromptRows:
         raise RuntimeError("no such rows")
 
-    plain = Samplings("guidance", guidance_end=1.0)
+    plain = Samplings("guidance", skip_negative_after=0)
     plain.begin()
     call = ours.call(STEPS[0])
     assert torch.equal(ours.run(call, broken)[1], plain.run(call)[1])
     assert "no such rows" in ours.reason and any("no such rows" in fault for fault in ours.runtime.guard.faults)
     assert sum(record.exc_info is not None for record in caplog.records) == 1
-    assert ours.sample(STEPS[1:]) == steps(19, 19) and ours.reason == "Guidance end rests: a fault of OneDiff"
+    assert ours.sample(STEPS[1:]) == steps(19, 19) and ours.reason == "Skipping the negative prompt rests: a fault of OneDiff"
 
 
 def test_where_the_host_fails_on_half_it_runs_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

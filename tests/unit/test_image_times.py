@@ -62,8 +62,8 @@ def assert_times(times: Any, step_ms: float) -> None:
 @pytest.mark.parametrize(("options", "steps", "step_ms"), [
     ({}, {"whole": 20}, WHOLE_MS),
     (EVERY_THIRD, {"whole": 8, "cached": 12}, (8 * WHOLE_MS + 12 * CACHED_MS) / 20),
-    ({"guidance_end": 0.5}, {"whole": 10, "prompt alone": 10}, (WHOLE_MS + ALONE_MS) / 2),
-    ({"deepcache_interval": 2, "deepcache_depth": 0, "guidance_end": 0.6},
+    ({"skip_negative_after": 50}, {"whole": 10, "prompt alone": 10}, (WHOLE_MS + ALONE_MS) / 2),
+    ({"deepcache_interval": 2, "deepcache_depth": 0, "skip_negative_after": 60},
      {"whole": 7, "prompt alone": 6, "forecast": 7},
      (7 * WHOLE_MS + 6 * ALONE_MS) / 20),
 ], ids=["exact", "DeepCache", "guidance end", "forecast and guidance end"])

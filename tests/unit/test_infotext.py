@@ -10,7 +10,7 @@ import pytest
 from lib_onediff.core.settings import Settings
 from lib_onediff.demo.modules import infotext_utils
 from lib_onediff.ui import infotext
-from lib_onediff.ui.presets import AS_IN_SETTINGS, FAST, with_preset
+from lib_onediff.ui.presets import AS_IN_SETTINGS, EXACT, FAST, with_preset
 from lib_onediff.ui.run_settings import settings_of_run
 
 
@@ -68,7 +68,7 @@ def per_run(settings: Settings) -> dict[str, Any]:
 
 
 TABS = [
-    Settings(), Settings(backend="eager", deepcache_interval=5, low_bit_only=True), Settings(guidance_end=0.55),
+    Settings(), Settings(backend="eager", deepcache_interval=5, low_bit_only=True), Settings(skip_negative_after=55),
     with_preset(Settings(), FAST),
 ]
 
@@ -84,6 +84,11 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
     ("on", Settings(), [True, AS_IN_SETTINGS, ""]),
     ("off", Settings(), [False, AS_IN_SETTINGS, ""]),
     ("on", Settings(deepcache_interval=3), [True, AS_IN_SETTINGS, "deepcache_interval 1"]),
+    ("on", with_preset(Settings(), FAST), [True, EXACT, ""]),
+    ("on; speed Fast; backend eager", Settings(), [True, FAST, "backend eager"]),
+    ("on; speed Fast; accumulation full", with_preset(Settings(), FAST), [True, AS_IN_SETTINGS, "accumulation full"]),
+    ("on; guidance_end 0.6", Settings(), [True, AS_IN_SETTINGS, "skip_negative_after 60"]),
+    ("on; guidance_end 1.0", Settings(), [True, AS_IN_SETTINGS, ""]),
     ("on; deepcache_interval 2", Settings(backend="eager"),
      [True, AS_IN_SETTINGS, "deepcache_interval 2; backend auto"]),
     ("on; from_the_future 3; low_bit fp8", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
@@ -107,8 +112,20 @@ def test_pasting_something_else_leaves_the_accordion_alone(parameters: dict[str,
 @pytest.mark.parametrize("text, expected", [
     ("", {}), ("off", {"enabled": False}),
     ("backend = eager\nlow_bit_only=on;", {"backend": "eager", "low_bit_only": True}),
+    ("DeepCache interval 3; vae precision: bf16; Skip the negative prompt after=60",
+     {"deepcache_interval": 3, "vae_precision": "bf16", "skip_negative_after": 60}),
+    ("Use OneDiff off; low-bit  fp8", {"enabled": False, "low_bit": "fp8"}),
     # Options that earlier versions had are ignored.
     ("OneDiff: on; backend eager; verify off; cache_folder /tmp", {"enabled": True, "backend": "eager"}),
 ])
 def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
     assert infotext.read_changes(text) == expected
+
+
+def test_a_presets_name_stands_for_its_options() -> None:
+    expected = {**with_preset(Settings(), FAST).changed_from(Settings()), "low_bit": "fp8"}
+    found = infotext.read_changes("Speed fast; low_bit fp8")
+    assert Settings(**found).changed_from(Settings()) == expected
+    assert infotext.describe(with_preset(Settings(), FAST)) == "on; speed Fast"
+    with pytest.raises(ValueError, match="no preset 'Best'"):
+        infotext.read_changes("speed Best")

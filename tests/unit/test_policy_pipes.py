@@ -68,7 +68,7 @@ def told() -> tuple[int, str]:
 
 def compiled(name: str, layout: dict[str, Any], **options: Any) -> Any:
     runtime.stepping.policies = step_policies()
-    return lib_onediff.compile_pipe(pipeline(name, layout), ignores=("vae",), **{"guidance_end": 0.5, **options})
+    return lib_onediff.compile_pipe(pipeline(name, layout), ignores=("vae",), **{"skip_negative_after": 50, **options})
 
 
 @pytest.mark.parametrize(("name", "layout", "more", "early"), [
@@ -91,7 +91,7 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
             else:
                 expected = oracle(**arguments_of_prompt(given, rows), return_dict=False)[0].repeat(2, 1, 1, 1)
         assert relative_error(output, expected) < 1e-5, index
-    exact = generate(compiled(name, layout, guidance_end=1.0), **more)
+    exact = generate(compiled(name, layout, skip_negative_after=0), **more)
     assert told() == (0, "") and relative_error(found, exact) > 1e-3
 
 
@@ -113,7 +113,7 @@ def test_an_ip_adapters_rows(called: list[Called]) -> None:
 @pytest.mark.parametrize(("layout", "more"), [(SMALL, {"guidance_scale": 1.0}), (LCM, {})], ids=["off", "distilled"])
 def test_without_guidance_there_is_nothing_to_leave_out(layout: dict[str, Any], more: dict[str, Any]) -> None:
     generate(compiled("StableDiffusionPipeline", layout), steps=16, **more)
-    assert told() == (0, f"Guidance end rests: {NO_GUIDANCE}")
+    assert told() == (0, f"Skipping the negative prompt rests: {NO_GUIDANCE}")
 
 
 def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
@@ -123,19 +123,19 @@ def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
         pass
 
     pipe.__class__ = OwnPipeline
-    lib_onediff.compile_pipe(pipe, ignores=("vae",), guidance_end=0.5)
+    lib_onediff.compile_pipe(pipe, ignores=("vae",), skip_negative_after=50)
     generate(pipe)
-    assert told()[1] == "Guidance end rests: OwnPipeline may order its rows in another way"
+    assert told()[1] == "Skipping the negative prompt rests: OwnPipeline may order its rows in another way"
 
 
 def test_a_unet_without_its_pipeline() -> None:
-    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), guidance_end=0.5)
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), skip_negative_after=50)
     call = replace(a_call(unet), timestep=torch.full((2,), 500.0))
     with lib_onediff.sampling(unet, range(999, 0, -50)):
         served(unet, call)
-    assert told()[1] == f"Guidance end rests: {NO_PIPELINE}"
+    assert told()[1] == f"Skipping the negative prompt rests: {NO_PIPELINE}"
     served(unet, call)
-    assert told()[1] == f"Guidance end rests: {UNANNOUNCED}"
+    assert told()[1] == f"Skipping the negative prompt rests: {UNANNOUNCED}"
 
 
 # --- forecasts --------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def why_whole(pipe: Any, cache: str, steps: int, scale: float) -> str:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pipelines_guidance_scale(cache: str) -> None:
-    pipe = compiled("StableDiffusionPipeline", SMALL, guidance_end=1.0, **CACHES[cache])
+    pipe = compiled("StableDiffusionPipeline", SMALL, skip_negative_after=0, **CACHES[cache])
     assert why_whole(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
     assert why_whole(pipe, cache, 12, 5.0) == ""
     assert why_whole(pipe, cache, 16, 1.5) == ""

@@ -88,7 +88,7 @@ def test_two_threads_get_their_own_rows() -> None:
 
 
 def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
-    image = Image.of(guidance_end=0.5)
+    image = Image.of(skip_negative_after=50)
     image.begin()
     splits = []
     for time in STEPS:

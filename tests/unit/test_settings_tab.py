@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_is_told_at_the_start(
     ("onediff_memory_budget", 10**30, "from 0 to 1048576"),
     ("onediff_deepcache_interval", 21, "from 1 to 20, not 21"),
     ("onediff_deepcache_depth", 12, "from 0 to 11"),
-    ("onediff_guidance_end", 1.01, "from 0 to 1"),
+    ("onediff_skip_negative_after", 100, "from 0 to 99"),
     ("onediff_low_bit_only", 1, "takes True or False"),
     ("onediff_backend", "warp", "is one of"),
 ])

@@ -169,7 +169,8 @@ def test_values_that_change_nothing_are_told() -> None:
 @pytest.mark.parametrize(("name", "text", "told"), [
     ("backend", "eager, warp", "not 'warp'"), ("low_bit_only", "on, maybe", "is on or off, not 'maybe'"),
     ("deepcache_interval", "1, 0", "from 1"), ("deepcache_interval", " , ", "no values"),
-    ("guidance_end", "1.5", "1.5"), ("guidance_end", "nan", "nan"), (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
+    ("skip_negative_after", "100", "100"), ("low_bit_budget", "nan", "nan"),
+    (xyz.PRESET, "Balanced, Best", "no preset 'Best'"),
 ])
 def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: str) -> None:
     axis = axis_of(name)

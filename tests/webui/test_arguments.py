@@ -20,7 +20,7 @@ def said(pictures: Pictures) -> str:
 
 
 # All of them change the picture of a small model on any machine; below 10 steps, those that leave steps out rest.
-OPTIONS = {"vae_precision": "bf16", "deepcache_interval": 2, "deepcache_depth": 2, "guidance_end": 0.5}
+OPTIONS = {"vae_precision": "bf16", "deepcache_interval": 2, "deepcache_depth": 2, "skip_negative_after": 50}
 TEN_STEPS = {"steps": 10, "sampler_name": "Euler", "negative_prompt": "snow"}
 
 

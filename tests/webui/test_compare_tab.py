@@ -48,10 +48,10 @@ def test_presets_with_changed_options_several_seeds(compare: Compare) -> None:
     compare.choose("compare_right", "Fast")
     told = compare.made(
         prompt="a </script><b>café</b>", steps=6, images=3, left_changes="backend eager",
-        right_changes="guidance_end 0.5",
+        right_changes="skip_negative_after 50",
     )
     assert "Left: Exact + backend eager" in told and "on; backend eager" in told
-    assert "Right: Fast + guidance_end 0.5" in told and "deepcache_interval 3" in told
+    assert "Right: Fast + skip_negative_after 50" in told and "deepcache_interval 3" in told
     assert [row[0] for row in compare.rows()] == ["21", "22", "23"] and len(compare.images()) == 9
 
 

@@ -75,7 +75,7 @@ def test_controlnet(webui: WebUI, controlnet: str, changes: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("changes", [
     {"weight": 0.5},
-    {"guidance_end": 0.1},
+    {"skip_negative_after": 10},
     {"guidance_start": 0.5},
     {"control_mode": "ControlNet is more important"},
 ], ids=lambda changes: next(iter(changes)))

@@ -13,7 +13,7 @@ from webui_models import Models
 
 # Below 10 steps all of them rest.
 THIRTEEN = {"steps": 13, "sampler_name": "Euler", "negative_prompt": "snow"}
-EVERY_THIRD, HALF = {"deepcache_interval": 3}, {"guidance_end": 0.5}
+EVERY_THIRD, HALF = {"deepcache_interval": 3}, {"skip_negative_after": 50}
 FORECAST = {**EVERY_THIRD, "deepcache_depth": 0}
 PARTS = ("deepcache", "forecast", "guidance")
 
