@@ -3,25 +3,31 @@
 "use strict";
 
 window.onediffAccordion = (() => {
-    // base: name of an option to its value without the text box. of_presets: the options that presets set.
+    // base: name of an option to its value without the text box. of_presets: the options that presets set. labels: names
+    // of options by their labels.
     function known(tab) {
         const told = document.querySelector(`#onediff_${tab}_told [data-onediff-run]`);
-        return told ? JSON.parse(told.dataset.onediffRun) : {base: {}, of_presets: []};
+        return told ? JSON.parse(told.dataset.onediffRun) : {base: {}, of_presets: [], labels: {}};
     }
 
     const partsOf = (text) => text.split(/[;\n]/).map((part) => part.trim()).filter((part) => part);
-    const nameOf = (part) => part.split(/[\s=]/)[0];
+    function nameOf(part, labels) {
+        const words = part.toLowerCase().split(/[\s=:]+/).join(" ");
+        const label = Object.keys(labels).find((known) => `${words} `.startsWith(`${known} `));
+        return label ? labels[label] : part.split(/[\s=:]/)[0];
+    }
 
     function changed(tab, name, text, value) {
-        const others = partsOf(text).filter((part) => nameOf(part) !== name), base = known(tab).base[name];
+        const {base: {[name]: base}, labels} = known(tab);
+        const others = partsOf(text).filter((part) => nameOf(part, labels) !== name);
         // A slider's 1 is the server's 1.0.
         const same = String(value) === base || Number(value) === Number(base);
         return [...others, ...(same ? [] : [`${name} ${value}`])].join("; ");
     }
 
     function presetChosen(tab, text) {
-        const {of_presets: names} = known(tab);
-        return partsOf(text).filter((part) => !names.includes(nameOf(part))).join("; ");
+        const {of_presets: names, labels} = known(tab);
+        return partsOf(text).filter((part) => !["speed", ...names].includes(nameOf(part, labels))).join("; ");
     }
 
     // --- what has changed elsewhere: settings, models, other pages ---
@@ -61,9 +67,11 @@ window.onediffAccordion = (() => {
 
     // Nor does it name a slider's number field; parts of the page come later.
     function name() {
-        for (const title of document.querySelectorAll(".onediff-accordion div.label-wrap")) {
-            title.tabIndex = 0;
-            title.role = "button";
+        for (const title of document.querySelectorAll(".onediff-accordion .label-wrap")) {
+            if (title.tagName === "DIV") {
+                title.tabIndex = 0;
+                title.role = "button";
+            }
             title.ariaExpanded = title.classList.contains("open");
         }
         const ours = ".onediff-accordion, #tab_onediff, #settings_onediff";

@@ -10,8 +10,8 @@ from typing import Any
 
 GONE = frozenset({
     "attention_upcast", "cache_folder", "convolution_accumulation", "forecast_interval", "fp8", "guidance_end",
-    "idle_prewarm", "low_bit_attention", "matmul_accumulation", "own_presets", "prewarm_most_used", "reduced_precision_reduction",
-    "tf32", "verify",
+    "idle_prewarm", "low_bit_attention", "matmul_accumulation", "own_presets", "prewarm_most_used",
+    "reduced_precision_reduction", "tf32", "verify",
     *(f"deepcache_{name}" for name in ("center", "end", "feature", "hires", "power", "schedule", "start")),
     *(f"deepcache_hires_{name}" for name in ("center", "depth", "end", "interval", "power", "schedule", "start")),
 })

@@ -14,6 +14,7 @@ from .graphs.pool_size import MemorySnapshot
 from .machine import Fingerprint
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
+from .step_times import StepTimes
 from .stepping import Stepping
 from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
@@ -28,6 +29,7 @@ class Cache:
         self, services: Services, stepping: Stepping, vae: DecoderRoute, two_gpus: TwoGpusRoute
     ) -> None:
         self._services, self._stepping, self._vae, self._two_gpus = services, stepping, vae, two_gpus
+        self._step_times = StepTimes(services.history)
         self._seen = MemorySnapshot()
         # In place of CallStats.status where that fails: who reads it finds every key.
         self._unknown = CallStats().status()
@@ -39,7 +41,7 @@ class Cache:
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
-            services.call_stats.times_of,
+            services.call_stats.times_of, self._step_times,
         )
 
     def totals(self) -> Totals:
@@ -74,8 +76,12 @@ class Cache:
         # What fails says so among the faults, and costs no other part.
         part: Any = partial(self._services.guard.attempt, "the status")
         status = part(self._services.call_stats.status, self._unknown)
+        entry = self._services.call_stats.entry
+        slower = None if entry is None else part(lambda: self._step_times.slower(entry), None)
+        if slower is not None and slower.is_load:
+            status["ratio"] = None
         return {
-            "enabled": settings.enabled, **status,
+            "enabled": settings.enabled, **status, "slower": slower.reason if slower else "",
             **{policy.name: policy.status.copy() for policy in self._stepping.policies},
             "backend": status["backend"] or settings.backend,
             "vae": part(self._vae.status, {}),
@@ -95,6 +101,7 @@ class Cache:
             return
         machine = Fingerprint.of()
         self._services.history.open(folder, machine.gpu, machine.digest)
+        self._step_times.open(machine)
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:
@@ -112,6 +119,7 @@ class Cache:
         with self._services.lock:
             entries = self._services.table.entries()
         self._services.history.keep(entries, times_of=self._services.call_stats.times_of)
+        self._step_times.note(entries)
         self._services.pressure.watch()
 
     # --- to throw away --------------------------------------------------------------------------------------------

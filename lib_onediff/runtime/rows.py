@@ -11,6 +11,7 @@ from ..core.key import ShapeKey
 from ..core.table import Entry, State
 from ..store.history import HistoryRow
 from .low_bit_errors import ClassError
+from .step_times import StepTimes
 
 # (model, resolution).
 Name = tuple[str, str]
@@ -130,15 +131,16 @@ class ResolutionRow:
 def rows_of(
     entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[Name] = (),
     gives_back: GivesBack = lambda keys: 0, times_of: TimesOf = lambda entry: None,
+    step_times: StepTimes | None = None,
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
     history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
     (model, resolution). gives_back: the GPU memory that comes back without these shapes.
-    times_of: see CallStats.
+    times_of: see CallStats. step_times: whose slower times are told, and not compared.
     """
     groups = by_name(entries, lambda entry: (entry.model, entry.key.resolution))
-    rows = [resolution_row(group, name in pins, gives_back, times_of) for name, group in groups.items()]
+    rows = [resolution_row(group, name in pins, gives_back, times_of, step_times) for name, group in groups.items()]
     for name, known in by_name(history, lambda row: (row.model, row.resolution)).items():
         if name not in groups:
             rows.append(row_of(name, ON_DISK, tuple(remembered_shape(row, name in pins) for row in known)))
@@ -165,15 +167,19 @@ def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
 
 def resolution_row(
     entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
-    times_of: TimesOf = lambda entry: None,
+    times_of: TimesOf = lambda entry: None, step_times: StepTimes | None = None,
 ) -> ResolutionRow:
     """The row of one model and resolution; entries are its shapes, the last used first."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
     shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
-    times = times_of(entries[shapes.index(usual_shape(shapes))])
+    usual = entries[shapes.index(usual_shape(shapes))]
+    times = times_of(usual)
     if times is not None:
         row = replace(row, step_ms=times.step_ms, host_ms=times.host_ms, ratio=times.ratio)
+    if step_times is not None and (slower := step_times.slower(usual)) is not None:
+        reason = "; ".join(filter(None, (row.reason, slower.reason)))
+        row = replace(row, reason=reason, ratio=None if slower.is_load else row.ratio)
     return replace(row, bytes=gives_back({entry.key for entry in entries}))
 
 

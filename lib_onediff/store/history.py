@@ -28,8 +28,9 @@ from .store import Store
 CACHE_VARIABLE = "ONEDIFF_CACHE"
 # Findings come in bursts: one write for all.
 WRITE_AFTER_SECONDS = 2.0
-# The kinds of findings. What users chose holds on every machine.
-VERDICTS, TUNED, CHOSEN = "verdict", "tuned", "chosen"
+# The kinds of findings. What users chose holds on every machine, and times are compared between versions.
+VERDICTS, TUNED, CHOSEN, TIMES = KINDS = ("verdict", "tuned", "chosen", "time")
+ON_EVERY_MACHINE = (CHOSEN, TIMES)
 # What is saved last has the highest rowid, whatever the clock says.
 SAVE = "REPLACE INTO finding VALUES (?, ?, ?, ?)"
 FINDINGS = "SELECT name, value FROM finding WHERE machine IN (?, '') AND kind = ? ORDER BY rowid"
@@ -95,7 +96,7 @@ class History:
         self._store: Store | None = None
         # The history names no card: its times are this one's.
         self._gpu = self._machine = ""
-        self._findings: dict[str, dict[str, Any]] = {kind: {} for kind in (VERDICTS, TUNED, CHOSEN)}
+        self._findings: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         self._host_ms: dict[tuple[Any, ...], float] = {}
         self._writer: threading.Timer | None = None
 
@@ -210,6 +211,14 @@ class History:
         """Remember what was measured to be best. Raises TypeError if JSON cannot hold it."""
         self._find(TUNED, name, value)
 
+    def times(self) -> dict[str, Any]:
+        """How long steps took, by name; see runtime.step_times."""
+        return self._findings[TIMES].copy()
+
+    def time(self, name: str, value: dict[str, Any]) -> None:
+        """Remember how long a step took."""
+        self._find(TIMES, name, value)
+
     def pins(self) -> frozenset[tuple[str, str]]:
         """Every pinned (model, resolution), as ("SD1", "512x512")."""
         chosen = self._findings[CHOSEN].copy()
@@ -225,7 +234,7 @@ class History:
         """Remember a value under a name, in place of what was there."""
         encoded = json.dumps(value)
         self._findings[kind][name] = value
-        self._write_soon(SAVE, "" if kind == CHOSEN else self._machine, kind, name, encoded)
+        self._write_soon(SAVE, "" if kind in ON_EVERY_MACHINE else self._machine, kind, name, encoded)
 
     # --- the disk -------------------------------------------------------------------------------------------------
 
@@ -246,8 +255,8 @@ class History:
         tuned goes as well; what users chose stays.
         """
         everything = resolutions is None and model is None
-        known = self.rows(every_machine=True) if model else ()
-        names = {model, *architectures, *(row.architecture for row in known if row.model == model)}
+        rows = self.rows(every_machine=True) if model else ()
+        names = {model, *architectures, *(row.architecture for row in rows if row.model == model)}
 
         def goes(resolution: str, name: str) -> bool:
             """name: of a model or an architecture."""
@@ -261,11 +270,12 @@ class History:
             connection.create_function("goes", 2, goes)
             connection.create_function("is_gone", 1, is_gone)
             connection.execute("DELETE FROM history WHERE goes(resolution, model)")
-            connection.execute("DELETE FROM finding WHERE kind = ? AND is_gone(name)", (VERDICTS,))
+            connection.execute("DELETE FROM finding WHERE kind IN (?, ?) AND is_gone(name)", (VERDICTS, TIMES))
             connection.execute("DELETE FROM finding WHERE kind != ? AND ?", (CHOSEN, everything))
 
-        verdicts = self._findings[VERDICTS].copy()
-        self._findings[VERDICTS] = {name: error for name, error in verdicts.items() if not is_gone(name)}
+        for kind in (VERDICTS, TIMES):
+            known = self._findings[kind].copy()
+            self._findings[kind] = {name: value for name, value in known.items() if not is_gone(name)}
         if everything:
             self._findings[TUNED] = {}
         if self._store is not None:

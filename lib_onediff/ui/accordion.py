@@ -19,9 +19,9 @@ from ..core.settings import OFF_IN_SETTINGS, Settings
 from ..runtime.runtime import runtime
 from .effects import described
 from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults
-from .infotext import SWITCH, describe, options_of_a_run
-from .markup import sentence
-from .presets import AS_IN_SETTINGS, PRESETS, preset_options
+from .infotext import SWITCH, names_by_label, options_of_a_run, shortest
+from .markup import folded, sentence
+from .presets import AS_IN_SETTINGS, EXACT, PRESETS, preset_options
 from .removal import build_for_the_settings
 from .run_settings import AS_AT_FIRST, EXAMPLE
 
@@ -57,7 +57,7 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
             with gr.Row(elem_classes="onediff-run"):
                 preset = gr.Dropdown(
                     choices=[AS_IN_SETTINGS, *PRESETS], value=preset_at_first, label="Speed", min_width=160,
-                    elem_id=f"onediff_{tab}_preset",
+                    info="From the same images to the fastest ones.", elem_id=f"onediff_{tab}_preset",
                 )
                 controls = [a_control(tab, name) for name in ROWS[0]]
             for names in ROWS[1:-1]:
@@ -82,7 +82,10 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
 def a_control(tab: str, name: str) -> Any:
     """The slider or the list of an option, with its default value."""
     option = options_of_a_run()[name]
-    about: dict[str, Any] = {"label": option.metadata["label"], "elem_id": f"onediff_{tab}_{name}", "min_width": 160}
+    about: dict[str, Any] = {
+        "label": option.metadata["label"], "info": option.metadata["explanation"], "elem_id": f"onediff_{tab}_{name}",
+        "min_width": 160,
+    }
     if option.metadata["bounds"] is not None:
         least, most = option.metadata["bounds"]
         value: Any = option.default
@@ -95,6 +98,7 @@ def a_text_of_changes(tab: str, label: str = EXTRA_OPTIONS, value: str = "") -> 
     """The text box of extra options."""
     return gr.Textbox(
         value, label=label, placeholder=EXAMPLE, lines=1, max_lines=1, elem_id=f"onediff_{tab}_changes",
+        info="Any option for this run, by its name or label.",
     )
 
 
@@ -149,11 +153,22 @@ def connect_controls(
 
 
 def what_it_will_be(settings: Settings) -> str:
+    """The run in words: its preset and what that means, what differs from it, and what has no effect on this machine.
+    """
     if not runtime.settings.enabled:
         return sentence(f"{OFF_IN_SETTINGS}.", wrong=True)
-    labels = {option.name: option.metadata["label"] for option in fields(Settings)}
-    notes = [f"{labels[name]}: {said}" for name, said in described(settings.changed_from(Settings())).items()]
-    return sentence(" ".join([f"This run: {describe(settings)}.", *notes]))
+    if not settings.enabled:
+        return sentence("This run: the WebUI alone.")
+    labels = {option.name: option.metadata["label"].partition(" (")[0] for option in fields(Settings)}
+    preset, changes = shortest(settings, Settings())
+    if preset == AS_IN_SETTINGS and not settings.changed_from(Settings()).keys() & preset_options().keys():
+        preset = EXACT
+    words = [f"{labels[name]} {value}" for name, _, value in (change.partition(" ") for change in changes)]
+    said = sentence(f"This run: {', '.join([*([] if preset == AS_IN_SETTINGS else [preset]), *words])}.")
+    if preset in PRESETS:
+        said += f'<p class="onediff-reason">{PRESETS[preset].explanation}</p>'
+    notes = [f"{labels[name]}: {note}" for name, note in described(settings.changed_from(Settings())).items()]
+    return said + folded(f"Notes on {len(notes)} options", notes)
 
 
 def set_here_html(preset: str | None, text: str | None) -> str:
@@ -168,7 +183,7 @@ def for_the_browser(base: Settings) -> str:
     """
     known = {
         "base": {name: format_value(getattr(base, name)) for name in options_of_a_run() if name != SWITCH},
-        "of_presets": list(preset_options()),
+        "of_presets": list(preset_options()), "labels": names_by_label(),
     }
     return f'<span hidden data-onediff-run="{html.escape(json.dumps(known))}"></span>'
 

@@ -26,7 +26,7 @@ def times(ratio: float | None) -> str:
     if ratio is None:
         return NOTHING
     if 0.95 < ratio < 1.05:
-        return "about as fast"
+        return "no measurable difference"
     return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 
 

@@ -1,7 +1,8 @@
 """A run's options as a text: as an image's infotext has them, and as a user writes what shall differ for one run.
 
 The form is "on" or "off", then the preset by name if that is shorter, then every option that differs from it, with
-semicolons between: "on; speed Balanced; backend eager". It has neither comma nor colon, which hosts would have to quote.
+semicolons between: "on; speed Balanced; backend eager". It has neither comma nor colon, which hosts would have to
+quote.
 """
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def names_by_label() -> dict[str, str]:
 
 def words_in(text: str) -> dict[str, Any]:
     """The words of each option in a text, by name, with those of a preset's options for its name; of two of one option
-    the last counts. An option is named as in the code or as on the page: "deepcache_interval 3", "DeepCache interval 3".
+    the last counts. An option is named as in the code or as on the page: "DeepCache interval 3".
     """
     words: dict[str, str] = {}
     labels = names_by_label()

@@ -11,6 +11,15 @@ def sentence(text: str, wrong: bool = False) -> str:
     return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""
 
 
+def folded(summary: str, lines: Iterable[str]) -> str:
+    """A summary that opens; of one line, that line alone."""
+    told = list(lines)
+    if len(told) < 2:
+        return "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in told)
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in told)
+    return f'<details class="onediff-folded"><summary>{html.escape(summary)}</summary><ul>{items}</ul></details>'
+
+
 def bar_html(percent: float, label: str, role: str = "progressbar") -> str:
     """How far something is, or how full. label: for screen readers."""
     percent = min(percent, 100)

@@ -17,8 +17,6 @@ AS_IN_SETTINGS = "As in the settings"
 EXACT, BALANCED, FAST, DRAFT = "Exact", "Balanced", "Fast", "Draft"
 # What API calls and pages' defaults of earlier versions call them.
 FORMER_NAMES = {"Quality first": EXACT, "Speed first": FAST, "Fast drafts": DRAFT}
-# An image of SDXL by the WebUI alone.
-WEBUI_SECONDS = 3.26
 NOT_OF_PRESETS = frozenset({"enabled", "backend"})
 # What computes each layer faster than exactly, whatever DeepCache does.
 FASTER_LAYERS: Mapping[str, Any] = {
@@ -28,7 +26,8 @@ FASTER_LAYERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """values: what differs from the options' defaults. seconds: an image of SDXL, as .readme/presets.md says."""
+    """what: how its images differ. seconds: an image of SDXL 1024x1024 on an H100, see .readme/speed-and-quality.md.
+    values: what differs from the options' defaults."""
 
     name: str
     what: str
@@ -38,7 +37,9 @@ class Preset:
     @property
     def explanation(self) -> str:
         """One sentence with what was measured."""
-        return f"{self.what}: {self.seconds} s instead of {WEBUI_SECONDS} s (SDXL, H100)."
+        if self.name == EXACT:
+            return f"{self.what}."
+        return f"About {PRESETS[EXACT].seconds / self.seconds:.1f}x as fast as Exact; {self.what}."
 
     @property
     def all_values(self) -> dict[str, Any]:
@@ -46,14 +47,12 @@ class Preset:
         return {name: self.values.get(name, option.default) for name, option in preset_options().items()}
 
 
-# Measured as .readme/presets.md says.
+# Measured as .readme/speed-and-quality.md says.
 PRESETS = {preset.name: preset for preset in (
-    Preset(EXACT, "Lossless", 0.98),
-    Preset(BALANCED, "Two of three steps compute part of the UNet", 0.46,
-           {"deepcache_interval": 3, "deepcache_depth": 3}),
-    Preset(FAST, "Two of three steps compute less of it, and INT8", 0.40, {"deepcache_interval": 3, **FASTER_LAYERS}),
-    Preset(DRAFT, "Four of five steps compute part of it, and INT8", 0.34,
-           {"deepcache_interval": 5, "deepcache_depth": 2, **FASTER_LAYERS}),
+    Preset(EXACT, "The same images as without OneDiff", 0.98),
+    Preset(BALANCED, "fine details differ", 0.46, {"deepcache_interval": 3, "deepcache_depth": 3}),
+    Preset(FAST, "details differ slightly", 0.40, {"deepcache_interval": 3, **FASTER_LAYERS}),
+    Preset(DRAFT, "details differ", 0.34, {"deepcache_interval": 5, "deepcache_depth": 2, **FASTER_LAYERS}),
 )}
 
 

@@ -26,7 +26,10 @@ MAKE_IMAGES_ALIKE = (
     "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps",
 )
 # The kinds of steps that options make.
-MAKES = {"skip_negative_after": {PROMPT_ALONE}, **dict.fromkeys(("deepcache_interval", "deepcache_depth"), {CACHED, FORECAST})}
+MAKES = {
+    "skip_negative_after": {PROMPT_ALONE},
+    **dict.fromkeys(("deepcache_interval", "deepcache_depth"), {CACHED, FORECAST}),
+}
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
@@ -72,12 +75,10 @@ def tell(p: Any, problem: str) -> None:
 
 
 def describe(p: Any, settings: Settings, is_served: bool, times: ImageTimes | None = None) -> None:
-    """Put the settings that count for a run into the infotext, and which of them cannot on this machine. times: of its
-    images, once they are made; they tell what has rested."""
+    """Put the settings that count for a run into the infotext. times: of its images, once they are made; they tell what
+    has rested."""
     changed, of_a_run = settings.changed_from(Settings()) if settings.enabled else {}, options_of_a_run()
     resting = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
-    if resting:
-        p.extra_generation_params[PROBLEM] = f"No effect on this machine: {', '.join(resting)}."
     times = times if is_served else ImageTimes()
     if settings.enabled and times is not None:
         resting += options_at_rest(settings, times)

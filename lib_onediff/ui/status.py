@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,8 @@ def current_status(webui: Any) -> dict[str, Any]:
 
 
 def summary_html(status: dict[str, Any]) -> str:
-    """The status in the accordion's title, in a few words: "1.2 s/image, 29 ms/step, 2.0x faster, graph"."""
+    """The status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.7x faster, graph".
+    """
     route = status["route"]
     if not runtime.settings.enabled:
         words = "off in the settings"
@@ -54,20 +56,35 @@ def summary_html(status: dict[str, Any]) -> str:
     elif route is None:
         words = "no image yet"
     else:
-        ours = route != "host" and status["step_ms"] is not None
-        took = (status.get("image") or {}).get("seconds")
-        image = [] if took is None else [f"{seconds(took)}/image"]
-        step = [f"{milliseconds(status['step_ms'])}/step"] if ours else []
-        speed = [times(status["ratio"])] if ours and status["ratio"] is not None else []
-        words = ", ".join([*image, *step, *speed, SHORT_ROUTES[route]])
+        image = status.get("image") or {}
+        took, alone = image.get("seconds"), image.get("host_seconds")
+        told = [] if took is None else [f"{seconds(took)}/image{beside(alone, seconds)}"]
+        if route != "host" and status["step_ms"] is not None:
+            told.append(f"{milliseconds(status['step_ms'])}/step{beside(status['host_ms'], milliseconds)}")
+            told += [] if gain_of(status) is None else [times(gain_of(status))]
+        words = ", ".join([*told, SHORT_ROUTES[route]])
     return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
+
+
+def beside(own: float | None, written: Callable[[float], str]) -> str:
+    """The WebUI's own, in brackets; "" where it is not known."""
+    return "" if own is None else f" (WebUI {written(own)})"
+
+
+def gain_of(status: dict[str, Any]) -> float | None:
+    """How many times faster than the WebUI: an image where one like it was made without OneDiff, otherwise a step."""
+    image = status.get("image") or {}
+    took, alone = image.get("seconds"), image.get("host_seconds")
+    ratio: float | None = status["ratio"]
+    return alone / took if took and alone is not None and ratio is not None else ratio
 
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: what was made last, by which route and why, and how fast."""
     decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
-        *reasons_of(status), gpus_sentence(second), *status.get("notes", ()), *status.get("faults", ()),
+        *reasons_of(status), status.get("slower", ""), gpus_sentence(second),
+        *status.get("notes", ()), *status.get("faults", ()),
         decode_described(decode.get("route"), decode.get("reason", "")),
     ))
     facts = "".join(fact_html(label, value) for label, value in described(status) if value)
@@ -96,13 +113,12 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
     image = status.get("image") or {}
     took, alone, steps = image.get("seconds"), image.get("host_seconds"), image.get("steps", {})
     kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
-    mixed = f" (mean of {kinds})" if status["step_ms"] is not None and len(steps) > 1 else ""
-    beside = "" if alone is None else f" (WebUI alone: {seconds(alone)})"
+    mixed = f", mean of {kinds}" if status["step_ms"] is not None and len(steps) > 1 else ""
     return [
         ("Route", ROUTES.get(status["route"], NOTHING) if status.get("served", True) else ROUTES["host"]),
-        ("Image", "" if took is None else f"{seconds(took)}{beside}"),
-        ("Step", f"{milliseconds(status['step_ms'])}{mixed}"),
-        ("Speed", ratio_sentence(status)),
+        ("Image", "" if took is None else f"{seconds(took)}{beside(alone, seconds)}"),
+        ("Step", f"{milliseconds(status['step_ms'])}{beside(status['host_ms'], milliseconds)}{mixed}"),
+        ("Speed", speed_sentence(status)),
         ("Resolution", status["resolution"] or NOTHING),
         ("Model", status["model"] or NOTHING),
         ("Backend", backend_sentence(status)),
@@ -116,11 +132,12 @@ def backend_sentence(status: dict[str, Any]) -> str:
     return ", ".join(filter(None, (status["backend"], lossy))) + counted
 
 
-def ratio_sentence(status: dict[str, Any]) -> str:
-    """How our mean step compares with the WebUI's, which is timed when a shape is first used."""
-    ratio, own = status["ratio"], status["host_ms"]
-    if ratio is not None:
-        return f"{times(ratio)} ({milliseconds(status['step_ms'])} vs {milliseconds(own)})"
+def speed_sentence(status: dict[str, Any]) -> str:
+    """How fast we are beside the WebUI, which is timed when a shape is first used."""
+    if (gain := gain_of(status)) is not None:
+        return times(gain)
     if status["route"] in (None, "host"):
         return NOTHING
-    return "the WebUI was not timed for these steps" if own is None else "too few steps timed yet"
+    if status.get("slower"):
+        return "not compared"
+    return "the WebUI was not timed for these steps" if status["host_ms"] is None else "too few steps timed yet"

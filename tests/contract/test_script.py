@@ -114,7 +114,7 @@ def test_a_fault_in_a_moment_of_a_generation(where: Any, hook: str, standalone: 
     (True, ("yes",), "OneDiff's script argument is true, false or a mapping of its options, not 'yes'.", "off"),
     (False, ({"enabled": True},), "switched off in the settings", None), (False, (False, "Fastest"), "", None),
     (True, ({"low_bit": "auto", "enabled": False},), "", "off; low_bit auto"),
-    (True, ({"low_bit": "int8"},), "No effect on this machine: low_bit.", "on"),
+    (True, ({"low_bit": "int8"},), "", "on"),
 ], ids=str)
 def test_arguments_that_are_not_followed_are_told(
     on: bool, arguments: tuple[Any, ...], says: str, infotext: str | None, standalone: Standalone,

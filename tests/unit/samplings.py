@@ -29,7 +29,9 @@ STEPS = [float(time) for time in range(951, 0, -50)]
 EVERY_THIRD: dict[str, Any] = {"deepcache_interval": 3}
 # What answers a call: a forecast, the prompt's rows alone, or the whole UNet.
 FORECAST, ALONE, WHOLE = "forecast", "prompt alone", "whole"
-ON: dict[str, dict[str, Any]] = {"forecast": {**EVERY_THIRD, "deepcache_depth": 0}, "guidance": {"skip_negative_after": 50}}
+ON: dict[str, dict[str, Any]] = {
+    "forecast": {**EVERY_THIRD, "deepcache_depth": 0}, "guidance": {"skip_negative_after": 50},
+}
 
 
 @pytest.fixture(autouse=True)

@@ -132,7 +132,7 @@ def test_failure_is_a_sentence() -> None:
 
 @pytest.mark.parametrize(("seconds", "says"), [
     ([(7.95, 1.0)], ""), ([(2, 1), (2.2, 1), (2.4, 1)], "2.2x faster"), ([(1, 2), (1, 2), (1, 2)], "2.0x slower"),
-    ([(5.6, 1), (0.84, 1), (1.2, 1)], "about as fast"),
+    ([(5.6, 1), (0.84, 1), (1.2, 1)], "no measurable difference"),
 ])
 def test_how_times_compare(seconds: list[tuple[float, float]], says: str) -> None:
     assert speed_of_right([a_pair(seconds=each) for each in seconds]) == says

@@ -92,7 +92,8 @@ def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, m
     assert torch.equal(ours.run(call, broken)[1], plain.run(call)[1])
     assert "no such rows" in ours.reason and any("no such rows" in fault for fault in ours.runtime.guard.faults)
     assert sum(record.exc_info is not None for record in caplog.records) == 1
-    assert ours.sample(STEPS[1:]) == steps(19, 19) and ours.reason == "Skipping the negative prompt rests: a fault of OneDiff"
+    assert ours.sample(STEPS[1:]) == steps(19, 19)
+    assert ours.reason == "Skipping the negative prompt rests: a fault of OneDiff"
 
 
 def test_where_the_host_fails_on_half_it_runs_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

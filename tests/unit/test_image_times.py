@@ -97,7 +97,7 @@ def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_besid
     images.make(size=9)
     assert images.status()["image"]["host_seconds"] is None, "another size"
     images.make()
-    assert dict(described(images.status()))["Image"] == "2.0 s (WebUI alone: 5.0 s)"
+    assert dict(described(images.status()))["Image"] == "2.0 s (WebUI 5.0 s)"
 
 
 def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:

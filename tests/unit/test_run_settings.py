@@ -88,7 +88,9 @@ def test_what_a_run_asks_for_while_onediff_is_off_in_the_settings(arguments: Any
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_what_it_names_and_resets_the_rest(name: str) -> None:
-    before = Settings(backend="eager", memory_budget=7, skip_negative_after=50, deepcache_interval=9, vae_precision="bf16")
+    before = Settings(
+        backend="eager", memory_budget=7, skip_negative_after=50, deepcache_interval=9, vae_precision="bf16",
+    )
     assert with_preset(before, name) == Settings(backend="eager", memory_budget=7, **PRESETS[name].values)
 
 
