@@ -4,7 +4,7 @@
 "use strict";
 
 window.onediff = (() => {
-    const BETWEEN_LOOKS = 250, WHILE_BUSY = 1000, OTHERWISE = 4000;
+    const BETWEEN_LOOKS = 250, WHILE_BUSY = 1000, OTHERWISE = 4000, MOST_NAMED = 5;
     const find = (selector) => document.querySelector(`#onediff_cache ${selector}`);
     const all = (selector) => [...document.querySelectorAll(`#onediff_cache ${selector}`)];
     const isSeen = (element) => element !== null && element.offsetParent !== null;
@@ -31,6 +31,8 @@ window.onediff = (() => {
         const every = find("input[data-onediff-every]");
         if (every) every.checked = boxes.length > 0 && selectedKeys.size === boxes.length;
         for (const details of all("details[data-onediff-key]")) details.open = openKeys.has(details.dataset.onediffKey);
+        // What an empty table has no use for, style.css hides.
+        document.getElementById("onediff_cache").toggleAttribute("data-onediff-empty", !shown.length);
         // Buttons that have nothing to work on.
         const none = selectedKeys.size === 0;
         const idle = {
@@ -88,7 +90,27 @@ window.onediff = (() => {
         }
     }
 
+    // --- comparing ---
+
+    // What the txt2img tab holds, by the ends of its fields' ids.
+    function txt2img() {
+        const names = ["prompt", "neg_prompt", "width", "height", "steps", "cfg_scale", "sampling", "scheduler", "seed"];
+        const fields = "textarea, input[type=number], input:checked, input:not([type=range], [type=file], [type=radio])";
+        const found = names.map((name) => [name, document.querySelector(`#txt2img_${name}`)?.querySelector(fields)]);
+        return Object.fromEntries(found.filter(([, field]) => field).map(([name, field]) => [name, field.value]));
+    }
+
+    function sayWhatIsAsked() {
+        const place = document.querySelector("[data-onediff-asked]");
+        if (!isSeen(place)) return;
+        const {width, height, steps, sampling, seed, prompt} = txt2img();
+        const text = `Now: ${width}x${height}, ${steps} steps of ${sampling}, seed ${seed}, ${prompt ? `“${prompt}”` : "no prompt"}.`;
+        if (place.textContent !== text) place.textContent = text;
+    }
+
     async function lookWhileComparing() {
+        sayWhatIsAsked();
+
         const place = document.getElementById("onediff_compare"), button = document.getElementById("onediff_compare_look");
         const busy = isSeen(place) && !document.hidden && place.querySelector("[role=progressbar]");
         if (!busy || performance.now() - looked < WHILE_BUSY) return;
@@ -117,5 +139,11 @@ window.onediff = (() => {
         // The jobs that were cancelled since the last time, and the selected rows, as JSON.
         cancelled: () => JSON.stringify(cancelled.splice(0)),
         selected: () => JSON.stringify([...selectedKeys]),
+        // "512x512 of SD1, 768x768 of SD1 and 3 more", for a question.
+        selectedNames() {
+            const names = [...selectedKeys].map((key) => key.replace(" ", " of ")), more = names.length - MOST_NAMED;
+            return more > 0 ? `${names.slice(0, MOST_NAMED).join(", ")} and ${more} more` : names.join(", ");
+        },
+        txt2img,
     };
 })();

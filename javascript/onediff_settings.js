@@ -87,7 +87,7 @@
         for (const [key, {group}] of Object.entries(told.options)) {
             if (!rowOf(key) || groups.has(group)) continue;
             groups.add(group);
-            rowOf(key).before(element("h4", "onediff-group", group));
+            rowOf(key).before(element("h2", "onediff-group", group));
         }
         const head = element("div", "onediff-settings-head", "Speed");
         for (const [name, {values: wanted, explained}] of Object.entries(told.speeds)) {
@@ -99,6 +99,13 @@
         section.querySelector(".onediff-group").before(head);
         const foot = element("div", "onediff-settings-foot", "To uninstall: "), name = "Remove what OneDiff keeps";
         foot.append(aButton(name, name, defaults, removeEverything));
+        const useless = Object.values(told.options).filter((option) => option.useless);
+        if (useless.length) {
+            const list = element("details", "onediff-folded", ""), options = useless.length === 1 ? "option has" : "options have";
+            list.append(element("summary", "", `${useless.length} ${options} no effect on this machine`), element("ul", "", ""));
+            for (const {label, useless: reason} of useless) list.lastChild.append(element("li", "", `${label}: ${reason}`));
+            foot.prepend(list);
+        }
         Object.keys(told.options).map(rowOf).filter(Boolean).pop().after(foot);
     }
 
@@ -107,7 +114,7 @@
             const row = rowOf(key);
             if (!row) continue;
             const changed = !isAt(key, now[key], option.default);
-            const rests = Object.entries(option.no_effect_when).some(([other, at]) =>
+            const rests = option.useless || Object.entries(option.no_effect_when).some(([other, at]) =>
                 other in now && at.some((value) => isAt(other, now[other], value)));
             // What was changed stays in sight: it counts again as soon as the other option does.
             row.toggleAttribute("data-onediff-rests", rests && !changed);

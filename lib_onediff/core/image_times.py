@@ -37,12 +37,14 @@ class Times(NamedTuple):
 
 class ImageTimes:
     """Of one image, or of several that are made at once. seconds: what one took, everything included; host_seconds:
-    what one like it took by the host's own UNet, with OneDiff off; None where nobody has measured it."""
+    what one like it took by the host's own UNet, with OneDiff off; None where nobody has measured it. places: the
+    (model, resolution) of its calls."""
 
     def __init__(self) -> None:
         self.steps: Counter[Step] = Counter()
         self.seconds: float | None = None
         self.host_seconds: float | None = None
+        self.places: set[tuple[str, str]] = set()
 
     @property
     def hosts(self) -> set[Stopwatch]:

@@ -39,12 +39,16 @@ NUMBERS = {**WHOLE, "cfg_scale": (1, 30)}
 LONGEST_PROMPT = 2000
 SECONDS_BETWEEN_LOOKS = 0.2
 UNCHANGED = gr.update()
+# The first one is there when the page opens. Emoji, which the demo's own model draws.
+EXAMPLES = (
+    "an owl and a rocket on a blue background", "a lion on a yellow background", "a shinto shrine on a red background",
+)
 
 
 def build_generation_tab(runner: Any) -> None:
     """Build the tab inside the open gradio context; runner holds its scripts."""
     with gr.Row(elem_id="txt2img_toprow", elem_classes="toprow"):
-        inputs = build_prompts()
+        inputs, examples = build_prompts()
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
             generate = gr.Button("Generate", variant="primary", elem_id="txt2img_generate")
             interrupt = gr.Button("Interrupt", elem_id="txt2img_interrupt")
@@ -68,10 +72,15 @@ def build_generation_tab(runner: Any) -> None:
     # Other WebUIs tell their scripts of every component; OneDiff's asks for this one.
     runner.after_component(made)
 
-    generate.click(
-        making_images(list(inputs), runner), inputs=[*inputs.values(), *runner.inputs[1:]], outputs=outputs,
-        show_progress="hidden", api_visibility="private", concurrency_limit=1, concurrency_id="images",
-    )
+    generating: dict[str, Any] = {
+        "fn": making_images(list(inputs), runner), "inputs": [*inputs.values(), *runner.inputs[1:]], "outputs": outputs,
+        "show_progress": "hidden", "api_visibility": "private", "concurrency_limit": 1, "concurrency_id": "images",
+    }
+    generate.click(**generating)
+    for button, example in zip(examples, EXAMPLES, strict=True):
+        button.click(
+            lambda text=example: text, inputs=[], outputs=[inputs["prompt"]], queue=False, api_visibility="private"
+        ).then(**generating)
     fields = [(inputs[name], parameter) for name, parameter in PASTED.items()]
     connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
     interrupt.click(
@@ -79,14 +88,17 @@ def build_generation_tab(runner: Any) -> None:
     )
 
 
-def build_prompts() -> Inputs:
-    def textbox(label: str, lines: int, elem_id: str) -> gr.Textbox:
-        return gr.Textbox(label=label, show_label=False, lines=lines, placeholder=label, elem_id=f"txt2img_{elem_id}",
-                          elem_classes="prompt")
+def build_prompts() -> tuple[Inputs, list[Any]]:
+    """The prompts, and a button for each of EXAMPLES."""
+    def textbox(label: str, value: str, lines: int, elem_id: str) -> gr.Textbox:
+        return gr.Textbox(value, label=label, show_label=False, lines=lines, placeholder=label,
+                          elem_id=f"txt2img_{elem_id}", elem_classes="prompt")
 
     with gr.Column(scale=6, min_width=280):
-        prompt = textbox("Prompt", 3, "prompt")
-        return {"prompt": prompt, "negative_prompt": textbox("Negative prompt", 2, "neg_prompt")}
+        prompt = textbox("Prompt", EXAMPLES[0], 2, "prompt")
+        with gr.Row(elem_classes="examples"):
+            examples = [gr.Button(text, size="sm", min_width=120) for text in EXAMPLES]
+        return {"prompt": prompt, "negative_prompt": textbox("Negative prompt", "", 2, "neg_prompt")}, examples
 
 
 def build_parameters() -> Inputs:

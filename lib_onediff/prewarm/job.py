@@ -15,7 +15,7 @@ CALLS_PER_SHAPE = 3
 
 @dataclass
 class Job:
-    """One size in the queue. done and total count UNet calls, seconds what they took.
+    """One size in the queue. done and total count UNet calls, made those that were needed, seconds what they took.
 
     source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
     what is being done now, for people. shapes: of its UNet calls, how many latents each takes, and how many tokens.
@@ -32,6 +32,7 @@ class Job:
     tokens: int = TOKENS
     what: str = ""
     shapes: tuple[tuple[int, int], ...] = ()
+    made: int = 0
 
     @property
     def pending(self) -> bool:
@@ -51,13 +52,17 @@ def check_tokens(tokens: int) -> None:
 
 
 def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: str | None) -> list[ResolutionRow]:
-    """The rows, with the state "queued" or "warming 33 %" where a pending job has that resolution.
+    """The rows, with the state "queued" or "warming 33 %" where a pending job has that resolution, and with what the
+    last one that is done took.
 
     model: of the loaded checkpoint ("SD1"), for which the queue works; its row is marked, or made where there is none,
     and then stands first. None: not known, so that every row of that resolution is marked.
     """
     states: dict[str, str] = {}
+    done: dict[str, Job] = {}
     for job in jobs:
+        if job.state == DONE:
+            done[job.size.resolution] = job
         # Of several jobs at one resolution the one that runs is told.
         if job.pending and (job.state != QUEUED or job.size.resolution not in states):
             states[job.size.resolution] = job_state(job)
@@ -68,9 +73,17 @@ def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: st
         if resolution not in present
     ]
     return new + [
-        replace(row, state=states[row.resolution]) if row.resolution in states and is_meant(row, model) else row
-        for row in told
+        with_prewarm(replace(row, state=states.get(row.resolution, row.state)), done.get(row.resolution))
+        if is_meant(row, model) else row for row in told
     ]
+
+
+def with_prewarm(row: ResolutionRow, job: Job | None) -> ResolutionRow:
+    """A row with what pre-warming it took, and what of that is no step that the first image needs anyway."""
+    if job is None:
+        return row
+    steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
+    return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.seconds - steps))
 
 
 def job_state(job: Job) -> str:

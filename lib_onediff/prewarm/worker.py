@@ -137,7 +137,7 @@ class WarmUp:
         """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
         with self._lock:
             if job.state == RUNNING:
-                job.done, job.seconds = job.done + calls, job.seconds + seconds
+                job.done, job.made, job.seconds = job.done + calls, job.made + 1, job.seconds + seconds
 
     def _end(self, job: Job, state: str, reason: str = "") -> None:
         """A job is over; one that was cancelled meanwhile stays so."""

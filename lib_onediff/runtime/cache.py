@@ -41,7 +41,7 @@ class Cache:
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
-            services.call_stats.times_of, self._step_times,
+            services.call_stats.times_of, self._step_times, services.call_stats.images,
         )
 
     def totals(self) -> Totals:

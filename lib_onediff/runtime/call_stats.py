@@ -44,6 +44,8 @@ class CallStats:
         self.reason = "no image has been made yet"
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
+        # By (model, resolution): how many images were made.
+        self.images: Counter[tuple[str, str]] = Counter()
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -61,12 +63,18 @@ class CallStats:
         """The last image is this one from now on; by default, one that begins."""
         for host in self.image.hosts:
             self._shapes[host] = self.image.times(host)
+        if self.image.seconds is None:
+            # Nobody has said that it is done.
+            self.images.update(self.image.places)
         self.image = ImageTimes() if image is None else image
 
-    def image_made(self, image: ImageTimes, seconds: float, like: Hashable, is_hosts: bool) -> None:
-        """An image is done, in so many seconds. like: equal for images whose seconds can be compared. is_hosts: whether
-        OneDiff was off for it."""
+    def image_made(
+        self, image: ImageTimes, seconds: float, like: Hashable, is_hosts: bool, count: int = 1
+    ) -> None:
+        """Images are done, so many at once, each in so many seconds. like: equal for images whose seconds can be
+        compared. is_hosts: whether OneDiff was off for them."""
         image.seconds = seconds
+        self.images.update({place: count for place in image.places})
         if is_hosts:
             # The host's first images load what later ones find.
             known = self._host_seconds.pop(like, seconds)
@@ -106,6 +114,8 @@ class CallStats:
         self.host = host
         for image in images:
             image.steps[Step(kind, own, host)] += 1
+            if self.entry is not None and not is_apart:
+                image.places.add((self.entry.model, self.entry.key.resolution))
 
     def _count_call(self, route: str) -> None:
         entry = self.entry

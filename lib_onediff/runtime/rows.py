@@ -1,8 +1,9 @@
 """The table as users see it: one row per model and resolution, with its shapes below."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..core.call import CACHED
@@ -99,7 +100,8 @@ class ShapeRow:
 
 @dataclass(frozen=True)
 class ResolutionRow:
-    """All shapes of one model at one resolution ("512x512" in pixels); uses is a sum.
+    """All shapes of one model at one resolution ("512x512" in pixels); uses is a sum of calls, images what this process
+    has made. prewarm_s: how long its last pre-warming took; saved_s: how much longer the first image had taken without.
 
     bytes is the GPU memory that purging this row gives back: graphs lie over each other in one memory, which shrinks
     only when its largest goes, so it is no sum, and neither do rows add up. needs is what its largest graph takes.
@@ -112,6 +114,9 @@ class ResolutionRow:
     model: str
     state: str
     reason: str = ""
+    images: int = 0
+    prewarm_s: float | None = None
+    saved_s: float | None = None
     step_ms: float | None = None
     host_ms: float | None = None
     ratio: float | None = None
@@ -131,16 +136,19 @@ class ResolutionRow:
 def rows_of(
     entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[Name] = (),
     gives_back: GivesBack = lambda keys: 0, times_of: TimesOf = lambda entry: None,
-    step_times: StepTimes | None = None,
+    step_times: StepTimes | None = None, images: Mapping[Name, int] = MappingProxyType({}),
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
     history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
     (model, resolution). gives_back: the GPU memory that comes back without these shapes.
-    times_of: see CallStats. step_times: whose slower times are told, and not compared.
+    times_of, images: see CallStats. step_times: whose slower times are told, and not compared.
     """
     groups = by_name(entries, lambda entry: (entry.model, entry.key.resolution))
-    rows = [resolution_row(group, name in pins, gives_back, times_of, step_times) for name, group in groups.items()]
+    rows = [
+        replace(resolution_row(group, name in pins, gives_back, times_of, step_times), images=images.get(name, 0))
+        for name, group in groups.items()
+    ]
     for name, known in by_name(history, lambda row: (row.model, row.resolution)).items():
         if name not in groups:
             rows.append(row_of(name, ON_DISK, tuple(remembered_shape(row, name in pins) for row in known)))

@@ -28,11 +28,10 @@ EXPLAINED = (
 TITLE = "OneDiff consistency report, format 1"
 
 
-def build_facts_page(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
-    """The page, inside the one that is being built. opened: the event that it is looked at."""
+def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
+    """The report, folded, on the page that is being built. opened: the event that this page is looked at."""
     lines: Any = {"lines": 12, "max_lines": 12}
-    with gr.Column(elem_id=ELEM_ID):
-        gr.HTML("<h3>The same seed, another image? Compare the machines</h3>")
+    with gr.Accordion("The same seed, another image? Compare the machines", open=False, elem_id=ELEM_ID):
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
         with gr.Row():
             with gr.Column(min_width=320):

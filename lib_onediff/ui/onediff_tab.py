@@ -1,4 +1,4 @@
-"""The OneDiff tab: the per-resolution cache, comparing settings, comparing machines."""
+"""The OneDiff tab: the per-resolution cache, and comparing settings and machines."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .cache.panel import build_cache_tab
 from .chore import Exclusively
 from .compare.job import TextToImage
 from .compare.tab import ComparePanel, build_compare_page
-from .consistency import build_facts_page
+from .consistency import build_facts
 from .facts import Facts, host_facts, machine_facts, onediff_facts
 
 TITLE, ELEM_ID = "OneDiff", "onediff"
@@ -37,8 +37,7 @@ def build_onediff_tab(
     with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
         with gr.Tab("Cache", elem_id="onediff_page_cache"):
             build_cache_tab(runtime, warmup, exclusively)
-        with gr.Tab("Compare", elem_id="onediff_page_compare"):
+        with gr.Tab("Compare", elem_id="onediff_page_compare") as page:
             build_compare_page(panel)
-        with gr.Tab("Consistency", elem_id="onediff_page_consistency") as page:
-            build_facts_page(facts, page.select)
+            build_facts(facts, page.select)
     return tab

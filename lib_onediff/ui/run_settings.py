@@ -119,4 +119,4 @@ def restore_sampling(p: Any, checkpoint: str = "", is_whole: bool = True) -> Non
         images = getattr(p, "n_iter", 1) * getattr(p, "batch_size", 1)
         seconds = (time.perf_counter() - generation.began) / max(1, images)
         like = checkpoint, *(str(getattr(p, name, "")) for name in MAKE_IMAGES_ALIKE)
-        runtime.call_stats.image_made(generation.times, seconds, like, not generation.settings.enabled)
+        runtime.call_stats.image_made(generation.times, seconds, like, not generation.settings.enabled, images)

@@ -20,7 +20,7 @@ from ..core.migration import migrate_values
 from ..core.option import format_value, parse_value, words_of
 from ..core.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
 from ..runtime.runtime import runtime
-from .effects import described
+from .effects import described, why_no_effect
 from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
@@ -71,7 +71,7 @@ def for_the_browser() -> str:
         host_key(option.name): {
             "group": option.metadata["group"], "default": option.default, "shown": format_value(option.default),
             "no_effect_when": {host_key(name): values for name, values in option.metadata["no_effect_when"].items()},
-            "notes": notes(option),
+            "notes": notes(option), "label": option.metadata["label"], "useless": why_useless(option),
         } for option in in_groups()
     }
     speeds = {
@@ -90,6 +90,13 @@ def notes(option: Field[Any]) -> dict[str, str]:
         word: said for word in words_of(option)
         if (said := described({option.name: parse_value(option, word)}).get(option.name))
     }
+
+
+def why_useless(option: Field[Any]) -> str:
+    """Why no value of an option but its default does anything on this machine; "" where one does."""
+    values = [value for word in words_of(option) if (value := parse_value(option, word)) != option.default]
+    reasons = [why_no_effect(option.name, value) for value in values]
+    return reasons[-1] or "" if reasons and all(reasons) else ""
 
 
 def tell_of_trouble() -> None:

@@ -87,7 +87,8 @@ def status_html(status: dict[str, Any]) -> str:
         *status.get("notes", ()), *status.get("faults", ()),
         decode_described(decode.get("route"), decode.get("reason", "")),
     ))
-    facts = "".join(fact_html(label, value) for label, value in described(status) if value)
+    known = described(status) if status["route"] is not None else []
+    facts = "".join(fact_html(label, value) for label, value in known if value not in ("", NOTHING))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
     return (

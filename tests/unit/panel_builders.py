@@ -31,7 +31,8 @@ SHAPE = ShapeRow(
 )
 ROW = ResolutionRow(
     resolution="512x768", model="SD1", state="ready", reason="", step_ms=12.345, host_ms=24.69, ratio=2.0,
-    bytes=3 * MEBIBYTE, uses=7, last_used=1.0, shapes=(SHAPE,), needs=5 * MEBIBYTE,
+    bytes=3 * MEBIBYTE, uses=7, last_used=1.0, shapes=(SHAPE,), needs=5 * MEBIBYTE, images=3, prewarm_s=1.2,
+    saved_s=0.9,
 )
 
 

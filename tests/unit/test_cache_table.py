@@ -33,9 +33,9 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
     rows = [ROW, changed(ROW, resolution="64x64", shapes=(SHAPE, changed(SHAPE, batch=1)))]
     markup = cache_table.resolutions_html(rows)
     text = text_of(markup)
-    assert "512x768 ready SD1 12.3 ms 24.7 ms 2.00x 5 MiB frees 3 MiB 7" in text
+    assert "512x768 ready SD1 12.3 ms 24.7 ms 2.0x faster 5 MiB frees 3 MiB 1.2 s saved 0.9 s 3" in text
     assert "1 shape" in text and "2 shapes" in text
-    assert "2 77 float16 – ready 12.3 ms 24.7 ms 2.00x 5 MiB frees 3 MiB 7 1.5e-03" in text
+    assert "2 77 float16 – ready 12.3 ms 24.7 ms 2.0x faster 5 MiB frees 3 MiB 7 1.5e-03" in text
     assert 'value="512x768 SD1" aria-label="Select 512x768 of SD1"' in markup
 
 

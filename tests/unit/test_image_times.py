@@ -110,3 +110,6 @@ def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
     status = images.status()
     assert status["image"] == {"seconds": None, "host_seconds": None, "steps": {"whole": 1}}
     assert status["resolution"] == "72x72"
+    images.make()
+    images.make(size=9)
+    assert {row.resolution: row.images for row in images.runtime.rows()} == {"64x64": 2, "72x72": 1}

@@ -7,7 +7,7 @@ import pytest
 from api_builders import SECONDS, LockOnly, wait_until
 
 from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm.job import RUNNING, Job, rows_with_jobs
+from lib_onediff.prewarm.job import CANCELLED, DONE, RUNNING, Job, rows_with_jobs
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
@@ -44,3 +44,14 @@ def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
     assert told[2] == rows[1] and told[0].shapes == () and told[0].bytes == 0
     queue.stop()
     assert rows_with_jobs(rows, queue.jobs(), "SD1") == rows
+
+
+def test_a_row_tells_what_pre_warming_it_took_and_saved() -> None:
+    """Three calls were steps that the first image needs anyway, of 10 ms each."""
+    jobs = [
+        Job(1, Size(64, 64), "panel", DONE, seconds=9.0, made=3),
+        Job(2, Size(64, 64), "panel", DONE, seconds=0.5, made=3),
+        Job(3, Size(64, 64), "panel", CANCELLED, seconds=7.0, made=1),
+    ]
+    told = rows_with_jobs([a_row("64x64", "SD1"), a_row("64x64", "SDXL")], jobs, "SD1")
+    assert [(row.prewarm_s, row.saved_s) for row in told] == [(0.5, pytest.approx(0.47)), (None, None)]

@@ -18,7 +18,7 @@ from webui_models import Models
 from webui_page import TAB, make_picture, open_advanced, open_page, show_inner_page, show_settings, show_tab
 
 ACCORDION, ACCORDION_TAB = ".onediff-accordion", "txt2img"
-PAGES = ("Cache", "Compare", "Consistency")
+PAGES = ("Cache", "Compare")
 MOST_TABS = 120
 # What Tab has to reach: of radio buttons, those that are chosen.
 STOPS = """
@@ -100,10 +100,10 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
         compare.choose("compare_left", "Balanced")
         compare.made(images=2)
         look("Compare, made", f"#{TAB}", 30)
-        show_inner_page(browser, "Consistency")
+        compare.show_report()
         browser.type("#onediff_other_facts textarea", "OneDiff consistency report, format 1\n[Model]\nName: other")
         browser.wait_for_text("onediff_compare_differences", "differ", 20)
-        look("Consistency", f"#{TAB}", 10)
+        look("Compare, the report", f"#{TAB}", 30)
         show_inner_page(browser, "Cache")
         browser.wait_for_text("onediff_cache_table", "64x64", 20)
         browser.run("for (const at of document.querySelectorAll('#onediff_cache details')) at.open = true")

@@ -1,4 +1,4 @@
-"""The Compare and Consistency pages of the OneDiff tab as a user sees and uses them."""
+"""The Compare page of the OneDiff tab as a user sees and uses it."""
 from __future__ import annotations
 
 from webui_page import show_inner_page
@@ -12,10 +12,15 @@ SECONDS = 300
 class Compare(Panel):
     """The Compare page of an open page."""
 
-    def show(self, inner: str = "Compare") -> None:
-        show_inner_page(self.page, inner)
-        elem_id = {"Compare": "onediff_compare_start", "Consistency": "onediff_facts"}[inner]
-        self.page.wait(lambda: self.page.driver.find_element("id", elem_id).is_displayed(), f"the page {inner}", 20)
+    def show(self) -> None:
+        show_inner_page(self.page, "Compare")
+        start = self.page.driver.find_element
+        self.page.wait(lambda: start("id", "onediff_compare_start").is_displayed(), "the Compare page", 20)
+
+    def show_report(self) -> None:
+        """Open the consistency report."""
+        self.show()
+        self.page.open_accordion("onediff_facts_page")
 
     def start_over(self) -> None:
         """Show the page with what a new one has on its sides; the last comparison stays."""

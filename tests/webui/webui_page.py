@@ -89,7 +89,7 @@ def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> 
 
 
 def show_inner_page(page: Any, name: str) -> None:
-    """Show one of the pages in the OneDiff tab: Cache, Compare or Consistency."""
+    """Show one of the pages in the OneDiff tab: Cache or Compare."""
     page.choose_tab(TAB_TITLE)
     page.wait(lambda: page.driver.find_element("id", TAB).is_displayed(), "the OneDiff tab", 20)
     tabs = page.driver.find_elements("css selector", "#onediff_pages button:not([tabindex='-1'])")

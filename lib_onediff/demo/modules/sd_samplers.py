@@ -16,11 +16,11 @@ class Sampler(NamedTuple):
 
 MULTISTEP, KARRAS = "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}
 KNOWN = {
+    "Euler": Sampler("EulerDiscreteScheduler"),
+    "Euler a": Sampler("EulerAncestralDiscreteScheduler"),
     "DPM++ 2M": Sampler(MULTISTEP, {"algorithm_type": "dpmsolver++", **KARRAS}),
     "DPM++ SDE": Sampler("DPMSolverSDEScheduler", KARRAS, own_noise=True),
     "DPM++ 2M SDE": Sampler(MULTISTEP, {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
-    "Euler a": Sampler("EulerAncestralDiscreteScheduler"),
-    "Euler": Sampler("EulerDiscreteScheduler"),
     "LMS": Sampler("LMSDiscreteScheduler"),
     "Heun": Sampler("HeunDiscreteScheduler"),
     "DDIM": Sampler("DDIMScheduler"),

@@ -42,9 +42,9 @@ SOURCE = "panel"
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
 NOTHING_PURGED = "Nothing was purged."
-# What the browser asks before something is thrown away.
-PURGE_SELECTED = "Purge the selected resolutions? Their graphs and their history on disk are deleted."
-PURGE_ALL = "Purge all resolutions? All graphs and their history on disk are deleted."
+# What the browser asks before something is thrown away; {} are the sizes.
+PURGED = "Their graphs and their history on disk are deleted. The next image at such a size is checked again."
+PURGE_SELECTED, PURGE_ALL = f"Purge {{}}? {PURGED}", f"Purge all sizes of all models? {PURGED}"
 PURGE_DISK = "Delete everything in the cache folder? What is ready stays ready until the WebUI ends."
 # JavaScript for the rows that are selected.
 SELECTED = "window.onediff.selected()"
@@ -165,7 +165,8 @@ class Panel:
 
 def if_confirmed(question: str, value: str = "'yes'") -> str:
     """JavaScript for a value where the user confirms, and an empty text where not."""
-    return f"window.confirm({json.dumps(question)}) ? {value} : ''"
+    asked = f"{json.dumps(question)}.replace('{{}}', () => window.onediff.selectedNames())"
+    return f"window.confirm({asked}) ? {value} : ''"
 
 
 def read_list(text: Any, kind: type) -> list[Any]:
@@ -184,7 +185,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         waiting, keys, cancelled = gr.State(None), nothing_seen(), nothing_seen()
         look = a_button("", "look", elem_classes=HIDDEN)
         totals = a_place("cache_totals")
-        gr.HTML("<h3>Pre-warm sizes</h3>")
+        gr.HTML("<h2>Pre-warm sizes</h2>")
         rows, presets = build_presets()
         with gr.Row(elem_classes=CONTROLS):
             label = "Sizes; x2: two images at once"
@@ -193,11 +194,11 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
             cancel = a_button("Cancel all", "prewarm_cancel")
         told, jobs = a_place("cache_result"), a_place("cache_jobs")
-        gr.HTML("<h3>Resolutions</h3>")
+        gr.HTML("<h2>Resolutions</h2>")
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
             model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
         table = a_place("cache_table")
-        with gr.Row(elem_classes=ACTIONS):
+        with gr.Row(elem_classes=[*ACTIONS, "onediff-of-rows"]):
             # javascript/onediff.js disables the buttons that have nothing to work on.
             pin, unpin = a_button("Pin selected", "pin"), a_button("Unpin selected", "unpin")
             release = a_button("Release memory", "release")

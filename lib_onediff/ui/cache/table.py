@@ -12,16 +12,16 @@ from ...core.sizes import TOKENS
 from ...core.table import ENOUGH
 from ...prewarm.job import CANCELLED, DONE, FAILED, QUEUED, Job
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
-from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds
+from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds, times
 from ..markup import bar_html, cells_html, fact_html, head_html
 from ..status import ROUTES
 
 MOST_ROWS = 200
 MOST_JOBS_SHOWN, MOST_FINISHED_SHOWN = 25, 8
 ALL_MODELS = "All models"
-COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Ratio", "Memory", "Uses", "Last used")
+COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Speed", "VRAM", "Pre-warming", "Images", "Last used")
 SHAPE_COLUMNS = (
-    "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI", "Ratio", "Memory", "Uses", "Error",
+    "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI", "Speed", "VRAM", "Calls", "Error",
 )
 # By what a shape's state is called in the API: what users read, where it is another word, and what it means.
 STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}
@@ -38,8 +38,11 @@ MEANINGS = {
     "Computed by": "the backend and, with DeepCache, the kind of step: full or cached",
     "pinned": "its graph stays when another model needs memory",
     "Step": "mean over all steps of the last image; of a shape, its own calls",
-    "Ratio": f"how many times faster than the WebUI, after {ENOUGH} calls of each",
-    "Memory": "what its graphs need; all graphs share one pool: below, what purging this row frees",
+    "WebUI": "the same by the WebUI alone, timed when the size is first used",
+    "Speed": f"compared with the WebUI, after {ENOUGH} calls of each",
+    "VRAM": "what its graphs need; all graphs share one pool: below, what purging this row frees",
+    "Pre-warming": "how long it took; below, how much longer the first image would have taken without it",
+    "Images": "made at this size since the WebUI was started",
     "Error": "relative difference from the WebUI's output when it was checked",
 }
 TOTALS = {
@@ -75,8 +78,9 @@ def resolutions_html(rows: list[ResolutionRow]) -> str:
         return '<p class="onediff-reason">Nothing yet. Generate an image, or pre-warm a size: click one above.</p>'
     hidden = len(rows) - MOST_ROWS
     more = f'<p class="onediff-reason">{hidden} more: choose a model above to see fewer.</p>' if hidden > 0 else ""
-    every = '<input type="checkbox" data-onediff-every aria-label="Select all rows that are shown">'
+    every = choice_html('data-onediff-every aria-label="Select all rows that are shown"')
     return (
+        '<p class="onediff-reason onediff-scrolls">The table scrolls sideways.</p>'
         '<div class="onediff-table" tabindex="0" role="region" aria-label="Resolutions">'
         f"<table><thead><tr><td>{every}</td>{head_html(COLUMNS, MEANINGS)}</tr></thead>"
         f'{"".join(map(resolution_html, rows[:MOST_ROWS]))}</table></div>{more}'
@@ -92,8 +96,8 @@ def legend_html() -> str:
 
 def resolution_html(row: ResolutionRow) -> str:
     cells = (
-        state_html(row.state), html.escape(row.model or NOTHING), *times_html(row), str(row.uses),
-        ago(row.last_used) if row.last_used else NOTHING,
+        state_html(row.state), html.escape(row.model or NOTHING), *times_html(row), prewarm_html(row),
+        str(row.images or NOTHING), ago(row.last_used) if row.last_used else NOTHING,
     )
     key, name = html.escape(key_of(row)), html.escape(f"{row.resolution} of {row.model}")
     # Why the row is not better, and its shapes.
@@ -106,12 +110,25 @@ def resolution_html(row: ResolutionRow) -> str:
         )
     if below:
         below = f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{below}</td></tr>'
-    choose = f'<input type="checkbox" value="{key}" aria-label="Select {name}">'
+    choose = choice_html(f'value="{key}" aria-label="Select {name}"')
     pinned = f' <span class="onediff-pin" title="{MEANINGS["pinned"]}">pinned</span>' if row.pinned else ""
     return (
         f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{cells_html(cells)}'
         f"</tr>{below}</tbody>"
     )
+
+
+def choice_html(attributes: str) -> str:
+    """A checkbox in a label around it, which is large enough to hit."""
+    return f'<label class="onediff-choice"><input type="checkbox" {attributes}></label>'
+
+
+def prewarm_html(row: ResolutionRow) -> str:
+    """How long pre-warming took, and what it saved."""
+    if row.prewarm_s is None:
+        return NOTHING
+    saved = "" if row.saved_s is None else f"<small>saved {seconds(row.saved_s)}</small>"
+    return f"{seconds(row.prewarm_s)}{saved}"
 
 
 def shape_html(shape: ShapeRow) -> str:
@@ -138,12 +155,11 @@ def state_html(state: str) -> str:
 
 
 def times_html(row: Any) -> tuple[str, str, str, str]:
-    """The cells from Step to Memory, of a resolution or a shape. There is no ratio before both sides were timed often
+    """The cells from Step to VRAM, of a resolution or a shape. There is no speed before both sides were timed often
     enough."""
-    ratio = NOTHING if row.ratio is None else f"{row.ratio:.2f}x"
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
     needs = f"{memory(row.needs)}{frees}" if row.needs or row.bytes else NOTHING
-    return milliseconds(row.step_ms), milliseconds(row.host_ms), ratio, needs
+    return milliseconds(row.step_ms), milliseconds(row.host_ms), times(row.ratio), needs
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], folder: Path | None) -> str:

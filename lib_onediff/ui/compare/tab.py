@@ -35,13 +35,7 @@ EXPLAINED = "Makes the image that the txt2img tab asks for (prompt, size, sample
 # gradio 4 shows images as lossy webp otherwise; gradio 3 knows PNG alone.
 LOSSLESS: dict[str, Any] = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
 # Puts what the txt2img tab holds in place of the last input.
-READ_TXT2IMG = """(...values) => {
-  const names = ["prompt", "neg_prompt", "width", "height", "steps", "cfg_scale", "sampling", "scheduler", "seed"];
-  const fields = "textarea, input[type=number], input:checked, input:not([type=range], [type=file], [type=radio])";
-  const found = names.map((name) => [name, document.querySelector(`#txt2img_${name}`)?.querySelector(fields)]);
-  const asked = found.filter(([, field]) => field).map(([name, field]) => [name, field.value]);
-  return [...values.slice(0, 5), JSON.stringify(Object.fromEntries(asked))];
-}"""
+READ_TXT2IMG = "(...values) => [...values.slice(0, 5), JSON.stringify(window.onediff.txt2img())]"
 
 
 class ComparePanel:
@@ -98,8 +92,9 @@ def progress_html(job: Comparison) -> str:
 def build_compare_page(panel: ComparePanel) -> None:
     """The comparison of two settings, on the page that is being built."""
     with gr.Column(elem_id=ELEM_ID):
-        gr.HTML("<h3>Two settings, the same seed</h3>")
-        gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
+        gr.HTML("<h2>Two settings, the same seed</h2>")
+        # javascript/onediff.js says there what the txt2img tab asks for.
+        gr.HTML(f'<p class="onediff-reason">{EXPLAINED} <span data-onediff-asked></span></p>')
         with gr.Row():
             sides: list[Any] = []
             for label, chosen in (("Left", OFF), ("Right", CURRENT)):
