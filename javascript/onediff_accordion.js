@@ -57,9 +57,11 @@ window.onediffAccordion = (() => {
 
     // --- for the keyboard and for screen readers ---
 
+    const TITLES = ":is(.onediff-accordion, #tab_onediff) .label-wrap";
+
     // gradio 3 makes an accordion's title of what no key reaches.
     document.addEventListener("keydown", (event) => {
-        if (["Enter", " "].includes(event.key) && event.target.matches(".onediff-accordion div.label-wrap")) {
+        if (["Enter", " "].includes(event.key) && event.target.tagName === "DIV" && event.target.matches(TITLES)) {
             event.preventDefault();
             event.target.click();
         }
@@ -67,7 +69,7 @@ window.onediffAccordion = (() => {
 
     // Nor does it name a slider's number field; parts of the page come later.
     function name() {
-        for (const title of document.querySelectorAll(".onediff-accordion .label-wrap")) {
+        for (const title of document.querySelectorAll(TITLES)) {
             if (title.tagName === "DIV") {
                 title.tabIndex = 0;
                 title.role = "button";

@@ -51,7 +51,7 @@ def test_presets_with_changed_options_several_seeds(compare: Compare) -> None:
         right_changes="skip_negative_after 50",
     )
     assert "Left: Exact + backend eager" in told and "on; backend eager" in told
-    assert "Right: Fast + skip_negative_after 50" in told and "deepcache_interval 3" in told
+    assert "Right: Fast + skip_negative_after 50" in told and "on; speed Fast; skip_negative_after 50" in told
     assert [row[0] for row in compare.rows()] == ["21", "22", "23"] and len(compare.images()) == 9
 
 

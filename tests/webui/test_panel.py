@@ -119,12 +119,12 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
 
     panel.select("72x64")
     panel.click("purge")
-    panel.answer("Purge the selected", confirm=False)
+    panel.answer("Purge 72x64 of ", confirm=False)
     panel.told("Nothing was purged.")
     assert set(panel.rows()) == {"64x64", "72x64", "80x64"}
     panel.purge("purge_disk", "What is ready stays ready", "of disk freed")
     panel.select("72x64")
-    panel.purge("purge", "Purge the selected", "1 resolution purged")
+    panel.purge("purge", "Purge 72x64 of ", "1 resolution purged")
     panel.wait_for_rows("64x64", "80x64")
     panel.page.wait(lambda: not panel.enabled("purge"), "buttons without a selection to wait for one", 10)
     host_before, before = webui.calls()["host"], served(webui)
@@ -132,7 +132,7 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     assert webui.calls()["host"] == host_before and served(webui) > before, "another one is ready still"
 
     panel.page.wait(lambda: panel.enabled("purge_all", "release"), "enabled buttons", 10)
-    panel.purge("purge_all", "Purge all resolutions?", "2 resolutions purged")
+    panel.purge("purge_all", "Purge all sizes of all models?", "2 resolutions purged")
     panel.wait_for_rows()
     panel.page.wait(lambda: not (panel.enabled("purge_all") or panel.enabled("release")), "nothing left to do", 10)
     before = served(webui)
@@ -154,7 +154,7 @@ def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
     press(Keys.SPACE, at=f'{TABLE} tbody input[value="72x64 {webui.status()["model"]}"]')
     assert panel.selected() == ["72x64"]
     press(Keys.ENTER, at="#onediff_purge")
-    panel.answer("Purge the selected")
+    panel.answer("Purge 72x64 of ")
     panel.told("1 resolution purged")
     panel.wait_for_rows("64x64")
     at = "return document.activeElement.className"
