@@ -1,7 +1,7 @@
 """Every option of the product, defined once.
 
 The settings page, the REST API and compile_unet's arguments derive from the fields of Settings; a test holds the table
-in .readme/options.md to them.
+in .readme/speed-and-quality.md to them.
 """
 from __future__ import annotations
 

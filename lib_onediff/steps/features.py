@@ -9,7 +9,7 @@ from ..core.call import CutMemory
 from .line import Line
 
 # How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
-# (.readme/deepcache.md).
+# (.readme/speed-and-quality.md).
 DAMPING = 0.5
 # The farthest that was measured, in distances between the two features.
 FARTHEST = 1.5

@@ -3,7 +3,7 @@ stands for the negative prompt's too, so whatever the host makes of both is the 
 
 Kynkäänniemi et al. 2024, "Applying Guidance in a Limited Interval Improves Sample and Distribution Quality in Diffusion
 Models" (arXiv 2404.07724); Zhang et al. 2024, "T-GATE" (arXiv 2404.02747). The latter keeps the cross attentions'
-outputs too, which did not pay (.readme/guidance-end.md).
+outputs too, which did not pay (.readme/developing.md).
 """
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def why_no_package() -> str | None:
         here = f"{written(sys.version_info[:2])} for {platform.system()} on {platform.machine()}"
         return f"OneFlow exists for Python {written(PYTHON)} for Linux on x86-64, and this is {here}"
     if find_spec("oneflow") is None:
-        return "OneFlow is not installed, and never is by itself: OneDiff's README says how"
+        return "OneFlow is not installed, and never is by itself: .readme/hosts.md says how"
     version = metadata.version("oneflow")
     if release(version)[:2] != ONEFLOW:
         return f"OneDiff can use OneFlow {written(ONEFLOW)}, and the one here is {version}: pip install oneflow==0.9.0"
@@ -102,7 +102,7 @@ def verdict_of(output: str, code: int) -> str | None:
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):
             words |= json.loads(line)
-    needs = f"beside torch {torch.__version__} (.readme/oneflow.md says what it needs)"
+    needs = f"beside torch {torch.__version__} (.readme/hosts.md says what it needs)"
     if "error" not in words:
         return f"OneFlow ended its process {needs}, with code {code}"
     return f"OneFlow failed {needs}: {brief(words['error'])}" if words["error"] else None

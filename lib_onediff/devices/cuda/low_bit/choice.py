@@ -40,7 +40,7 @@ from .float8 import float8_support, why_not
 log = logging.getLogger("onediff")
 Answer = TypeVar("Answer")
 # What is lossy must be clearly faster. So must INT8 than FP8: what is measured are short bursts; at a card's power
-# limit, an H100's clock fell by a tenth under INT8, and did not under FP8 (.readme/low-bit.md).
+# limit, an H100's clock fell by a tenth under INT8, and did not under FP8 (.readme/speed-and-quality.md).
 WORTH_ROUNDING = 0.9
 # To look whether the weights are still those that were rounded takes a tenth of a millisecond a call.
 WORTH_LOOKING_MS = 0.15
