@@ -68,11 +68,11 @@ class Settings:
         group=MEMORY, check=parse_prewarm,
     )
     backend: str = option(
-        "auto", "Backend", "auto: the fastest that runs here, measured once.",
+        "auto", "Backend", "auto: native where it runs, else cudagraph; eager without a GPU.",
         group=EXPERT, choices=("auto", "native", "cudagraph", "oneflow", "eager"), per_run=True,
     )
     low_bit: str = option(
-        "off", "Low-bit", "Products in 8 bits: faster, lossy. auto: where faster. sage: attention by SageAttention.",
+        "off", "Low-bit", "Layers in 8 bits: faster, lossy. auto: where faster. sage: attention by SageAttention.",
         group=EXPERT, choices=("off", "auto", "int8", "fp8", SAGE), per_run=True, no_effect_when=WITHOUT_KERNELS,
     )
     low_bit_budget: float = option(
@@ -81,7 +81,7 @@ class Settings:
         no_effect_when={"low_bit": ("off", SAGE), "low_bit_only": (True,)},
     )
     low_bit_only: bool = option(
-        False, "Low-bit only", "Small cards: weights in main memory stand in VRAM as 8-bit ones. Lossy.",
+        False, "Low-bit only", "Small cards: keeps weights that do not fit in VRAM there in 8 bits. Lossy.",
         group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off", SAGE)},
     )
     skip_negative_after: int = option(
