@@ -146,7 +146,7 @@ def test_tab_reaches_every_control(page: Any) -> None:
     tab_through(ACCORDION, "#txt2img_seed input", 12)
     show_inner_page(browser, "Cache")
     browser.wait_for_text("onediff_cache_table", "64x64", 20)
-    for page, least in zip(PAGES, (20, 10), strict=True):
+    for page, least in zip(PAGES, (20, 9), strict=True):
         show_inner_page(browser, page)
         tab_through(f"#{TAB}", "#onediff_pages button:not([tabindex='-1'])", least)
     section = show_settings(browser)
