@@ -4,7 +4,7 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-LEVELS = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+LEVELS = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 CONTRAST = {"type": "rule", "values": ["color-contrast"]}
 # axe measures no placeholder, no text on a gradient or an image, and none below something: a field is given its
 # placeholder's colour, a gradient one of its ends, and what lies over text is there with one of these ends only.
