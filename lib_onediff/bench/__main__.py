@@ -19,6 +19,7 @@ from ..core.option import parse_value
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from . import images, models, steps
+from .share import share
 from .steps import HOSTS, Row, Size
 
 COMMANDS = {
@@ -30,7 +31,8 @@ commands:
   cold      first calls at every size in a fresh process: with empty caches, and in the next
   image     whole images through diffusers: seconds, and difference from the host's
   quality   how far images are from the host's in float32, on trained weights
-  webui     images of a running WebUI with OneDiff off and on, over its REST API
+  webui     images of a running WebUI with OneDiff off and on, over its REST API; with --share off and by each preset,
+            for the table of cards
 
 examples:
   python -m lib_onediff.bench step --model sdxl sd15 --batch 2 8 --runs 40
@@ -39,6 +41,7 @@ examples:
   python -m lib_onediff.bench image --model sdxl --steps 30 --set deepcache_interval=3 --set second_gpu=auto
   python -m lib_onediff.bench quality --images 200 --steps 30 --set deepcache_interval=3 deepcache_depth=2
   python -m lib_onediff.bench webui http://127.0.0.1:7860 --size 512x512 960x720
+  python -m lib_onediff.bench webui http://127.0.0.1:7860 --share
 """
 
 
@@ -73,6 +76,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                         help="a row with these options of OneDiff; give it again for another row")
     parser.add_argument("--size", nargs="+", type=size_of, metavar="WxH", help="pixels (default: 1024x1024 or 512x512)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with all times, into this file")
+    parser.add_argument("--share", nargs="?", type=Path, const=Path(), metavar="FOLDER", help="webui: write into this "
+                        "folder (default: the current one) what the table of cards takes")
     parser.add_argument("--dtype", choices=list(steps.DTYPES), default="fp16" if gpu else "fp32")
     parser.add_argument("--model", nargs="+", help=f"random weights of {', '.join(models.CONFIGURATIONS)}; or a "
                         "checkpoint's file or folder; for image and quality a diffusers folder")
@@ -96,6 +101,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.model = ["sdxl", "sd15"] if gpu else ["tiny-sdxl", "tiny-sd15"]
     if (options.url is not None) != (options.command == "webui"):
         parser.error("webui takes an address, and the other commands none")
+    if options.share and (options.command != "webui" or options.set):
+        parser.error("--share is of webui alone, and without --set")
+    if options.share and not options.share.is_dir():
+        parser.error(f"--share: {options.share} is no folder")
     try:
         options.set = [options_of(words) for words in options.set]
     except ValueError as problem:
@@ -136,13 +145,15 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # Where Windows redirects this to a file, that takes the letters of one region alone.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    # A WebUI needs the card's memory for itself.
+    here = torch.cuda.is_available() and not options.share
+    device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
     if options.child:
         print(json.dumps(steps.first_calls(options, device)))
         return 0
     facts, rows, problem = machine(device), [], ""
     try:
-        for row in COMMANDS[options.command](options, device):
+        for row in (share if options.share else COMMANDS[options.command])(options, device):
             rows.append(row)
             # A run that is stopped has printed and written what it measured.
             print(", ".join(f"{name} {value}" for name, value in cells(row).items()), file=sys.stderr)
@@ -151,7 +162,7 @@ def main() -> int:
                 options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except (OSError, Refusal, RuntimeError, ValueError) as error:
         problem = str(error).splitlines()[0]
-    if rows:
+    if rows and not options.share:
         print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n\n" + table(rows))
     if problem:
         print(f"OneDiff bench: {problem}", file=sys.stderr)

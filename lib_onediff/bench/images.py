@@ -203,6 +203,7 @@ def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Ro
 
 # --- a WebUI ----------------------------------------------------------------------------------------------------------
 
+STATUS = "/onediff/v1/status"
 SECONDS_FOR_AN_IMAGE = 600
 STEPS_TO_SETTLE = 4
 
@@ -225,16 +226,20 @@ class WebUI:
         except (OSError, ValueError) as problem:
             raise ValueError(f"{address}: {problem} (is it running, with --api, and with OneDiff?)") from problem
 
-    def seconds(self, size: Size, steps: int, options: Row) -> float:
-        """How long one image takes."""
+    def draw(self, size: Size, steps: int, arguments: list[Any], seed: int = 1) -> tuple[float, str]:
+        """How long one image takes, and its file in base64. arguments: of OneDiff's script."""
         body = {
-            "prompt": PROMPT, "seed": 1, "steps": steps, "width": size[0], "height": size[1],
+            "prompt": PROMPT, "seed": seed, "steps": steps, "width": size[0], "height": size[1],
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
-            "alwayson_scripts": {"OneDiff": {"args": [options]}},
+            "alwayson_scripts": {"OneDiff": {"args": arguments}},
         }
         began = time.perf_counter()
-        self.ask("/sdapi/v1/txt2img", body)
-        return time.perf_counter() - began
+        answer = self.ask("/sdapi/v1/txt2img", body)
+        return time.perf_counter() - began, answer["images"][0]
+
+    def seconds(self, size: Size, steps: int, options: Row) -> float:
+        """How long one image takes."""
+        return self.draw(size, steps, [options])[0]
 
 
 def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -253,12 +258,12 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             for values, row in zip(chosen.values(), rows.values(), strict=True):
                 # A change lays the weights out anew and captures again: once, and not counted.
                 running.seconds(size, STEPS_TO_SETTLE, values)
-                before = running.ask("/onediff/v1/status")["calls"]
+                before = running.ask(STATUS)["calls"]
                 once, twice = (running.seconds(size, count, values) for count in (steps, 2 * steps))
-                row["all_calls"] += Counter(running.ask("/onediff/v1/status")["calls"]) - Counter(before)
+                row["all_calls"] += Counter(running.ask(STATUS)["calls"]) - Counter(before)
                 row["all_s"].append(once)
                 row["all_step_ms"].append((twice - once) / steps * 1e3)
-        case = {"model": running.ask("/onediff/v1/status")["model"] or "?", "size": f"{size[0]}x{size[1]}"}
+        case = {"model": running.ask(STATUS)["model"] or "?", "size": f"{size[0]}x{size[1]}"}
         for name, row in rows.items():
             image_s = statistics.median(row["all_s"])
             row["x_off"] = statistics.median(rows["off"]["all_s"]) / image_s

@@ -59,8 +59,9 @@ def source_digest(package: Path = PACKAGE) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def nvidia_driver() -> str:
-    """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML, which takes milliseconds."""
+    """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML once, which takes milliseconds."""
     version = ctypes.create_string_buffer(96)
     with contextlib.suppress(OSError):
         nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")

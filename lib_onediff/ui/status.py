@@ -3,15 +3,18 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from ..core.settings import OFF_IN_SETTINGS
 from ..runtime.call_stats import CallStats
+from ..runtime.machine import Fingerprint
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import described as decode_described
 from .amounts import NOTHING, milliseconds, seconds, times
 from .markup import fact_html
+from .presets import PRESETS
 
 # Routes, in the title of the accordion and inside.
 SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "host": "WebUI alone"}
@@ -28,12 +31,12 @@ UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see
 
 def current_status(webui: Any) -> dict[str, Any]:
     """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
-    its settings. Where OneDiff is off, or does not serve the model, with that reason in place of the last call: what
-    another model's took says nothing of this one."""
+    its settings; with the machine, and the names of the presets, the exact one first. Where OneDiff is off, or does not
+    serve the model, with that reason in place of the last call: what another model's took says nothing of this one."""
     part: Any = partial(runtime.guard.attempt, "the status")
     status = {
         "host": webui.name, "release": webui.release, "hooks": part(webui.hooks, 0), "notes": part(webui.notes, []),
-        **runtime.status(),
+        "machine": part(lambda: asdict(Fingerprint.of()), {}), "presets": list(PRESETS), **runtime.status(),
     }
     why_not = part(webui.why_not_served)
     reason = why_not if runtime.settings.enabled else f"{OFF_IN_SETTINGS}."

@@ -49,6 +49,15 @@ def test_a_wrong_size_is_refused_with_a_sentence(wrong: str) -> None:
         size_of(wrong)
 
 
+@pytest.mark.parametrize("words", [
+    "step --share", "webui http://here --share . --set tf32=on", "webui http://here --share no/such",
+])
+def test_what_cannot_be_shared_is_a_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(shlex.split(words))
+    assert "error: --share" in capsys.readouterr().err.splitlines()[-1]
+
+
 def run(words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[Row]]:
     """The exit status of a command, and its rows."""
     target = folder / "bench.json"

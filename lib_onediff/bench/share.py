@@ -1,0 +1,154 @@
+"""A card's line for the table that users fill: a WebUI's images by each preset, timed and compared.
+
+The files name the card, versions, sizes and numbers; no path, prompt, checkpoint or address.
+"""
+from __future__ import annotations
+
+import argparse
+import base64
+import importlib
+import io
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.quality import compare
+from .images import STATUS, STEPS_TO_SETTLE, WebUI
+from .steps import Row, Size
+
+OFF, FILES = "off", ("onediff-card.json", "onediff-card.md")
+# What checkpoints were trained at, by how the names of their networks begin.
+SIDES, LARGEST_SIDE = {"SD1": 512, "SD 1.x": 512, "SD2": 768}, 1024
+MOST_IMAGES_UNTIL_READY = 5
+HINT = """
+Medians; in brackets how many times as fast as off, and how near: Exact to off, the others to Exact.
+To have it in OneDiff's table of cards, open an issue in its repository with {}."""
+Distance = Callable[[Any, Any], "float | None"]
+
+
+def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Images with OneDiff off and with each preset, in turn; in the end FILES are in the folder options.share.
+
+    Raises ValueError with a sentence where the WebUI does not answer, or OneDiff does not serve it.
+    """
+    running, distance = WebUI(options.url), perceptual_distance()
+    if "machine" not in running.ask(STATUS):
+        raise ValueError("the WebUI runs an earlier OneDiff than this one: update it there, or restart the WebUI")
+    # Some WebUIs load their checkpoint with the first image. Without scikit-image, that is said now and not at the end.
+    image = pixels(running.draw((options.size or [(512, 512)])[0], STEPS_TO_SETTLE, [True])[1])
+    compare(image, image)
+    status = running.ask(STATUS)
+    if not status["model"]:
+        raise ValueError(f"OneDiff does not serve this WebUI: {status['reason']}")
+    facts = {
+        **status["machine"], **{name: status[name] for name in ("release", "model", "backend")},
+        "steps": options.steps, "runs": options.runs,
+    }
+    side = next((side for name, side in SIDES.items() if status["model"].startswith(name)), LARGEST_SIDE)
+    rows, lines = [], []
+    for size in options.size or [(side, side)]:
+        made = list(measured(running, size, options, status["presets"], distance))
+        yield from made
+        rows += made
+        lines.append(line(facts, made))
+    document = json.dumps({**facts, "rows": rows}, indent=1)
+    for name, text in zip(FILES, (document, "\n".join(lines)), strict=True):
+        (options.share / name).write_text(text + "\n", encoding="utf-8")
+    heads = ["card", "driver", "torch", "WebUI", "model", OFF, *status["presets"]]
+    files = " and ".join(str(options.share / name) for name in FILES)
+    print("\n".join([joined(heads), joined(["---"] * len(heads)), *lines, HINT.format(files)]))
+
+
+def measured(
+    running: WebUI, size: Size, options: argparse.Namespace, presets: Sequence[str], distance: Distance
+) -> Iterator[Row]:
+    """The rows of a size. psnr_db (None: equal images), ssim and lpips (None: not installed) are medians: of the first
+    preset, which is exact, beside off, and of the others beside it."""
+    exact = presets[0]
+    chosen: dict[str, list[Any]] = {OFF: [False], **{name: [True, name] for name in presets}}
+
+    def draw(name: str, seed: int) -> tuple[float, str, Counter[str]]:
+        """Seconds, the image's file, and how many calls went by each route."""
+        before = Counter(running.ask(STATUS)["calls"])
+        seconds, file = running.draw(size, options.steps, chosen[name], seed)
+        return seconds, file, Counter(running.ask(STATUS)["calls"]) - before
+
+    for name in chosen:
+        for _ in range(MOST_IMAGES_UNTIL_READY):
+            # Until all is compiled, checked and captured, the WebUI computes some calls alone.
+            if not draw(name, 1)[2]["host"] or name == OFF:
+                break
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    calls: dict[str, Counter[str]] = {name: Counter() for name in chosen}
+    found: dict[str, list[Any]] = {name: [] for name in chosen}
+    for seed in range(1, options.runs + 1):
+        images = {}
+        for name in chosen:
+            # A change lays the weights out anew and captures again: once, and not counted.
+            draw(name, seed)
+            seconds, file, served = draw(name, seed)
+            times[name].append(seconds)
+            calls[name] += served
+            images[name] = pixels(file)
+        for name in presets:
+            pair = images[OFF if name == exact else exact], images[name]
+            found[name].append((compare(*pair), distance(*pair)))
+    off_s = statistics.median(times[OFF])
+    for name in chosen:
+        row: Row = {"size": f"{size[0]}x{size[1]}", "options": name, "image_s": statistics.median(times[name])}
+        row["x_off"] = off_s / row["image_s"]
+        if name != OFF:
+            compared, distances = zip(*found[name], strict=True)
+            # Of two in the middle the worse: what is equal to one alone is not called equal.
+            psnr = statistics.median_low(each.psnr for each in compared)
+            row["psnr_db"] = psnr if math.isfinite(psnr) else None
+            row["ssim"] = statistics.median(each.ssim for each in compared)
+            row["lpips"] = None if None in distances else statistics.median(distances)
+        served_by = ", ".join(f"{count} {route}" for route, count in calls[name].items())
+        yield {**row, "served_by": served_by, "all_s": times[name]}
+
+
+def perceptual_distance() -> Distance:
+    """LPIPS of two images, (height, width, 3) of uint8; None for any where the package lpips does not work."""
+    try:
+        lpips: Any = importlib.import_module("lpips")
+        network = lpips.LPIPS(verbose=False)
+    except Exception:  # its torchvision may not fit torch, and may not get its weights
+        return lambda one, other: None
+    return lambda one, other: float(network(lpips.im2tensor(one), lpips.im2tensor(other)))
+
+
+def pixels(file: str) -> Any:
+    """(height, width, 3) of uint8 from the base64 of a PNG file. Raises ValueError for what loses details."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(file)))
+    if image.format != "PNG":
+        raise ValueError(f"the WebUI answers with {image.format} files: choose png in its settings for images")
+    return np.asarray(image.convert("RGB"))
+
+
+def line(facts: Row, rows: Sequence[Row]) -> str:
+    """A size's line of the table."""
+    case = f"{facts['model']} {rows[0]['size']}, {facts['steps']} steps"
+    return joined([*(facts[name] for name in ("gpu", "driver", "torch", "release")), case, *map(cell, rows)])
+
+
+def cell(row: Row) -> str:
+    """A row in short, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)"."""
+    told = [] if row["options"] == OFF else [
+        f"{row['x_off']:.2f}x",
+        *(["identical"] if row["psnr_db"] is None else [f"{row['psnr_db']:.1f} dB", f"SSIM {row['ssim']:.3f}"]),
+        *([] if row["lpips"] is None else [f"LPIPS {row['lpips']:.3f}"]),
+    ]
+    return f"{row['image_s']:.2f} s" + (f" ({', '.join(told)})" if told else "")
+
+
+def joined(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
