@@ -5,13 +5,24 @@ in .readme/options.md to them.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .migration import migrate_values
 from .option import check_value, did_you_mean, option
 from .sizes import parse_prewarm
 
+# Options of earlier versions that have no meaning today.
+GONE = frozenset({
+    "attention_upcast", "cache_folder", "convolution_accumulation", "forecast_interval", "fp8", "idle_prewarm",
+    "low_bit_attention", "matmul_accumulation", "own_presets", "prewarm_most_used", "reduced_precision_reduction",
+    "tf32", "verify",
+    *(f"deepcache_{name}" for name in ("center", "end", "feature", "hires", "power", "schedule", "start")),
+    *(f"deepcache_hires_{name}" for name in ("center", "depth", "end", "interval", "power", "schedule", "start")),
+})
+# By (option, value), what the value is called today.
+VALUES = {("backend", "inductor"): "auto"}
+SWITCHED_ON = ("True", "on")
 HOST_KEY_PREFIX = "onediff_"
 # Where a user finds the switch; its label stands in Settings below.
 OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
@@ -32,6 +43,29 @@ SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
 # Of Low-bit: the attention of the package sageattention, and exact products.
 SAGE = "sage"
 WITHOUT_KERNELS = {"backend": ("cudagraph", "oneflow", "eager")}
+
+
+def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Today's options for those of any version, as config files, pasted infotext, scripts and clients of the API name
+    them: what has a meaning today is mapped, the rest is dropped without an error. values: by name, as values or as
+    words; so is the answer."""
+    found = {name: value for name, value in values.items() if name not in GONE}
+    for name, value in VALUES:
+        if found.get(name) == value:
+            found[name] = VALUES[name, value]
+    if "matmul_accumulation" in values:
+        found.setdefault("accumulation", values["matmul_accumulation"])
+    if "fp8" in values:
+        found.setdefault("low_bit", "fp8" if str(values["fp8"]) in SWITCHED_ON else "off")
+    forecast = str(values.get("forecast_interval", 1))
+    if forecast != "1" and str(values.get("deepcache_interval", 1)) == "1":
+        # An output forecast is DeepCache that computes nothing in the steps between.
+        number = isinstance(values["forecast_interval"], int)
+        found.update(deepcache_interval=values["forecast_interval"], deepcache_depth=0 if number else "0")
+    most_used = str(values.get("prewarm_most_used", 0))
+    if most_used not in ("", "0"):
+        found["prewarm"] = ", ".join(filter(None, (found.get("prewarm"), f"most used {most_used}")))
+    return found
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from ..store.history import History
 from .call_stats import CallStats
 from .generations import Generations
 from .graphs.accounting import Holdings
-from .graphs.cache import GraphCache
-from .graphs.memory_pressure import MemoryPressure
+from .graphs.cache import GraphCache, MemoryPressure
 from .managed_unet import ManagedUNet
 
 # Why the host computes, in one line for the user.

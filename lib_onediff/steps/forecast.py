@@ -17,9 +17,8 @@ from ..core.refusal import Refusal
 from ..core.rows import PATCHED
 from ..core.settings import Settings
 from ..core.table import Stopwatch
-from .line import Line
+from .deepcache import Line, is_whole
 from .prompts import Threads
-from .schedule import is_whole
 
 # The first steps change direction: they are computed.
 FIRST_COMPUTED = 3

@@ -17,7 +17,7 @@ from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader, digest_of_values
-from .weight_functions import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
+from .scan import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
 MEBIBYTE = 2**20
 NOTHING = WeightFunctions()

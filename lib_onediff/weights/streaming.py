@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..core.affine import Affine
 from ..core.refusal import Refusal
-from .binding import Binding
+from .binding import Binding, in_one
 from .contents import Place
-from .fused_storage import in_one
 from .main_memory import MainMemory, NoMainMemory, aligned
 
 # Copies of less take longer to begin than to do.
