@@ -39,7 +39,7 @@ class PatchPoints:
         return True
 
     def functions(self) -> Collection[Any]:
-        """Every function that is called in this call; see verify.FunctionState."""
+        """Every function that is called in this call; see verify.rewinder_of."""
         return ()
 
     def begin(self, latent: Tensor) -> None:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from .call import Call, CutMemory
+from .call import Call, CutMemory, PromptRows
 from .refusal import Refusal
-from .rows import PromptRows
 from .sampling import Position, Sampling
 from .settings import Settings
 from .table import Entry, Stopwatch

@@ -20,10 +20,9 @@ from ..core.refusal import Refusal
 from ..core.settings import SAGE, Settings
 from ..core.table import Entry, State, Stopwatch
 from ..weights.bound import BoundUNet
-from .backend_choice import BackendChoice
+from .backend_choice import BackendChoice, LowBitRoute
 from .call_stats import GRAPH, PLAIN
 from .graphs.cache import CARD_IS_FULL
-from .low_bit_route import LowBitRoute
 from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services

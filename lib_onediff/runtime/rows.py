@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.call import CACHED
-from ..core.image_times import Times
 from ..core.key import ShapeKey
-from ..core.table import Entry, State
+from ..core.table import Entry, State, Times
 from ..store.history import HistoryRow
 from .low_bit_errors import ClassError
 

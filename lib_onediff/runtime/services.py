@@ -21,8 +21,7 @@ from ..devices.cuda.graphs.stream_order import StreamOrder
 from ..devices.registry import Devices, devices_here
 from ..families.registry import FAMILIES, Families
 from ..store.history import History
-from .call_stats import CallStats
-from .generations import Generations
+from .call_stats import CallStats, Generations
 from .graphs.accounting import Holdings
 from .graphs.cache import GraphCache, MemoryPressure
 from .managed_unet import ManagedUNet

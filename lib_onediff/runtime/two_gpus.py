@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call
+from ..core.call import Call, take_rows, why_not_taken
 from ..core.guard import HostFunction
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
-from ..core.rows import take_rows, why_not_taken
 from ..core.settings import Settings
 from ..core.table import Entry, Stopwatch
 from ..core.weak_dictionary import WeakDictionary

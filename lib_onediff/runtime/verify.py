@@ -170,8 +170,8 @@ def computed_twice(
 
 def state_of(device: torch.device, functions: Iterable[Any] = ()) -> Callable[[], None]:
     """A function that lets torch, Python and NumPy draw the numbers again that they draw from now on, and sets these
-    functions back to what they are now; see FunctionState."""
-    rewind_functions = FunctionState(functions).save()
+    functions back to what they are now; see rewinder_of."""
+    rewind_functions = rewinder_of(functions)
     numpy, python = sys.modules.get("numpy"), random.getstate()
     drawn = None if numpy is None else numpy.random.get_state()
     on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -203,45 +203,38 @@ def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) 
     return ROUNDING[dtype]
 
 
-class FunctionState:
-    """What functions of other extensions remember between calls. The first use of a shape calls them more often than the
-    host would: what can be set back is, so that they draw and count as if they had been called once.
+def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
+    """A function that sets back what functions of other extensions remember between calls to what it is now. The first
+    use of a shape calls them more often than the host would: so they draw and count as if they had been called once.
 
-    That is: random.Random objects in their modules, bool, int and float
-    attributes of the objects of their own packages and of WebUIs' scripts that they can reach, and lists that are
-    attributes of what they are methods of (ControlNet's reference records in such)."""
+    That is: random.Random objects in their modules, bool, int and float attributes of the objects of their own packages
+    and of WebUIs' scripts that they can reach, and lists that are attributes of what they are methods of (ControlNet's
+    reference records in such)."""
+    functions = list(functions)
+    found = [value for one in functions for value in getattr(underlying(one), "__globals__", {}).values()]
+    generators = {id(value): value for value in found if isinstance(value, random.Random)}.values()
+    drawn = [(generator, generator.getstate()) for generator in generators]
+    spaces = [vars(one) for one in objects_of(functions, {package(origin(function)) for function in functions})]
+    counted = [
+        (space, {name: value for name, value in space.items() if type(value) in (bool, int, float)}) for space in spaces
+    ]
+    bound = {id(one.__self__): one.__self__ for one in functions if isinstance(one, types.MethodType)}
+    recorders = [vars(one) for one in bound.values() if hasattr(one, "__dict__")]
+    recorded = [
+        (space, name, value, list(value))
+        for space in recorders for name, value in space.items() if type(value) is list
+    ]
 
-    def __init__(self, functions: Iterable[Any]) -> None:
-        functions = list(functions)
-        found = [value for one in functions for value in getattr(underlying(one), "__globals__", {}).values()]
-        self._generators = list({id(value): value for value in found if isinstance(value, random.Random)}.values())
-        packages = {package(origin(function)) for function in functions}
-        self._attributes = [vars(one) for one in objects_of(functions, packages)]
-        bound = {id(one.__self__): one.__self__ for one in functions if isinstance(one, types.MethodType)}
-        self._recorders = [vars(one) for one in bound.values() if hasattr(one, "__dict__")]
+    def rewind() -> None:
+        for generator, state in drawn:
+            generator.setstate(state)
+        for space, numbers in counted:
+            space.update(numbers)
+        for space, name, value, members in recorded:
+            value[:] = members
+            space[name] = value
 
-    def save(self) -> Callable[[], None]:
-        """A function that sets everything back to what it is now."""
-        drawn = [(generator, generator.getstate()) for generator in self._generators]
-        counted = [
-            (space, {name: value for name, value in space.items() if type(value) in (bool, int, float)})
-            for space in self._attributes
-        ]
-        recorded = [
-            (space, name, value, list(value))
-            for space in self._recorders for name, value in space.items() if type(value) is list
-        ]
-
-        def rewind() -> None:
-            for generator, state in drawn:
-                generator.setstate(state)
-            for space, numbers in counted:
-                space.update(numbers)
-            for space, name, value, members in recorded:
-                value[:] = members
-                space[name] = value
-
-        return rewind
+    return rewind
 
 
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.call import CACHED, FULL, Call, Cut, CutMemory
+from ..core.call import CACHED, FULL, PATCHED, Call, Cut, CutMemory
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
-from ..core.rows import PATCHED
 from ..core.sampling import Step
 from ..core.settings import Settings
 from .prompts import Threads

@@ -11,12 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from ..core.image_times import FORECAST
+from ..core.call import PATCHED
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
-from ..core.rows import PATCHED
 from ..core.settings import Settings
-from ..core.table import Stopwatch
+from ..core.table import FORECAST, Stopwatch
 from .deepcache import Line, is_whole
 from .prompts import Threads
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.card import card_name
-from ..core.image_times import Times
 from ..core.refusal import NotKept
 from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, WantedSize, parse_size
-from ..core.table import Entry
+from ..core.table import Entry, Times
 from .store import Store
 
 # The one thing that says where the cache folder is.

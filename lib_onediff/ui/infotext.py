@@ -11,8 +11,16 @@ from collections.abc import Callable, Collection
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from ..core.option import BOOL_OF_WORD, WORD_OF_BOOL, allowed_values, did_you_mean, format_value, parse_value
-from ..core.settings import Settings, migrate_values
+from ..core.settings import (
+    BOOL_OF_WORD,
+    WORD_OF_BOOL,
+    Settings,
+    allowed_values,
+    did_you_mean,
+    format_value,
+    migrate_values,
+    parse_value,
+)
 from .presets import AS_IN_SETTINGS
 
 KEY = "OneDiff"

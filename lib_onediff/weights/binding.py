@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution, FusedLinear
+from ..core.origins import layer_within
 from ..core.refusal import Refusal
-from ..core.tuners import layer_within
 from .watch import present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

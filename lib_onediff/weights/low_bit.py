@@ -143,14 +143,12 @@ class LowBitWeights:
         self.fitted_to: object = None
 
     def fit(
-        self, state: Callable[[], object], affine_of: Callable[[str], Affine], wanted: WantedKinds,
-        rounded: Callable[[str], None] = lambda name: None,
+        self, state: Callable[[], object], affine_of: Callable[[str], Affine], wanted: WantedKinds
     ) -> None:
         """Round what is wanted and not there, and everything anew if the weights' state is not equal to what it was
-        when that was done last. affine_of: a layer's tensors where the UNet computes. rounded: told of every layer once
-        it is done.
+        when that was done last. affine_of: a layer's tensors where the UNet computes.
 
-        Raises torch.cuda.OutOfMemoryError, and what affine_of and rounded raise.
+        Raises torch.cuda.OutOfMemoryError, and what affine_of raises.
         """
         stale = () if state() == self.fitted_to else self._kept
         due: dict[str, list[Kind]] = {}
@@ -175,7 +173,6 @@ class LowBitWeights:
                     self._scales[name] = torch.empty((1, 1), device=weight.device, dtype=torch.float32)
                 self._scales[name].copy_(scale)
             del weight, rows
-            rounded(name)
         self.fitted_to = state()
 
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:

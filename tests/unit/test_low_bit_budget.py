@@ -17,8 +17,8 @@ import lib_onediff
 from lib_onediff.core.call import Call
 from lib_onediff.core.leaves import CROSS_OUT, CROSS_QUERY, FEED_FORWARD_IN, FEED_FORWARD_OUT, SELF_OUT, SELF_QKV
 from lib_onediff.core.settings import Settings
+from lib_onediff.runtime.backend_choice import LowBitRoute
 from lib_onediff.runtime.low_bit_errors import BOTH, FIRST_HALF, MIDDLE, Choice
-from lib_onediff.runtime.low_bit_route import LowBitRoute
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import (
     FP8,

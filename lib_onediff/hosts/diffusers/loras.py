@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...core.origins import is_lora, layer_within
 from ...core.refusal import Refusal
-from ...core.tuners import is_lora, layer_within
 from ...weights.scan import Change, LowRankUpdate, Parts, WeightFunctions
 
 # What of a convolution and of a LoRA's first factor has to be the same.

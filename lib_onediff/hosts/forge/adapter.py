@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import Call
+from ...core.call import Call, PromptRows
 from ...core.guard import first_line, outcome_of
 from ...core.key import LATENT_PIXEL
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
-from ...core.rows import PromptRows
 from ...core.sampling import Sampling
 from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES, shares_storage
