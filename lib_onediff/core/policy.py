@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from .call import Call, CutMemory, PromptRows
-from .refusal import Refusal
 from .sampling import Position, Sampling
 from .settings import Settings
 from .table import Entry, Stopwatch
@@ -18,7 +17,6 @@ from .table import Entry, Stopwatch
 Host = Callable[[], Tensor]
 # Which rows of a call are the prompt's. Raises Refusal where nobody knows. Asked only where it matters.
 Guidance = Callable[[], PromptRows]
-FAILED = "a fault of OneDiff"
 
 
 class Served(NamedTuple):
@@ -72,7 +70,7 @@ class StepTimes(Protocol):
     def standing_for(self, host: Stopwatch | None, kind: str) -> contextlib.AbstractContextManager[None]:
         """The host would take host's time for calls made inside. kind: what those are that are otherwise whole."""
 
-    def note_skipped(self, kind: str, own: Stopwatch, host: Stopwatch | None) -> None:
+    def count(self, kind: str, own: Stopwatch | None, host: Stopwatch | None) -> None:
         """A call was answered without the network, in the time that own has taken."""
 
 
@@ -86,16 +84,6 @@ class StepMemory(Protocol):
 
 
 Memory = TypeVar("Memory", bound=StepMemory)
-
-
-class Broken:
-    """In the place of what a policy keeps: it has failed, and rests for the rest of this walk."""
-
-    def __init__(self, walk: object) -> None:
-        self.walk = walk
-
-    def bytes(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -133,14 +121,11 @@ class Moment:
         return self.find()
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
-        """What a policy keeps for this network, made anew at every new walk. Raises Refusal where it has failed in this
-        one."""
+        """What a policy keeps for this network, made anew at every new walk."""
         memory: Any = self.memories.get(name)
         if memory is None or memory.walk != self.position.walk:
             memory = self.memories[name] = make()
             memory.walk = self.position.walk
-        if isinstance(memory, Broken):
-            raise Refusal(FAILED)
         return memory
 
 

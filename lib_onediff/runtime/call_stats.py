@@ -144,7 +144,8 @@ class CallStats:
         finally:
             self._stands_for = before
 
-    def _count(self, kind: str, own: Stopwatch | None, host: Stopwatch | None) -> None:
+    def count(self, kind: str, own: Stopwatch | None, host: Stopwatch | None) -> None:
+        """A step of this kind was made, in the time that own has taken; host would have taken host's."""
         if self._stands_for is not None:
             host, stands = self._stands_for
             kind = stands if kind == WHOLE else kind
@@ -165,7 +166,7 @@ class CallStats:
         entry = self.entry
         if route == HOST or entry is None:
             host = None if entry is None else entry.host
-            self._count(HOSTS, host, host)
+            self.count(HOSTS, host, host)
             return
         host = entry.host
         is_cached = entry.key.part == CACHED
@@ -173,7 +174,7 @@ class CallStats:
             host = self._full_passes.get(replace(entry.key, part=FULL))
         elif entry.key.part:
             self._full_passes[entry.key] = host
-        self._count(CACHED if is_cached else WHOLE, entry.own, host)
+        self.count(CACHED if is_cached else WHOLE, entry.own, host)
 
     # --- the last call --------------------------------------------------------------------------------------------
 
@@ -201,10 +202,6 @@ class CallStats:
     def notice(self, entry: Entry) -> None:
         """The call is tried at this entry."""
         self.entry = entry
-
-    def note_skipped(self, kind: str, own: Stopwatch, host: Stopwatch | None) -> None:
-        """See steps.policy.StepTimes."""
-        self._count(kind, own, host)
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:

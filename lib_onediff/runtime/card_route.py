@@ -3,7 +3,7 @@ PyTorch's operators launched one by one. What fails is taken down with its reaso
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +28,7 @@ from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services
 from .session import Session
 from .stepping import Stepping
-from .verify import HOST_NOT_FINITE, blame, judge_cached_pass, prove
+from .verify import blame, judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
 
@@ -81,36 +81,23 @@ class OneCard:
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
             candidates = self._route.choice.begin(managed, self._settings, call)
-            # Not made at every call: it reads weights.
-            if managed.not_finite and self._like(call) in managed.not_finite:
-                raise Refusal(HOST_NOT_FINITE)
             served = self._compute(candidates, call)
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             if host is None:
                 raise Refusal("it was not checked yet")
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            try:
-                prove(
-                    entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
-                    () if call.patches is None else call.patches.functions(), self._times_host,
-                    self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
-                )
-            except Refusal as refusal:
-                if str(refusal) == HOST_NOT_FINITE:
-                    managed.not_finite.add(self._like(call))
-                raise
+            prove(
+                entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
+                () if call.patches is None else call.patches.functions(), self._times_host,
+                self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
+            )
         elif served.route == PLAIN:
             with services.computing(device), our_modes(device, entry.key.precision):
                 self._make_ready(served)
         managed.served_last = True
         self._note_session(call, served)
         return served
-
-    def _like(self, call: Call) -> tuple[Hashable, ...]:
-        """What calls share whose host's output is expected to be finite, or not, alike."""
-        structure = call.patches and call.patches.structure
-        return self._managed.bound.identity(), self._settings, call.signature, structure
 
     def check(self, call: Call, served: Served) -> None:
         """Of the backend that has served."""

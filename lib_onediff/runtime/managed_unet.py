@@ -42,7 +42,6 @@ class ManagedUNet:
     served_last: whether we have served the last call, in this sampling where its host announces them.
     no_room_for_low_bit: whether memory was too short for them in this sampling.
     asked_for_room: how often the host was asked in this sampling to take weights off the GPU.
-    not_finite: weights, settings and calls of which the host's own output has NaN or infinite values, until it has not.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class ManagedUNet:
         self.low_bit_choice: Choice | None = None
         self.low_bit_sampling = 0
         self.no_room_for_low_bit, self.asked_for_room = False, 0
-        self.not_finite: set[Hashable] = set()
         self.runners: dict[ShapeKey, CachedRunner] = {}
 
     @property

@@ -79,7 +79,7 @@ class Forecast:
             if output is not None:
                 stop()
                 self.status["calls"] += 1
-                moment.times.note_skipped(FORECAST, self._stopwatch, known.host)
+                moment.times.count(FORECAST, self._stopwatch, known.host)
                 return Answer(output)
             answer = compute(call, moment.host)
             if answer.served is not None:

@@ -17,7 +17,7 @@ from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution, FusedLinear
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
-from .watch import present_in
+from .watch import UNCOUNTED, edit_count, present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -50,11 +50,12 @@ class Binding:
         # The paths of a layer, by its path, and of a fused layer, by its name.
         self._members = {path: [path] for path in self._leaves}
         self._members |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
-        self._fusion_of: dict[str, tuple[str, int, int]] = {}
+        # By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it has.
+        self.fusion_of: dict[str, tuple[str, int, int]] = {}
         for fusion in self.fusions:
             first = 0
             for member in fusion.members:
-                self._fusion_of[member.path] = fusion.name, first, member.out_features
+                self.fusion_of[member.path] = fusion.name, first, member.out_features
                 first += member.out_features
         self.cast_to: torch.dtype | None = None
         self.device = self._first_weight().device
@@ -151,12 +152,7 @@ class Binding:
 
     def names(self) -> list[str]:
         """Of all layers, fused ones in the place of their members."""
-        return [name for name in self._members if name not in self._fusion_of]
-
-    def rows_of_members(self) -> dict[str, tuple[str, int, int]]:
-        """By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it
-        has."""
-        return dict(self._fusion_of)
+        return [name for name in self._members if name not in self.fusion_of]
 
     def parts(self, name: str, kind: str) -> list[Tensor]:
         """The weights or the biases (kind) of a layer's members, in order; of one that is not fused, its own."""
@@ -217,8 +213,10 @@ class Binding:
                     continue
                 if not isinstance(parameter, nn.Parameter):
                     raise Refusal(f"{path} holds a tensor that is none of its parameters (functional_call?)")
-                if type(parameter.data) is not Tensor or parameter.dtype not in known:
-                    raise Refusal(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
+                kind = type(parameter.data)
+                if kind is not Tensor or parameter.dtype not in known:
+                    found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
+                    raise Refusal(f"{path} is stored as {found}, which we do not run")
                 if parameter.is_meta:
                     raise Refusal("its parameters are not loaded (they are on the meta device)")
                 if parameter.device not in (device, MAIN_MEMORY):
@@ -245,11 +243,6 @@ def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
     if None in found:
         raise Refusal(LAYERS_GONE)
     return cast(list[nn.Module], found)
-
-
-def describe_storage(parameter: Tensor) -> str:
-    kind = type(parameter.data)
-    return str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
 
 
 def shares_storage(parameter: Tensor) -> bool:
@@ -280,16 +273,9 @@ def of_kind(piece: Tensor, is_inference: bool) -> Tensor:
 def mend(parameter: Tensor) -> None:
     """Let views be made of a parameter of inference mode that was moved outside of it: torch makes none of a tensor
     that is neither of that mode nor counts edits."""
-    if not parameter.is_inference() and not counts_edits(parameter):
+    if not parameter.is_inference() and edit_count(parameter) == UNCOUNTED:
         with torch.no_grad():
             parameter.data = of_kind(parameter.detach(), is_inference=True)
-
-
-def counts_edits(tensor: Tensor) -> bool:
-    try:
-        return tensor._version >= 0
-    except RuntimeError:
-        return False
 
 
 def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, QuantizedWeight, Source, Weights, bias_of
+from ..core.affine import Affine, QuantizedWeight, Source, Weights, WeightsAround
 from ..core.leaves import Block, Convolution, FusedLinear, ResidualBlock, descriptions
 
 
@@ -206,7 +206,7 @@ class LowBitWeights:
         return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
 
 
-class WithLowBit(Mapping[str, Affine]):
+class WithLowBit(WeightsAround):
     """Weights, those in eight bits among them."""
 
     def __init__(
@@ -214,7 +214,8 @@ class WithLowBit(Mapping[str, Affine]):
         alone: Collection[str],
     ) -> None:
         """See LowBitWeights.source."""
-        self._weights, self._found, self._scales, self._alone = weights, found, scales, alone
+        super().__init__(weights)
+        self._found, self._scales, self._alone = found, scales, alone
 
     def __getitem__(self, name: str) -> Affine:
         affine, low_bit = self._weights[name], self._found.get(name)
@@ -225,16 +226,6 @@ class WithLowBit(Mapping[str, Affine]):
             weight = torch.empty_like(weight, device="meta")
         # What LoRAs add was rounded with the weight.
         return affine._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=scale)
-
-    def bias(self, name: str) -> Tensor | None:
-        """That of a layer, without its weight."""
-        return bias_of(self._weights, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def kind_of(values: Tensor) -> Kind:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import relative_error, served
+from builders import generating, relative_error, served
 from ladder_builders import Weather, reason
 from torch import Tensor, nn
 
@@ -74,7 +74,7 @@ def classes_kept(unet: nn.Module) -> set[str]:
 
 def exact(unet: nn.Module, call: Call) -> Tensor:
     """By our own exact operators."""
-    with runtime.settings_for_run(Settings(low_bit="off")):
+    with generating(runtime, Settings(low_bit="off")):
         return served(unet, call)
 
 

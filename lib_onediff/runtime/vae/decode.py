@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.affine import Affine, Weights
+from ...core.affine import Affine, Weights, WeightsAround
 from ...core.card import on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
@@ -47,21 +47,16 @@ def short_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class CastWeights(Mapping[str, Affine]):
+class CastWeights(WeightsAround):
     """Every layer's tensors in another type, cast when they are asked for: there is never a whole second VAE."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
+        super().__init__(weights)
+        self._dtype = dtype
 
     def __getitem__(self, path: str) -> Affine:
         weight, bias = self._weights[path][:2]
         return Affine(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def is_finite(image: Tensor) -> bool:
