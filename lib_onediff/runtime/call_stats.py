@@ -80,7 +80,10 @@ class Generations:
 
 
 class CallStats:
-    """The last UNet call, how many went by each route, and the times of the last image."""
+    """The last UNet call, how many went by each route, and the times of the last image.
+
+    entry: at which a call is tried, or was made; None where nothing is known of it yet.
+    """
 
     def __init__(self, generations: Generations | None = None) -> None:
         """generations: whose images are being made."""
@@ -104,10 +107,6 @@ class CallStats:
     def total(self) -> int:
         """How many UNet calls were seen."""
         return sum(self.calls.values())
-
-    def begin(self) -> None:
-        """A call begins, of which nothing is known yet."""
-        self.entry = None
 
     # --- the image ------------------------------------------------------------------------------------------------
 
@@ -196,12 +195,8 @@ class CallStats:
 
     def note_served(self, served: Served) -> None:
         """We have computed the call."""
-        self.notice(served.entry)
+        self.entry = served.entry
         self.note(served.route, served.reason)
-
-    def notice(self, entry: Entry) -> None:
-        """The call is tried at this entry."""
-        self.entry = entry
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:

@@ -94,7 +94,11 @@ class OneCard:
             )
         elif served.route == PLAIN:
             with services.computing(device), our_modes(device, entry.key.precision):
-                self._make_ready(served)
+                capture = partial(self._capture, entry, served.call)
+                if served.rewind is None:
+                    capture()
+                else:
+                    self._route.patched.capture(managed, served, served.rewind, capture)
         managed.served_last = True
         self._note_session(call, served)
         return served
@@ -174,7 +178,7 @@ class OneCard:
                 entry = self._entry(call, device.name, lossy, flags)
                 if entry.key.is_cached_pass and entry.state is State.COLD:
                     raise Refusal("it was not checked beside a whole step yet")
-                self._services.call_stats.notice(entry)
+                self._services.call_stats.entry = entry
                 if entry.state is State.FAILED:
                     raise Refusal(entry.reason)
                 time_ms = self._services.time_ms(call) if self._services.waits_for_compile else None
@@ -240,18 +244,11 @@ class OneCard:
 
     # --- the graph ------------------------------------------------------------------------------------------------
 
-    def _make_ready(self, served: Served) -> None:
+    def _capture(self, entry: Entry, call: Call) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
         """
-        capture = partial(self._capture, served.entry, served.call)
-        if served.rewind is None:
-            capture()
-        else:
-            self._route.patched.capture(self._managed, served, served.rewind, capture)
-
-    def _capture(self, entry: Entry, call: Call) -> None:
         if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
         try:

@@ -261,7 +261,7 @@ class Runtime:
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
-        self.call_stats.begin()
+        self.call_stats.entry = None
         self.call_stats.note(HOST, reason)
         self.two_gpus.note()
         if unet is not None:
@@ -318,7 +318,7 @@ class OursOrHosts:
             two_gpus.forget(self._unet)
             # Another UNet may be computed on both.
             two_gpus.note()
-        call_stats.begin()
+        call_stats.entry = None
         answer = self._runtime.by_card.answer(self._managed, settings, call, host, was_looked_at=self._was_looked_at)
         if answer.served is not None:
             call_stats.note_served(answer.served)

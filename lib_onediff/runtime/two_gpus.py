@@ -223,7 +223,7 @@ class TwoGpusRoute:
                 there, session = take_rows(call, second_rows), pair.managed.session
                 where = pair.mirror.binding.device
                 second = None if session is None else session.replay(there, settings, where)
-        self._services.call_stats.begin()
+        self._services.call_stats.entry = None
         first = served_of(
             self._by_card.answer(managed, settings, here, lambda: host()[first_rows], times_host=False)
         )

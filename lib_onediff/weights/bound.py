@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..core.affine import Affine, Source, Weights
+from ..core.affine import Affine, Source
 from ..core.call import Call
 from ..core.refusal import Refusal
 from .binding import Binding
@@ -19,7 +19,7 @@ from .main_memory import MainMemory
 from .on_the_fly import OnTheFly
 from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
 from .streaming import Streaming, Units, streaming_of
-from .watch import Parameters, Tree, during
+from .watch import Parameters, Tree
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -98,13 +98,6 @@ class BoundUNet:
             raise Refusal("this UNet has not been bound yet")
         return self._binding
 
-    def weights(self) -> Weights:
-        """Every layer's tensors as the host computes with them, by path or name; see Binding.weights. Raises Refusal
-        where some are away."""
-        if self.streaming is not None:
-            raise Refusal("a part of the weights is in main memory")
-        return self.on_the_fly.source(self.binding, self.binding.weights).weights()
-
     def source(self, call: Call, left_out: Collection[str] = ()) -> Source:
         """The weights for a call. left_out: the layers whose matrices nobody asks for."""
         binding, streaming, applied = self.binding, self.streaming, self.on_the_fly.applied
@@ -155,11 +148,18 @@ class BoundUNet:
             return None
         changed, on_the_fly = self._begin_contents(), self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        found = during(work, unet, tree, parameters, changed)
-        if found is None:
+        still = parameters.lie_still()
+        if still is None:
             return None
-        result, were_edited = found
-        self.edition += were_edited
+        result = work()
+        if not tree.stands(unet):
+            return None
+        have_changed = changed()
+        try:
+            # Last: it tells of each edit once.
+            self.edition += parameters.were_edited(still) or have_changed
+        except Refusal:
+            return None
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
         if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None

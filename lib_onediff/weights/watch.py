@@ -288,20 +288,15 @@ class Parameters:
         self._strides = list(map(Tensor.stride, parameters))
         self._versions = edit_counts(parameters)
 
-    def _now(self) -> list[Any] | None:
-        """The parameters that these modules have now, in the same order; None where there are more or fewer."""
+    def lie_still(self) -> list[Any] | None:
+        """The parameters, where what lies at the addresses is alive: without that, nothing may read there. A fifth of a
+        millisecond for SDXL's UNet. Drop them after the call."""
         modules: list[Any] = [reference() for reference in self._modules]
         if None in modules:
             return None
         parameters = present_in(modules)
-        return parameters if len(parameters) == len(self._references) else None
-
-    def lie_still(self) -> list[Any] | None:
-        """The parameters, where what lies at the addresses is alive: without that, nothing may read there. A fifth of a
-        millisecond for SDXL's UNet. Drop them after the call."""
-        parameters = self._now()
         with suppress(RuntimeError, TypeError):
-            if parameters is not None and self._addresses == list(map(Tensor.data_ptr, parameters)):
+            if self._addresses == list(map(Tensor.data_ptr, parameters)):
                 return parameters
         return None
 
@@ -333,27 +328,6 @@ def present_in(modules: Iterable[nn.Module]) -> list[Any]:
     """The parameters that are these modules' own, in their order."""
     found = members_of(of_parameters, map(state_of, modules))
     return [parameter for parameter in found if parameter is not None]
-
-
-def during(
-    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, changed: Callable[[], bool]
-) -> tuple[Result, bool] | None:
-    """What work() returns, a replay, and whether values were edited since that was asked last, as far as torch counts
-    that or changed() tells it. None where the module tree computes otherwise, or the parameters are others: that is
-    looked at once the replay is launched, but for what it would read from memory that is not there any more. Then it is
-    not."""
-    found = parameters.lie_still()
-    if found is None:
-        return None
-    result = work()
-    if not tree.stands(root):
-        return None
-    have_changed = changed()
-    try:
-        # Last: it tells of each edit once.
-        return result, parameters.were_edited(found) or have_changed
-    except Refusal:
-        return None
 
 
 UNCOUNTED = -1
