@@ -1,4 +1,4 @@
 """How do shapes become ready between generations?
 
-worker: the queue, of which one after the other is made. job: an entry of it.
+worker: the queue, of which one after the other is made.
 """

@@ -23,7 +23,7 @@ from ..core.settings import MOST_LOW_BIT_ERROR, SAGE, Settings
 from ..devices.registry import AUTO
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.streaming import RING
-from .low_bit_errors import BOTH, SECOND_HALF, TOGETHER, Choice, half_of
+from .low_bit_errors import TOGETHER, Choice, half_of
 from .managed_unet import ManagedUNet
 from .services import Services
 from .verify import relative_error
@@ -88,22 +88,20 @@ class BackendChoice:
             return found._replace(reason=f"Low-bit needs the native backend: {other}")
         beside, lacks = Lossy(settings.low_bit), dict[str, None]()
         wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
-        tried: list[Lossy] = []
+        tried, low_bit = list[Lossy](), self._devices.lossy.low_bit
         for lossy in wanted:
-            lack = NONE_IN_MAIN_MEMORY if lossy.only and not managed.bound.binding.away else ""
-            lack = lack or self._why_no_low_bit(managed, lossy, call) or ""
+            if lossy.only and not managed.bound.binding.away:
+                lack: str | None = NONE_IN_MAIN_MEMORY
+            elif managed.no_room_for_low_bit:
+                lack = NO_ROOM
+            else:
+                lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
+                lack = lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
             if lack:
                 lacks[lack] = None
             else:
                 tried.append(lossy)
         return found._replace(reason="; ".join(lacks), lossy=tuple(tried))
-
-    def _why_no_low_bit(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> str | None:
-        if managed.no_room_for_low_bit:
-            return NO_ROOM
-        low_bit = self._devices.lossy.low_bit
-        lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
-        return lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
 
 
 def with_sage(found: Candidates, call: Call) -> Candidates:
@@ -218,10 +216,10 @@ class LowBitRoute:
         name = f"low-bit {lossy.low_bit} errors, {managed.bound.checkpoint()}, {str(dtype).removeprefix('torch.')}"
         known = low_bit.tuning_cache.get(name)
         choice = Choice(layout.model_name, wanted, low_bit.classes(layout), budget, known)
-        before, may_be = managed.low_bit_choice, self._may_be(managed)
+        before = managed.low_bit_choice
         if before == choice:
             choice = before
-            if not choice.awaits & may_be:
+            if not choice.awaits:
                 return choice.left_out
         if self._services.waits_for_compile or (call.cut is not None and call.cut.reads):
             return choice.left_out
@@ -236,13 +234,6 @@ class LowBitRoute:
         if choice is not before and str(choice) != str(before):
             log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
         return choice.left_out
-
-    def _may_be(self, managed: ManagedUNet) -> int:
-        """The halves of an image that this call may be in, where nobody has asked the GPU for its timestep: one that
-        begins in the second never comes to the first."""
-        begins = not managed.bound.in_sampling or managed.low_bit_sampling != managed.bound.samplings
-        managed.low_bit_sampling = managed.bound.samplings
-        return BOTH if begins else SECOND_HALF
 
     def _measured(self, managed: ManagedUNet, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
         """Measure until it is known what is within the budget: a forward pass for each class and for all together, and

@@ -72,7 +72,7 @@ class ShapeRow:
     relative_error: from the host's own output.
     control: whether a ControlNet or an adapter adds to the call.
     part: DeepCache's pass; "" for the whole UNet.
-    backend: who computes it; "" where that is not known. lossy: what of that is less exact; see shapes.key.Lossy.
+    backend: who computes it; "" where that is not known. lossy: what of that is less exact; see core.key.Lossy.
     """
 
     batch: int

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ..core.call import Call
+from ..core.card import TuningCache
 from ..core.device import Device, TimeMs
 from ..core.family import Family
 from ..core.guard import Guard
 from ..core.settings import Settings
 from ..core.table import ShapeTable
-from ..core.tuning_cache import TuningCache
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.stream_order import StreamOrder
 from ..devices.registry import Devices, devices_here

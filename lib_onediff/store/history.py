@@ -202,7 +202,7 @@ class History:
             self._find(VERDICTS, verdict_name(entry), entry.relative_error)
 
     def tuned(self) -> dict[str, Any]:
-        """What was measured to be best on this machine, by name; see core.tuning_cache.TuningCache.attach."""
+        """What was measured to be best on this machine, by name; see core.card.TuningCache.attach."""
         return self._findings[TUNED].copy()
 
     def tune(self, name: str, value: Any) -> None:

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now
 
 import lib_onediff
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import GATED, NORMED
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.low_bit import float8

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff import Settings
-from lib_onediff.core.call import Call
-from lib_onediff.core.patch_points import MIDDLE, PatchPoints
+from lib_onediff.core.call import MIDDLE, Call, PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.backend_choice import BackendChoice

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ...core.affine import Weights, bias_of
-from ...core.call import Call, Control
+from ...core.call import INPUT, LAST, MIDDLE, OUTPUT, Call, Control, PatchPoints
 from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Image, Operators
-from ...core.patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 from .layers import Layers
 from .layout import UNetLayout
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.affine import Affine, Weights, WeightsAround
-from ...core.card import on_card
+from ...core.card import TuningCache, on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
 from ...core.key import ShapeKey
@@ -19,7 +19,6 @@ from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
-from ...core.tuning_cache import TuningCache
 from ...families.vae.forward import Decoding
 from ...families.vae.layout import DecoderLayout
 from ...weights.contents import digest_of_values
