@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, compress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from ..core.refusal import Refusal
 from .contents import Place
 
-Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
 BOOKKEEPING = frozenset({
     "_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
@@ -286,6 +285,7 @@ class Parameters:
         self._addresses = list(map(Tensor.data_ptr, parameters))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
+        self._guards = guards_of(parameters)
         self._versions = edit_counts(parameters)
 
     def lie_still(self) -> list[Any] | None:
@@ -319,6 +319,9 @@ class Parameters:
         if not all(map(operator.is_, parameters, [reference() for reference in self._references])):
             return False
         with suppress(RuntimeError, TypeError):
+            if self._guards is not None and self._guards.check(*parameters):
+                return True
+        with suppress(RuntimeError, TypeError):
             strides, layouts = list(map(Tensor.stride, parameters)), list(map(layout_of, parameters))
             return (strides, layouts) == (self._strides, self._layouts)
         return False
@@ -328,6 +331,18 @@ def present_in(modules: Iterable[nn.Module]) -> list[Any]:
     """The parameters that are these modules' own, in their order."""
     found = members_of(of_parameters, map(state_of, modules))
     return [parameter for parameter in found if parameter is not None]
+
+
+def guards_of(parameters: Sequence[Tensor]) -> Any:
+    """torch's own check of shapes, strides and types, as torch.compile has it: a third of the time of a loop here. It
+    keeps no tensor alive. Private, so it may go or change: None where this torch has none. What it does not pass may be
+    the same all the same (other modes of autograd): then the loop is asked."""
+    try:
+        kind: Any = torch._C._dynamo.guards.TensorGuards
+        shapes, strides = [list(one.shape) for one in parameters], [list(one.stride()) for one in parameters]
+        return kind(*parameters, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 UNCOUNTED = -1
