@@ -19,7 +19,7 @@ from .main_memory import MainMemory
 from .on_the_fly import OnTheFly
 from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
 from .streaming import Streaming, Units, streaming_of
-from .watch import Parameters, Tree
+from .watch import Parameters, Tree, during
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -148,18 +148,11 @@ class BoundUNet:
             return None
         changed, on_the_fly = self._begin_contents(), self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        still = parameters.lie_still()
-        if still is None:
+        found = during(work, unet, tree, parameters, changed)
+        if found is None:
             return None
-        result = work()
-        if not tree.stands(unet):
-            return None
-        have_changed = changed()
-        try:
-            # Last: it tells of each edit once.
-            self.edition += parameters.were_edited(still) or have_changed
-        except Refusal:
-            return None
+        result, were_edited = found
+        self.edition += were_edited
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
         if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None

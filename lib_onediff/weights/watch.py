@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, compress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..core.refusal import Refusal
 from .contents import Place
 
+Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
 BOOKKEEPING = frozenset({
     "_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
@@ -342,6 +343,27 @@ def guards_of(parameters: Sequence[Tensor]) -> Any:
         shapes, strides = [list(one.shape) for one in parameters], [list(one.stride()) for one in parameters]
         return kind(*parameters, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
     except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def during(
+    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, changed: Callable[[], bool]
+) -> tuple[Result, bool] | None:
+    """What work() returns, a replay, and whether values were edited since that was asked last, as far as torch counts
+    that or changed() tells it. None where the module tree computes otherwise, or the parameters are others: that is
+    looked at once the replay is launched, but for what it would read from memory that is not there any more. Then it is
+    not."""
+    found = parameters.lie_still()
+    if found is None:
+        return None
+    result = work()
+    if not tree.stands(root):
+        return None
+    have_changed = changed()
+    try:
+        # Last: it tells of each edit once.
+        return result, parameters.were_edited(found) or have_changed
+    except Refusal:
         return None
 
 
