@@ -12,8 +12,7 @@ from lib_onediff.core.logs import log, show_on_console
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import parse_prewarm
 from lib_onediff.hosts import this_webui
-from lib_onediff.prewarm.readiness import Readiness
-from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.prewarm.worker import Readiness, WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import chosen_folder
 from lib_onediff.ui import accordion, infotext, onediff_tab, run_settings, settings_tab, status, xyz

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from ..core.guard import outcome_of
 from ..core.refusal import NotKept
 from ..core.sizes import Size, parse_sizes
-from ..prewarm.job import Job, check_tokens, rows_with_jobs
+from ..prewarm.worker import Job, check_tokens, rows_with_jobs
 from . import models
 from .answers import SentenceRoute, json_answer
 from .auth import protection

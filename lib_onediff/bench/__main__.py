@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ..core.option import parse_value
 from ..core.refusal import Refusal
-from ..core.settings import Settings
+from ..core.settings import Settings, parse_value
 from . import images, models, steps
 from .share import share
 from .steps import HOSTS, Row, Size

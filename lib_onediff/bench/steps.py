@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.benchmark import Timer
 
-from ..core.option import format_value
+from ..core.settings import format_value
 from ..public import compile_unet, status, uncompile_unet
 from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error

@@ -1,17 +1,125 @@
-"""What one call of a UNet is, whichever host makes it."""
+"""What one call of a UNet is, whichever host makes it: its inputs, where functions that users have put on the UNet are
+called within our forward, and some of its rows alone: a UNet computes each row of its batch by itself."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .patch_points import PatchPoints
+from .leaves import TransformerBlock
 
+INPUT, MIDDLE, OUTPUT, LAST = "input", "middle", "output", "last"
+# A transformer block: in which part and stage, and the how manyth of its spatial transformer.
+Block = tuple[str, int, int]
+SELF_ATTENTION, CROSS_ATTENTION = "attn1", "attn2"
 FULL, CACHED = "full", "cached"
+# Why the prompt's rows of a call are not known, in words for the user, whatever the host.
+APART = "prompt and negative prompt come in calls of their own, or without the negative one"
+OTHER_ROWS = "the call has other rows than those of prompt and negative prompt (tiles?)"
+# Why they cannot be computed alone.
+PATCHED = "other extensions compute within the UNet"
+
+
+class PatchPoints:
+    """What a host's extensions have put on the UNet for one call, each called where the host's own forward would. Here,
+    nothing stands at any point.
+
+    hidden_states are (batch, channels, height, width) at stages and (batch, tokens, width) within transformers, both
+    contiguous and in the weights' dtype. Every function returns what takes the place of its argument, which it may have
+    written to.
+    structure: which points there are and whose; equal for calls that compute the same way.
+    places: where anything stands; equal for calls whose functions are called at the same points.
+    sees_stages: whether anything stands at stages, or for norms; then output stages take one tensor.
+    norm: what stands for the group norms of residual blocks and of the output: called with the norm's path and
+    hidden_states, it returns the normed ones. None: ours computes them.
+    """
+
+    structure: tuple[str, ...] = ()
+    places: object = ()
+    sees_stages = False
+    norm: Callable[[str, Tensor], Tensor] | None = None
+
+    def stands(self, point: str, *arguments: Any) -> bool:
+        """Whether the method of this name calls a function, or may, when it is called with these arguments now. Calls
+        whose patches do not override this are not captured as CUDA graphs."""
+        return True
+
+    def functions(self) -> Collection[Any]:
+        """Every function that is called in this call; see verify.rewinder_of."""
+        return ()
+
+    def begin(self, latent: Tensor) -> None:
+        """A forward of this latent begins."""
+
+    def embedding(self, embedding: Tensor) -> Tensor:
+        """The timestep's embedding (batch, width), before the label's is added."""
+        return embedding
+
+    def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        """What a stage takes."""
+        return hidden_states
+
+    def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        """What a stage returns, residuals of ControlNets added; at input stages, what the skip is made of."""
+        return hidden_states
+
+    def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
+        """What goes on from an input stage, after its skip was taken."""
+        return hidden_states
+
+    def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        """What an output stage joins: hidden states and skip."""
+        return hidden_states, skip
+
+    def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
+        """What an output stage takes: hidden states, resized to the skip's size, and skip: (batch, all channels,
+        height, width); None where ours concatenates them."""
+        return None
+
+    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
+        """A transformer block begins. Returns whether anything stands in it."""
+        return False
+
+    def end_transformer(self) -> None:
+        """A spatial transformer has ended."""
+
+    def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
+        """What a transformer block makes of the tokens; None where ours computes it."""
+        return None
+
+    def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is projected to queries, to keys and to values; normed itself, three times, where nothing stands
+        there."""
+        return normed, normed, normed
+
+    def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As self_attention_inputs."""
+        return normed, context, context
+
+    def whole_attention(
+        self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
+    ) -> Tensor | None:
+        """What an attention adds to the tokens, projections and all; None where ours computes it. normed: the tokens
+        after its norm."""
+        return None
+
+    def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """An attention over projected tokens, (batch, tokens, heads * width) each, before its output's projection; None
+        where ours computes it. attention: "attn1" (self) or "attn2" (cross)."""
+        return None
+
+    def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
+        """An attention's projected output, before it is added."""
+        return tokens
+
+    def between_attentions(self, tokens: Tensor) -> Tensor:
+        """The tokens after self attention was added."""
+        return tokens
 
 
 class CutMemory:
@@ -160,3 +268,83 @@ class Call:
             condition is None or condition.shape, self.control.shapes if self.control else (),
             self.upcast_attention, self.additions, cut and (cut.depth, cut.reads),
         )
+
+
+class PromptRows(NamedTuple):
+    """Which rows of a call are the prompt's, half of them; the others are the negative prompt's, in the same order.
+
+    host: the host's own forward of a call of the prompt's rows alone.
+    """
+
+    rows: slice
+    host: Callable[[], Tensor]
+
+
+def halves(call: Call, rows: slice) -> tuple[Tensor, Tensor]:
+    """The latents of these rows, one half of the batch, and those of the other half."""
+    first, second = call.latent.chunk(2)
+    return (first, second) if not rows.start else (second, first)
+
+
+def half_of(batch: int, is_first: bool) -> slice:
+    """The first or the second half of a batch."""
+    return slice(0, batch // 2) if is_first else slice(batch // 2, batch)
+
+
+def why_not_taken(call: Call) -> str:
+    """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
+    return "" if call.patches is None else PATCHED
+
+
+def take_rows(call: Call, rows: slice) -> Call:
+    """The call of these rows alone. Raises ValueError for an input that has neither the batch's rows nor one for all.
+    """
+    batch = call.latent.shape[0]
+
+    def take(tensor: Tensor) -> Tensor:
+        return rows_of(tensor, rows, batch)
+
+    y, condition = (
+        None if tensor is None else take(tensor) for tensor in (call.y, call.timestep_condition)
+    )
+    return replace(
+        call, latent=take(call.latent), timestep=take(call.timestep),
+        context=take(call.context), y=y, timestep_condition=condition,
+        control=rows_of_control(call.control, rows, batch),
+        image_prompts=tuple(prompt.map(take) for prompt in call.image_prompts),
+    )
+
+
+def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
+    """These rows of an input, (batch, ...); one of a single row is for all of them. Raises ValueError for others."""
+    if tensor.shape[0] == batch:
+        return tensor[rows]
+    if tensor.shape[0] != 1:
+        raise ValueError(f"an input has {tensor.shape[0]} rows in a batch of {batch}")
+    return tensor
+
+
+def rows_within(value: Any, rows: slice, batch: int) -> Any:
+    """As rows_of for what a host holds in lists and dictionaries; what is no tensor, or is for all rows, stays."""
+    if isinstance(value, dict):
+        return {name: rows_within(inside, rows, batch) for name, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        inside = [rows_within(part, rows, batch) for part in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return rows_of(value, rows, batch) if isinstance(value, Tensor) and value.dim() else value
+
+
+def rows_of_control(control: Control | None, rows: slice, batch: int) -> Control | None:
+    if control is None:
+        return None
+    parts = (
+        tuple(None if residual is None else rows_of(residual, rows, batch) for residual in part)
+        for part in (control.input, control.middle, control.output)
+    )
+    return Control(*parts)
+
+
+def for_all_rows(output: Tensor, batch: int) -> Tensor:
+    """What was computed for some rows as the output of a whole batch: the other rows get the same, in the same
+    order."""
+    return torch.cat([output] * (batch // output.shape[0]))

@@ -1,4 +1,5 @@
-"""Whose code a function, method or class runs."""
+"""Whose code a function, method or class runs; and what peft puts around a layer: its plain LoRAs, as diffusers
+loads them."""
 from __future__ import annotations
 
 import functools
@@ -7,8 +8,13 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from torch import nn
+
 # Where WebUIs keep extensions, all of which have a package that is called scripts.
 FOLDERS = ("extensions", "extensions-builtin")
+# Of these classes, everything that a layer adds to the one within is in its attributes.
+LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
+WITHIN = "base_layer"
 
 
 def origin(function: object) -> str:
@@ -54,3 +60,13 @@ def underlying(function: Any) -> Any:
 
 def package(module: str) -> str:
     return module.partition(".")[0]
+
+
+def is_lora(kind: type) -> bool:
+    return (kind.__module__, kind.__qualname__) in LORAS
+
+
+def layer_within(module: nn.Module) -> nn.Module:
+    """The layer around which a LoRA is; the module itself where there is none."""
+    within = module._modules.get(WITHIN) if is_lora(type(module)) else None
+    return module if within is None else within

@@ -8,18 +8,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from .call import Call, CutMemory
-from .refusal import Refusal
-from .rows import PromptRows
+from .call import Call, CutMemory, PromptRows
 from .sampling import Position, Sampling
 from .settings import Settings
-from .table import Entry, Stopwatch
+from .table import Entry
 
 # The host's own forward of a call.
 Host = Callable[[], Tensor]
 # Which rows of a call are the prompt's. Raises Refusal where nobody knows. Asked only where it matters.
 Guidance = Callable[[], PromptRows]
-FAILED = "a fault of OneDiff"
 
 
 class Served(NamedTuple):
@@ -62,21 +59,6 @@ class Compute(Protocol):
         a host. Where it does not, they never do."""
 
 
-class StepTimes(Protocol):
-    """Counts the steps of an image by their kinds (image_times.KINDS) and times.
-
-    host: the stopwatch of the host's own forward in the place of the last call.
-    """
-
-    host: Stopwatch | None
-
-    def standing_for(self, host: Stopwatch | None, kind: str) -> contextlib.AbstractContextManager[None]:
-        """The host would take host's time for calls made inside. kind: what those are that are otherwise whole."""
-
-    def note_skipped(self, kind: str, own: Stopwatch, host: Stopwatch | None) -> None:
-        """A call was answered without the network, in the time that own has taken."""
-
-
 class StepMemory(Protocol):
     """What a policy keeps of a network's calls within one walk through a sampling."""
 
@@ -89,26 +71,16 @@ class StepMemory(Protocol):
 Memory = TypeVar("Memory", bound=StepMemory)
 
 
-class Broken:
-    """In the place of what a policy keeps: it has failed, and rests for the rest of this walk."""
-
-    def __init__(self, walk: object) -> None:
-        self.walk = walk
-
-    def bytes(self) -> int:
-        return 0
-
-
 @dataclass(frozen=True)
 class Moment:
     """A call within its sampling, as policies are asked about it.
 
     host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
-    the prompt's; None where nobody can. times: counts the steps of its image. memories: what each policy keeps for this
-    network, by its name; the runtime drops it with the sampling, and where the memory is needed. find: see
-    Sampling.position. deepest: the largest depth at which this network can be cut in two, 0 where it cannot.
-    cut_memory: the memory of a cut for a shape, the same as long as anybody holds it. edition: of the network's weights
-    now, looked at anew. ordered: the context in which memory that calls share may be written.
+    the prompt's; None where nobody can. times: a runtime.call_stats.CallStats, which counts the steps of its image.
+    memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and where
+    the memory is needed. find: see Sampling.position. deepest: the largest depth at which this network can be cut in
+    two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it. edition:
+    of the network's weights now, looked at anew. ordered: the context in which memory that calls share may be written.
     belongs_to_image: otherwise it makes a shape ready, and belongs to no sampling. is_counted: otherwise it is a part
     of a call that is counted as a whole.
     """
@@ -118,7 +90,7 @@ class Moment:
     settings: Settings
     sampling: Sampling
     guidance: Guidance | None
-    times: StepTimes
+    times: Any
     memories: dict[str, StepMemory]
     find: Callable[[], Position]
     deepest: Callable[[], int]
@@ -134,14 +106,11 @@ class Moment:
         return self.find()
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
-        """What a policy keeps for this network, made anew at every new walk. Raises Refusal where it has failed in this
-        one."""
+        """What a policy keeps for this network, made anew at every new walk."""
         memory: Any = self.memories.get(name)
         if memory is None or memory.walk != self.position.walk:
             memory = self.memories[name] = make()
             memory.walk = self.position.walk
-        if isinstance(memory, Broken):
-            raise Refusal(FAILED)
         return memory
 
 

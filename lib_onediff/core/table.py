@@ -1,22 +1,34 @@
-"""The per-resolution cache: what is known about every shape that was seen."""
+"""The per-resolution cache: what is known about every shape that was seen, and how long an image took.
+
+A step that computes less than the whole UNet (a cached pass of DeepCache, the prompt alone, a forecast) stands for a
+whole one: what it saves is seen in the mean of all steps, beside the host's own time of whole ones.
+"""
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from operator import attrgetter
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from .call import CACHED
 from .key import ShapeKey
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
-# Fewer times than this are chance.
-ENOUGH = 3
+# Fewer times than this are chance; older ones than so many go.
+ENOUGH, MOST_TIMES = 3, 32
+# Of one shape; LoRAs make more of them.
+MOST_VERDICTS = 64
+# What a step computes; HOSTS: the host's own UNet did.
+WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
+KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
+Parts = list[tuple["Stopwatch | None", int]]
 
 
 def median_of(ordered: list[float]) -> float:
@@ -33,13 +45,13 @@ def ratio_of(own_ms: float | None, host_ms: float | None) -> float | None:
 class Stopwatch:
     """The last times of one thing, in milliseconds. On a GPU it reads events only once they have happened."""
 
-    def __init__(self, kept: int = 32) -> None:
+    def __init__(self) -> None:
         self._route = ""
         self._remembered: float | None = None
-        self._times: deque[float] = deque(maxlen=kept)
+        self._times: deque[float] = deque(maxlen=MOST_TIMES)
         # A page and the runtime may ask at once.
         self._reading = threading.Lock()
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=kept)
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MOST_TIMES)
 
     def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
         """What work() returns. route: see start."""
@@ -137,10 +149,6 @@ class OfVerdict(Generic[Value]):
 
     def __set__(self, entry: Entry, value: Value) -> None:
         setattr(entry.verdict, self._name, value)
-
-
-# Of one shape; LoRAs make more of them.
-MOST_VERDICTS = 64
 
 
 @dataclass
@@ -241,3 +249,64 @@ class ShapeTable:
     def forget(self, keys: Collection[ShapeKey]) -> None:
         with self._lock:
             self._entries = {key: entry for key, entry in self._entries.items() if key not in keys}
+
+
+class Step(NamedTuple):
+    """A call of the UNet. own: the times of such calls; host: those of the host's own in its place. None: unknown."""
+
+    kind: str
+    own: Stopwatch | None
+    host: Stopwatch | None
+
+
+class Times(NamedTuple):
+    """Means over steps, in milliseconds; None where one of the steps was never timed. ratio: None too where a time
+    stands on too few."""
+
+    step_ms: float | None
+    host_ms: float | None
+    ratio: float | None
+
+
+class ImageTimes:
+    """How long the UNet took in an image, or in several that are made at once, over all steps, and how long the host's
+    own would have taken. seconds: what one image took, everything included; host_seconds: what one like it took by the
+    host's own UNet, with OneDiff off; None where nobody has measured it. places: the (model, resolution) of its calls.
+    """
+
+    def __init__(self) -> None:
+        self.steps: Counter[Step] = Counter()
+        self.seconds: float | None = None
+        self.host_seconds: float | None = None
+        self.places: set[tuple[str, str]] = set()
+
+    @property
+    def hosts(self) -> set[Stopwatch]:
+        """Whose steps are in it."""
+        return {step.host for step in self.steps.copy() if step.host is not None}
+
+    def kinds(self) -> dict[str, int]:
+        """How many steps computed what."""
+        counts: Counter[str] = Counter()
+        for step, count in self.steps.copy().items():
+            counts[step.kind] += count
+        return {kind: counts[kind] for kind in KINDS if counts[kind]}
+
+    def times(self, host: Stopwatch | None = None) -> Times:
+        """Over all steps, or over those that stand for a host's."""
+        steps = [(step, n) for step, n in self.steps.copy().items() if host is None or step.host is host]
+        own, hosts = [(step.own, n) for step, n in steps], [(step.host, n) for step, n in steps]
+        ratio = ratio_of(mean(own, attrgetter("settled_ms")), mean(hosts, attrgetter("settled_ms")))
+        is_hosts = all(step.kind == HOSTS for step, _ in steps)
+        return Times(
+            mean(own, attrgetter("median_ms")), mean(hosts, attrgetter("median_ms")), None if is_hosts else ratio
+        )
+
+
+def mean(parts: Parts, value: Callable[[Stopwatch], float | None]) -> float | None:
+    """Of values of stopwatches, each as often as it is told; None where one is unknown."""
+    values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
+    known = [(found, count) for found, count in values if found is not None]
+    if not known or len(known) < len(values):
+        return None
+    return sum(found * count for found, count in known) / sum(count for _, count in known)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.card import card_name
+from ..core.card import TuningCache, card_name
 from ..core.device import Candidates, Device, Network
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from ..core.settings import SAGE, Settings
-from ..core.tuning_cache import TuningCache
 from ..core.version import NEWEST_TORCH, release
 from ..weights.contents import Reader
 from .cuda.graphs.capture import Output

@@ -18,9 +18,8 @@ from ..core.leaves import (
     SelfAttention,
     TransformerBlock,
 )
-from ..core.origins import package
+from ..core.origins import is_lora, layer_within, package
 from ..core.refusal import Refusal
-from ..core.tuners import is_lora, layer_within
 
 # Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
 LINEAR_CLASSES = {"ForgeOperations.Linear"}

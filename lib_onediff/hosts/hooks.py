@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call
+from ..core.call import Call, PromptRows
 from ..core.guard import Guard
 from ..core.origins import author
 from ..core.refusal import Refusal
-from ..core.rows import PromptRows
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits, own_method, refuse_replaced
 

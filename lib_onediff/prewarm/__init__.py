@@ -1,5 +1,4 @@
 """How do shapes become ready between generations?
 
-worker: the queue, of which one after the other is made. presets: what to
-ask for. Imports hosts/ and everything below.
+worker: the queue, of which one after the other is made.
 """

@@ -1,4 +1,5 @@
-"""The pre-warm queue: makes sizes ready before an image needs them, between images and never during one."""
+"""The pre-warm queue: makes sizes ready before an image needs them, between images and never during one.
+Readiness tells a load balancer whether this process may be sent images."""
 from __future__ import annotations
 
 import atexit
@@ -6,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,13 +17,16 @@ import torch
 from ..core.guard import first_line
 from ..core.refusal import Refusal
 from ..core.settings import OFF_IN_SETTINGS
-from ..core.sizes import TOKENS, Size
+from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, parse_prewarm
 from ..core.table import State
+from ..runtime.rows import ResolutionRow
 from ..runtime.runtime import Runtime
-from .job import CALLS_PER_SHAPE, CANCELLED, DONE, FAILED, QUEUED, RUNNING, Job, check_tokens
 
 log = logging.getLogger("onediff")
-
+QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+PENDING = (QUEUED, RUNNING)
+# The first is checked against the host's own UNet, the second captures a graph, the third replays it.
+CALLS_PER_SHAPE = 3
 FINISHED_JOBS_KEPT = 50
 # Python aborts when it ends below a thread that computes.
 SECONDS_AT_EXIT = 20.0
@@ -31,6 +35,120 @@ SECONDS_LEFT_TO_IMAGES = 0.02
 WAITING = "waiting for the image that is being made"
 DECODING = "checking the VAE's decode"
 CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
+LOADING = "The WebUI is loading its checkpoint."
+NO_CHECKPOINT = "Sizes are to be made ready, and no checkpoint is loaded yet: ask for one size by POST prewarm."
+
+
+@dataclass
+class Job:
+    """One size in the queue. done and total count UNet calls, made those that were needed, seconds what they took.
+
+    source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
+    what is being done now, for people. shapes: of its UNet calls, how many latents each takes, and how many tokens.
+    """
+
+    id: int
+    size: Size
+    source: str
+    state: str = QUEUED
+    done: int = 0
+    total: int = 0
+    reason: str = ""
+    seconds: float = 0.0
+    tokens: int = TOKENS
+    what: str = ""
+    shapes: tuple[tuple[int, int], ...] = ()
+    made: int = 0
+
+    @property
+    def pending(self) -> bool:
+        return self.state in PENDING
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        return self.done / self.total if self.total else 0.0
+
+
+def check_tokens(tokens: int) -> None:
+    """Raise ValueError with a sentence for a context of a length that no host makes."""
+    if tokens < TOKENS or tokens % TOKENS or tokens > TOKEN_CHOICES[-1]:
+        *choices, last = map(str, TOKEN_CHOICES)
+        raise ValueError(f"A prompt takes {', '.join(choices)} or {last} tokens, not {tokens}.")
+
+
+def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: str | None) -> list[ResolutionRow]:
+    """The rows, with the state "queued" or "warming 33 %" where a pending job has that resolution, and with what the
+    last one that is done took.
+
+    model: of the loaded checkpoint ("SD1"), for which the queue works; its row is marked, or made where there is none,
+    and then stands first. None: not known, so that every row of that resolution is marked.
+    """
+    states: dict[str, str] = {}
+    done: dict[str, Job] = {}
+    for job in jobs:
+        if job.state == DONE:
+            done[job.size.resolution] = job
+        # Of several jobs at one resolution the one that runs is told.
+        if job.pending and (job.state != QUEUED or job.size.resolution not in states):
+            states[job.size.resolution] = job_state(job)
+    told = list(rows)
+    present = {row.resolution for row in told if is_meant(row, model)}
+    new = [
+        ResolutionRow(resolution, model or "", state) for resolution, state in states.items()
+        if resolution not in present
+    ]
+    return new + [
+        with_prewarm(replace(row, state=states.get(row.resolution, row.state)), done.get(row.resolution))
+        if is_meant(row, model) else row for row in told
+    ]
+
+
+def with_prewarm(row: ResolutionRow, job: Job | None) -> ResolutionRow:
+    """A row with what pre-warming it took, and what of that is no step that the first image needs anyway."""
+    if job is None:
+        return row
+    steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
+    return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.seconds - steps))
+
+
+def job_state(job: Job) -> str:
+    """A pending job as the state of its resolution."""
+    return QUEUED if job.state == QUEUED else f"warming {100 * job.share:.0f} %"
+
+
+def is_meant(row: ResolutionRow, model: str | None) -> bool:
+    return not row.is_decode and model in (None, row.model)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model. model: the first word of its layout's model_name. sizes: what it was trained at, then what
+    hires fix makes of that."""
+
+    name: str
+    model: str
+    sizes: tuple[str, ...]
+
+
+FAMILIES = (
+    Family("SD 1.5", "SD1", ("512x512", "512x768", "768x512", "768x768", "1024x1024", "1024x1536", "1536x1024")),
+    Family("SD 2", "SD2", ("768x768", "1536x1536")),
+    Family("SDXL", "SDXL", (
+        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x640", "640x1536",
+        "1536x1536", "1248x1824", "1824x1248",
+    )),
+    Family("Anima", "Anima", (
+        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
+    )),
+)
+
+
+def families_for(model: str | None) -> tuple[Family, ...]:
+    """The families that fit a model's name, such as "SDXL refiner"; all where none does or none is loaded."""
+    # As small and unusual ones are called.
+    first_word = (model or "").replace("SD 1.x", "SD1").split(" ")[0]
+    return tuple(known for known in FAMILIES if known.model == first_word) or FAMILIES
 
 
 class WarmUp:
@@ -199,3 +317,38 @@ class WarmUp:
         self._advance(job, time.perf_counter() - began, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
         return status["reason"] if lacks_graph else ""
+
+
+class Readiness:
+    """Whether what the settings or users want ready is so. Idle warm-up counts for nothing: it gives way to every
+    image, and where it did, a machine without images would never get one."""
+
+    def __init__(self, webui: Any, warmup: WarmUp, runtime: Runtime) -> None:
+        self._webui, self._warmup, self._runtime = webui, warmup, runtime
+        self._had_checkpoint = False
+
+    def look_around(self) -> None:
+        """After a reload of the scripts the checkpoint is there already, and nobody tells of it again."""
+        self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
+
+    def checkpoint_loaded(self) -> None:
+        """What a loaded checkpoint wants ready has been queued. Not earlier: the WebUI knows a new checkpoint before it
+        tells, and for that moment nothing would be queued."""
+        self._had_checkpoint = True
+
+    def why_not(self) -> str:
+        """Why images should go elsewhere for now, as a sentence; "" where this process is ready."""
+        if not self._had_checkpoint:
+            if self._webui.loads_at_start():
+                return LOADING
+            if self._wants_sizes():
+                return NO_CHECKPOINT
+        count = sum(job.pending for job in self._warmup.jobs())
+        return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready." if count else ""
+
+    def _wants_sizes(self) -> bool:
+        """Whether the first checkpoint will have sizes made ready."""
+        settings = self._runtime.settings
+        wanted = parse_prewarm(settings.prewarm)
+        history = self._runtime.history
+        return settings.enabled and bool(wanted.sizes or wanted.most_used and history.rows(every_machine=True))

@@ -1,21 +1,40 @@
-"""Which devices are tried for a call, and why not the others: by the settings, the machine and the model."""
+"""Which devices are tried for a call, and why not the others: by the settings, the machine and the model. And the
+weights in eight bits that it wants: of the products that gain, in the classes of layers that this checkpoint bears.
+
+What it bears is measured once, in the calls of the user's own image: the output with one class alone in eight bits, and
+with all that is used, against the same call with none.
+"""
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..core.call import Call
 from ..core.device import Candidates
 from ..core.key import EXACT, Lossy
-from ..core.settings import SAGE, Settings
+from ..core.refusal import Refusal
+from ..core.sampling import time_of
+from ..core.settings import MOST_LOW_BIT_ERROR, SAGE, Settings
 from ..devices.registry import AUTO
+from ..weights.low_bit import KINDS_OF, WantedKinds
+from ..weights.streaming import RING
+from .low_bit_errors import TOGETHER, Choice, half_of
 from .managed_unet import ManagedUNet
 from .services import Services
+from .verify import relative_error
 
+log = logging.getLogger("onediff")
 NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
 NONE_IN_MAIN_MEMORY = "Low-bit only is for weights that wait in main memory, and all of these are on the GPU"
 CHANGES_AT_EACH_CALL = "Low-bit rests: the WebUI applies something to the weights that may change at each call"
 SAGE_ATTENTION = "SageAttention"
+TOO_LATE = "what Low-bit does to this checkpoint is measured where an image begins earlier, not in its last steps"
+NOT_FINITE = "what Low-bit does here cannot be measured: the exact output has NaN or infinite values"
 
 
 class BackendChoice:
@@ -69,22 +88,20 @@ class BackendChoice:
             return found._replace(reason=f"Low-bit needs the native backend: {other}")
         beside, lacks = Lossy(settings.low_bit), dict[str, None]()
         wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
-        tried: list[Lossy] = []
+        tried, low_bit = list[Lossy](), self._devices.lossy.low_bit
         for lossy in wanted:
-            lack = NONE_IN_MAIN_MEMORY if lossy.only and not managed.bound.binding.away else ""
-            lack = lack or self._why_no_low_bit(managed, lossy, call) or ""
+            if lossy.only and not managed.bound.binding.away:
+                lack: str | None = NONE_IN_MAIN_MEMORY
+            elif managed.no_room_for_low_bit:
+                lack = NO_ROOM
+            else:
+                lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
+                lack = lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
             if lack:
                 lacks[lack] = None
             else:
                 tried.append(lossy)
         return found._replace(reason="; ".join(lacks), lossy=tuple(tried))
-
-    def _why_no_low_bit(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> str | None:
-        if managed.no_room_for_low_bit:
-            return NO_ROOM
-        low_bit = self._devices.lossy.low_bit
-        lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
-        return lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
 
 
 def with_sage(found: Candidates, call: Call) -> Candidates:
@@ -97,3 +114,159 @@ def with_sage(found: Candidates, call: Call) -> Candidates:
         return found._replace(reason="; ".join(filter(None, (found.reason, lack))))
     first, *_ = (*found.lossy, EXACT)
     return found._replace(lossy=(first._replace(attention=SAGE_ATTENTION), *found.lossy))
+
+
+class LowBitRoute:
+    """Whoever calls holds the runtime's lock."""
+
+    def __init__(self, services: Services) -> None:
+        self._services, self._graphs = services, services.graphs
+        self._devices, self._families = services.devices, services.families
+
+    def tune(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> bool:
+        """Measure which products in eight bits pay, where that is not known; whether it was so."""
+        return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, self._services.time_ms(call))
+
+    def fit(
+        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, is_first: bool = False
+    ) -> None:
+        """Have the weights in eight bits that a call wants: those that pay within the budget, or, where they take the
+        place of the host's, all. is_first: measure first which products pay, where that is not known: what is checked
+        is then what will run. Raises Refusal with the reason where there are none."""
+        try:
+            if managed.no_room_for_low_bit:
+                raise Refusal(NO_ROOM)
+            fitting = self._that_fit(managed, lossy, call, is_first) if lossy.only else None
+            if is_first:
+                self.tune(managed, lossy, call)
+            self._fit(managed, lossy, call, settings, fitting)
+        except torch.cuda.OutOfMemoryError:
+            managed.no_room_for_low_bit = True
+            self._graphs.drop_low_bit(managed)
+            raise Refusal(NO_ROOM) from None
+        except Refusal:
+            raise
+        except Exception:
+            self._graphs.drop_low_bit(managed)
+            raise
+
+    def _fit(
+        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
+    ) -> None:
+        """fitting: those that stand for weights in main memory."""
+        budget = settings.low_bit_budget
+        low_bit, layout = self._devices.lossy.low_bit, managed.bound.layout
+        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
+        if other or (managed.low_bit is not None and managed.low_bit.are_alone != lossy.only):
+            # Those of another choice.
+            self._graphs.drop_low_bit(managed)
+        wanted = low_bit.wanted(lossy, layout, call)
+        if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.everywhere:
+            managed.low_bit_choice, left_out = None, frozenset[str]()
+        else:
+            left_out = self._left_out(managed, lossy, call, budget, wanted)
+        if fitting is not None:
+            chosen = {name: kind for name, kind in wanted.items() if name in fitting}
+            managed.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
+        elif not self._have(managed, wanted, left_out):
+            raise Refusal(
+                "no class of layers in eight bits keeps this checkpoint within the error budget of "
+                f"{budget:g} (measured)"
+            )
+
+    def _that_fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
+        """The layers in main memory for which there is room on the GPU in eight bits: all, where the host takes others
+        off it. Raises Refusal where there is none."""
+        bound, kept, low_bit = managed.bound, managed.low_bit, self._devices.lossy.low_bit
+        there = kept.names() if kept is not None and kept.are_alone else set[str]()
+        if there and not is_first:
+            return there
+        wanted = low_bit.wanted(lossy, bound.layout, call)
+        sizes = {
+            name: sum(part.numel() for part in bound.binding.parts(name, "weight"))
+            for name in wanted if name in bound.binding.away and name not in there
+        }
+        # What is computed, and what the rest is copied to, has to fit as well.
+        room = self._services.holdings.card.room(bound.binding.device) - RING
+        room -= low_bit.working_bytes(lossy, bound.layout, call)
+        lacking = sum(sizes.values()) - room
+        # Two bytes that go make room for one, and have to be in eight bits as well.
+        if lacking > 0 and managed.make_room(2 * lacking):
+            bound.refresh(call, bound.channels_last)
+            return self._that_fit(managed, lossy, call, is_first)
+        fitting = set(there)
+        for name, size in sizes.items():
+            if size <= room:
+                fitting.add(name)
+                room -= size
+        if not fitting:
+            raise Refusal(NO_ROOM)
+        return fitting
+
+    def _left_out(
+        self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
+    ) -> frozenset[str]:
+        """The classes of layers that stay exact, measured where that is not known.
+
+        A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
+        and what is not known is in eight bits. Raises Refusal with why it cannot be measured, and
+        torch.cuda.OutOfMemoryError.
+        """
+        layout, low_bit, dtype = managed.bound.layout, self._devices.lossy.low_bit, call.latent.dtype
+        name = f"low-bit {lossy.low_bit} errors, {managed.bound.checkpoint()}, {str(dtype).removeprefix('torch.')}"
+        known = low_bit.tuning_cache.get(name)
+        choice = Choice(layout.model_name, wanted, low_bit.classes(layout), budget, known)
+        before = managed.low_bit_choice
+        if before == choice:
+            choice = before
+            if not choice.awaits:
+                return choice.left_out
+        if self._services.waits_for_compile or (call.cut is not None and call.cut.reads):
+            return choice.left_out
+        if choice.awaits:
+            half = half_of(time_of(call.timestep), self._families.of(layout).first_timestep)
+            if not half and choice.is_new:
+                raise Refusal(TOO_LATE)
+            choice = self._measured(managed, lossy, call, choice, half)
+            if choice.found is not known:
+                low_bit.tuning_cache.set(name, choice.found)
+        managed.low_bit_choice = choice
+        if choice is not before and str(choice) != str(before):
+            log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
+        return choice.left_out
+
+    def _measured(self, managed: ManagedUNet, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
+        """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
+        for fewer until they are within it, without a graph. Raises Refusal where that cannot be, and
+        torch.cuda.OutOfMemoryError."""
+        exact: Tensor | None = None
+        while due := choice.due(half):
+            self._have(managed, choice.wanted, choice.left_out)
+            exact = self._output(managed, lossy, call, ()) if exact is None else exact
+            if not bool(torch.isfinite(exact).all()):
+                raise Refusal(NOT_FINITE)
+            for group in due:
+                error = relative_error(self._output(managed, lossy, call, choice.layers(group)), exact)
+                choice = choice.measured(group, half, error)
+                log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(group), error)
+        return choice
+
+    def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
+        """Have the wanted layers in eight bits that are not of these classes; whether any is left. Raises
+        torch.cuda.OutOfMemoryError."""
+        if managed.low_bit is not None and managed.low_bit.left_out != left_out:
+            # Graphs have another choice in them.
+            self._graphs.drop_low_bit(managed)
+        low_bit = self._devices.lossy.low_bit
+        classes = low_bit.classes(managed.bound.layout)
+        left = {layer: kind for layer, kind in wanted.items() if classes[layer] not in left_out}
+        if wanted and not left:
+            return False
+        managed.fit_low_bit(low_bit.quantizer(), left, left_out)
+        return True
+
+    def _output(self, managed: ManagedUNet, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
+        """The whole UNet's, with these layers alone in eight bits."""
+        ops, whole = self._devices.lossy.operators(), replace(call, cut=None)
+        source = managed.source(lossy, whole, layers)
+        return self._families.output(source.layout, source.weights(), ops, whole)

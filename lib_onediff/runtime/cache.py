@@ -1,17 +1,24 @@
-"""What users ask of what is ready: to see it, to pin it, and to throw it away."""
+"""What users ask of what is ready: to see it, to pin it, and to throw it away.
+What is kept on the disk holds for a machine, and for our sources (Fingerprint)."""
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
 from collections.abc import Collection
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..core.version import __version__
 from ..store.history import chosen_folder
 from ..weights.low_bit import LowBitWeights
 from .call_stats import GRAPH, CallStats
-from .graphs.pool_size import MemorySnapshot
-from .machine import Fingerprint
+from .graphs.accounting import MemorySnapshot
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
 from .step_times import StepTimes
@@ -19,7 +26,62 @@ from .stepping import Stepping
 from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
+PACKAGE = Path(__file__).resolve().parents[1]
+# What no UNet's output passes through. Everything else counts, what is added later too.
+COMPUTES_NOTHING = {"api", "bench", "ui"}
 SECONDS_A_PAGE_WAITS = 0.05
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What verdicts, timings and tuned choices depend on besides the shape. gpu: its name, or 'cpu'. onediff: our
+    version and the digest of our sources."""
+
+    gpu: str
+    driver: str
+    torch: str
+    onediff: str
+
+    @property
+    def digest(self) -> str:
+        """By which the store tells machines apart."""
+        return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
+
+    @classmethod
+    def of(cls) -> Fingerprint:
+        """The current GPU's, or the CPU's where torch can use no GPU."""
+        gpu, driver = "cpu", "none"
+        if torch.cuda.is_available():
+            driver = f"hip {torch.version.hip}" if torch.version.hip else nvidia_driver()
+            try:
+                gpu = torch.cuda.get_device_name(torch.device("cuda"))
+            except RuntimeError:
+                gpu = "a GPU that does not start"
+        return cls(gpu, driver, torch.__version__, f"{__version__} {source_digest()}")
+
+
+@functools.cache
+def source_digest(package: Path = PACKAGE) -> str:
+    """A digest of the sources that compute, as they are at the first call: milliseconds, and nothing is imported."""
+    digest = hashlib.sha256()
+    for folder, inside, names in os.walk(package):
+        inside[:] = sorted(name for name in inside if name != "__pycache__" and name not in COMPUTES_NOTHING)
+        for name in sorted(name for name in names if name.endswith((".py", ".zip"))):
+            source = Path(folder, name)
+            digest.update(f"{source.relative_to(package).as_posix()}\0".encode() + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def nvidia_driver() -> str:
+    """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML once, which takes milliseconds."""
+    version = ctypes.create_string_buffer(96)
+    with contextlib.suppress(OSError):
+        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() == 0:
+            nvml.nvmlSystemGetDriverVersion(version, len(version))
+            nvml.nvmlShutdown()
+    return version.value.decode("ascii", "replace") or "unknown"
 
 
 class Cache:
@@ -74,7 +136,7 @@ class Cache:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
         settings = self._services.settings_shown
         # What fails says so among the faults, and costs no other part.
-        part: Any = partial(self._services.guard.attempt, "the status")
+        part: Any = functools.partial(self._services.guard.attempt, "the status")
         status = part(self._services.call_stats.status, self._unknown)
         entry = self._services.call_stats.entry
         slower = None if entry is None else part(lambda: self._step_times.slower(entry), None)
@@ -101,7 +163,7 @@ class Cache:
             return
         machine = Fingerprint.of()
         self._services.history.open(folder, machine.gpu, machine.digest)
-        self._step_times.open(machine)
+        self._step_times.open({"torch": machine.torch, "the driver": machine.driver, "OneDiff": machine.onediff})
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:

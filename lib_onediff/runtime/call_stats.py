@@ -1,32 +1,89 @@
-"""What was done last, by which route and why, and how fast: for the status line, the API and the console."""
+"""What was done last, by which route and why, and how fast: for the status line, the API and the console.
+
+Generations are those in progress, and by whose settings the calls inside them are computed: by those of the innermost,
+also for what it generates inside itself (a face's inpainting).
+"""
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from ..core.call import CACHED, FULL
-from ..core.image_times import HOSTS, WHOLE, ImageTimes, Step, Times
 from ..core.key import ShapeKey
 from ..core.policy import Served
-from ..core.table import Entry, Stopwatch
+from ..core.settings import Settings
+from ..core.table import HOSTS, WHOLE, Entry, ImageTimes, Step, Stopwatch, Times
 from ..core.weak_dictionary import WeakDictionary
-from .generations import Generations
 
 log = logging.getLogger("onediff")
-
+# Where a generation carries its settings; a copy of it carries the same.
+GENERATION = "onediff_generation"
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
 # Of how many kinds of images the host's own seconds are known at once.
 MOST_HOST_IMAGES = 100
 
 
+class Generation:
+    """A generation's settings and why they switch OneDiff off. owner: the id of the host's object, its copies' not.
+    began: by time.perf_counter()."""
+
+    def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
+        self.owner, self.settings, self.why_off = owner, settings, why_off
+        self.times, self.began = ImageTimes(), time.perf_counter()
+
+
+class Apart(threading.local):
+    """Of a thread. is_on: its calls make shapes ready, and belong to no image."""
+
+    is_on = False
+
+
+class Generations:
+    """running: those in progress, the innermost last. One that has failed is over when the host has let go of it."""
+
+    def __init__(self) -> None:
+        self.running: list[weakref.ref[Generation]] = []
+        self.apart = Apart()
+
+    def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
+        """p: what the host makes the images from. A copy of one in progress goes on with it."""
+        known: Generation | None = p.__dict__.get(GENERATION)
+        if known is not None and known in self.alive():
+            known.settings, known.why_off = settings, why_off
+            return known
+        p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
+        self.running = [*map(weakref.ref, self.alive()), weakref.ref(generation)]
+        return generation
+
+    def end(self, p: Any) -> Generation | None:
+        """The generation that is over. Nothing happens at the end of a copy: it goes on without it."""
+        known: Generation | None = p.__dict__.pop(GENERATION, None)
+        if known is None or known.owner != id(p):
+            return None
+        self.running = [weakref.ref(each) for each in self.alive() if each is not known]
+        return known
+
+    @property
+    def innermost(self) -> Generation | None:
+        return next(reversed(self.alive()), None)
+
+    def alive(self) -> list[Generation]:
+        return [generation for one in self.running if (generation := one()) is not None]
+
+
 class CallStats:
-    """The last UNet call, how many went by each route, and the times of the last image."""
+    """The last UNet call, how many went by each route, and the times of the last image.
+
+    entry: at which a call is tried, or was made; None where nothing is known of it yet.
+    """
 
     def __init__(self, generations: Generations | None = None) -> None:
         """generations: whose images are being made."""
@@ -52,10 +109,6 @@ class CallStats:
     def total(self) -> int:
         """How many UNet calls were seen."""
         return sum(self.calls.values())
-
-    def begin(self) -> None:
-        """A call begins, of which nothing is known yet."""
-        self.entry = None
 
     # --- the image ------------------------------------------------------------------------------------------------
 
@@ -98,7 +151,8 @@ class CallStats:
         finally:
             self._stands_for = before
 
-    def _count(self, kind: str, own: Stopwatch | None, host: Stopwatch | None) -> None:
+    def count(self, kind: str, own: Stopwatch | None, host: Stopwatch | None) -> None:
+        """A step of this kind was made, in the time that own has taken; host would have taken host's."""
         if self._stands_for is not None:
             host, stands = self._stands_for
             kind = stands if kind == WHOLE else kind
@@ -121,7 +175,7 @@ class CallStats:
         entry = self.entry
         if route == HOST or entry is None:
             host = None if entry is None else entry.host
-            self._count(HOSTS, host, host)
+            self.count(HOSTS, host, host)
             return
         host = entry.host
         is_cached = entry.key.part == CACHED
@@ -129,7 +183,7 @@ class CallStats:
             host = self._full_passes.get(replace(entry.key, part=FULL))
         elif entry.key.part:
             self._full_passes[entry.key] = host
-        self._count(CACHED if is_cached else WHOLE, entry.own, host)
+        self.count(CACHED if is_cached else WHOLE, entry.own, host)
 
     # --- the last call --------------------------------------------------------------------------------------------
 
@@ -151,16 +205,8 @@ class CallStats:
 
     def note_served(self, served: Served) -> None:
         """We have computed the call."""
-        self.notice(served.entry)
+        self.entry = served.entry
         self.note(served.route, served.reason)
-
-    def notice(self, entry: Entry) -> None:
-        """The call is tried at this entry."""
-        self.entry = entry
-
-    def note_skipped(self, kind: str, own: Stopwatch, host: Stopwatch | None) -> None:
-        """See steps.policy.StepTimes."""
-        self._count(kind, own, host)
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:

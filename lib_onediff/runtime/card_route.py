@@ -3,7 +3,7 @@ PyTorch's operators launched one by one. What fails is taken down with its reaso
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -20,16 +20,15 @@ from ..core.refusal import Refusal
 from ..core.settings import SAGE, Settings
 from ..core.table import Entry, State, Stopwatch
 from ..weights.bound import BoundUNet
-from .backend_choice import BackendChoice
+from .backend_choice import BackendChoice, LowBitRoute
 from .call_stats import GRAPH, PLAIN
 from .graphs.cache import CARD_IS_FULL
-from .low_bit_route import LowBitRoute
 from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services
 from .session import Session
 from .stepping import Stepping
-from .verify import HOST_NOT_FINITE, blame, judge_cached_pass, prove
+from .verify import blame, judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
 
@@ -82,36 +81,27 @@ class OneCard:
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
             candidates = self._route.choice.begin(managed, self._settings, call)
-            # Not made at every call: it reads weights.
-            if managed.not_finite and self._like(call) in managed.not_finite:
-                raise Refusal(HOST_NOT_FINITE)
             served = self._compute(candidates, call)
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             if host is None:
                 raise Refusal("it was not checked yet")
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            try:
-                prove(
-                    entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
-                    () if call.patches is None else call.patches.functions(), self._times_host,
-                    self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
-                )
-            except Refusal as refusal:
-                if str(refusal) == HOST_NOT_FINITE:
-                    managed.not_finite.add(self._like(call))
-                raise
+            prove(
+                entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
+                () if call.patches is None else call.patches.functions(), self._times_host,
+                self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
+            )
         elif served.route == PLAIN:
             with services.computing(device), our_modes(device, entry.key.precision):
-                self._make_ready(served)
+                capture = partial(self._capture, entry, served.call)
+                if served.rewind is None:
+                    capture()
+                else:
+                    self._route.patched.capture(managed, served, served.rewind, capture)
         managed.served_last = True
         self._note_session(call, served)
         return served
-
-    def _like(self, call: Call) -> tuple[Hashable, ...]:
-        """What calls share whose host's output is expected to be finite, or not, alike."""
-        structure = call.patches and call.patches.structure
-        return self._managed.bound.identity(), self._settings, call.signature, structure
 
     def check(self, call: Call, served: Served) -> None:
         """Of the backend that has served."""
@@ -188,7 +178,7 @@ class OneCard:
                 entry = self._entry(call, device.name, lossy, flags)
                 if entry.key.is_cached_pass and entry.state is State.COLD:
                     raise Refusal("it was not checked beside a whole step yet")
-                self._services.call_stats.notice(entry)
+                self._services.call_stats.entry = entry
                 if entry.state is State.FAILED:
                     raise Refusal(entry.reason)
                 time_ms = self._services.time_ms(call) if self._services.waits_for_compile else None
@@ -254,18 +244,11 @@ class OneCard:
 
     # --- the graph ------------------------------------------------------------------------------------------------
 
-    def _make_ready(self, served: Served) -> None:
+    def _capture(self, entry: Entry, call: Call) -> None:
         """Capture the graph of a shape that was just served without one; the call itself has been answered.
 
         Raises nothing: what stands in the way is noted in the entry.
         """
-        capture = partial(self._capture, served.entry, served.call)
-        if served.rewind is None:
-            capture()
-        else:
-            self._route.patched.capture(self._managed, served, served.rewind, capture)
-
-    def _capture(self, entry: Entry, call: Call) -> None:
         if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
         try:

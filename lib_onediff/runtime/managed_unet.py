@@ -38,11 +38,9 @@ class ManagedUNet:
     runners: those that were made, each good for what stands beside it; see runner.
     low_bit: the weights in eight bits, while they are used.
     low_bit_choice: the classes of layers that use them, once that was measured.
-    low_bit_sampling: bound.samplings when low_bit_choice was asked for last.
     served_last: whether we have served the last call, in this sampling where its host announces them.
     no_room_for_low_bit: whether memory was too short for them in this sampling.
     asked_for_room: how often the host was asked in this sampling to take weights off the GPU.
-    not_finite: weights, settings and calls of which the host's own output has NaN or infinite values, until it has not.
     """
 
     def __init__(
@@ -60,9 +58,7 @@ class ManagedUNet:
         self.sampling: Sampling | None = None
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
-        self.low_bit_sampling = 0
         self.no_room_for_low_bit, self.asked_for_room = False, 0
-        self.not_finite: set[Hashable] = set()
         self.runners: dict[ShapeKey, CachedRunner] = {}
 
     @property

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..core.call import Call
-from ..core.patch_points import PatchPoints
+from ..core.call import Call, PatchPoints
 from ..core.policy import Served
 from ..core.refusal import Refusal
 from ..core.table import Entry, State

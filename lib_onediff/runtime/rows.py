@@ -7,9 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..core.call import CACHED
-from ..core.image_times import Times
 from ..core.key import ShapeKey
-from ..core.table import Entry, State
+from ..core.table import Entry, State, Times
 from ..store.history import HistoryRow
 from .low_bit_errors import ClassError
 from .step_times import StepTimes
@@ -75,7 +74,7 @@ class ShapeRow:
     relative_error: from the host's own output.
     control: whether a ControlNet or an adapter adds to the call.
     part: DeepCache's pass; "" for the whole UNet.
-    backend: who computes it; "" where that is not known. lossy: what of that is less exact; see shapes.key.Lossy.
+    backend: who computes it; "" where that is not known. lossy: what of that is less exact; see core.key.Lossy.
     """
 
     batch: int

@@ -52,8 +52,8 @@ class Runtime:
         self.guard, self.table, self.tuning_cache = services.guard, services.table, services.tuning_cache
         self.devices, self.call_stats = services.devices, services.call_stats
         self.generations, self.pressure = services.generations, services.pressure
-        self.settings_for_run, self.wait_for_compile = services.settings_for_run, services.wait_for_compile
-        self.computing, self.free_graphs = services.computing, services.free_graphs
+        self.wait_for_compile, self.computing = services.wait_for_compile, services.computing
+        self.free_graphs = services.free_graphs
         self.stepping = Stepping(services, step_policies() if policies is None else policies, self.sampling_of)
         self.by_card = CardRoute(services, self.stepping)
         self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
@@ -261,7 +261,7 @@ class Runtime:
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
-        self.call_stats.begin()
+        self.call_stats.entry = None
         self.call_stats.note(HOST, reason)
         self.two_gpus.note()
         if unet is not None:
@@ -305,10 +305,7 @@ class OursOrHosts:
                 raise
             reason = runtime.guard.give_up("the UNet's forward", error)
         # Only now is everything gone that our forward had computed before it failed.
-        output = runtime.by_host(self._unet, reason, host)
-        if self._managed.not_finite and bool(torch.isfinite(output).all()):
-            self._managed.not_finite.clear()
-        return Answer(output)
+        return Answer(runtime.by_host(self._unet, reason, host))
 
     def _ours(self, call: Call, host: HostFunction) -> Answer:
         """Raises what CardRoute.answer raises."""
@@ -321,7 +318,7 @@ class OursOrHosts:
             two_gpus.forget(self._unet)
             # Another UNet may be computed on both.
             two_gpus.note()
-        call_stats.begin()
+        call_stats.entry = None
         answer = self._runtime.by_card.answer(self._managed, settings, call, host, was_looked_at=self._was_looked_at)
         if answer.served is not None:
             call_stats.note_served(answer.served)

@@ -10,22 +10,20 @@ import torch
 from torch import nn
 
 from ..core.call import Call
+from ..core.card import TuningCache
 from ..core.device import Device, TimeMs
 from ..core.family import Family
 from ..core.guard import Guard
 from ..core.settings import Settings
 from ..core.table import ShapeTable
-from ..core.tuning_cache import TuningCache
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.stream_order import StreamOrder
 from ..devices.registry import Devices, devices_here
 from ..families.registry import FAMILIES, Families
 from ..store.history import History
-from .call_stats import CallStats
-from .generations import Generations
+from .call_stats import CallStats, Generations
 from .graphs.accounting import Holdings
-from .graphs.cache import GraphCache
-from .graphs.memory_pressure import MemoryPressure
+from .graphs.cache import GraphCache, MemoryPressure
 from .managed_unet import ManagedUNet
 
 # Why the host computes, in one line for the user.
@@ -61,22 +59,12 @@ class Services:
         self.holdings = Holdings(self.table, self.managed, lambda: self.history.pins(), self.families.output)
         self.graphs = GraphCache(self.holdings, self.table, self.managed, self.devices.operators)
         self.is_between_graphs = False
-        self._for_run: tuple[Settings, str] | None = None
         self.order = StreamOrder()
         self.lock = self.order.lock
         # Who needs GPU memory besides us asks here.
         self.pressure = MemoryPressure(
             self.holdings, self.graphs, self.lock, self.guard, lambda: self.generations.innermost is not None
         )
-
-    @contextlib.contextmanager
-    def settings_for_run(self, settings: Settings | None, why_off: str = "") -> Iterator[None]:
-        """Use other settings for the calls made inside. why_off: the reason to show if they switch OneDiff off."""
-        before, self._for_run = self._for_run, None if settings is None else (settings, why_off)
-        try:
-            yield
-        finally:
-            self._for_run = before
 
     @property
     def settings_shown(self) -> Settings:
@@ -87,8 +75,8 @@ class Services:
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
-        if self._for_run is not None or self.generations.apart.is_on or not self.generations.running:
-            return self._for_run
+        if self.generations.apart.is_on or not self.generations.running:
+            return None
         generation = self.generations.innermost
         return None if generation is None else (generation.settings, generation.why_off)
 

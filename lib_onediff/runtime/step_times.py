@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from ..core.card import card_name
 from ..core.table import Entry
 from ..store.history import History
-from .machine import Fingerprint
 
 # Medians of two images differ by less, on a GPU that does nothing else and on a CPU.
 SLOWER_THAN_USUAL, SLOWER_SINCE = 1.25, 1.1
@@ -31,9 +30,9 @@ class StepTimes:
         self._history = history
         self._versions: dict[str, str] = {}
 
-    def open(self, machine: Fingerprint) -> None:
-        """machine: on which what follows is timed."""
-        self._versions = {"torch": machine.torch, "the driver": machine.driver, "OneDiff": machine.onediff}
+    def open(self, versions: dict[str, str]) -> None:
+        """versions: of what a step's time depends on, by what users call it, while what follows is timed."""
+        self._versions = versions
 
     def note(self, entries: Iterable[Entry]) -> None:
         """Remember how long steps took; call it between images."""

@@ -1,4 +1,4 @@
-"""Calls of several rows on two GPUs: each computes a part of the rows, by a copy of the weights and graphs of its own.
+"""Calls of several rows on two GPUs: each computes half of the rows, by a copy of the weights and graphs of its own.
 
 A UNet computes every row of a batch by itself, so prompt and negative prompt, and the images of a batch, can be
 computed apart. The second card's copy is a UNet in our care like a host's: what is true of one card's calls (graphs,
@@ -10,35 +10,59 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call
+from ..core.call import Call, take_rows, why_not_taken
 from ..core.guard import HostFunction
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
-from ..core.rows import take_rows, why_not_taken
 from ..core.settings import Settings
-from ..core.table import Entry, Stopwatch
+from ..core.table import Stopwatch
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.device_memory import Card
 from ..devices.cuda.graphs.inputs import mapped
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
 from .card_route import CardRoute
-from .cards import second_card, second_share
 from .managed_unet import ManagedUNet
 from .services import Services
 from .stepping import Stepping
 
 log = logging.getLogger("onediff")
+AUTO = "auto"
+NO_SECOND = "PyTorch sees one GPU alone"
+GIBIBYTE = 2**30
 ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
-TOO_SLOW = "one GPU is sooner done than both"
 FULL = "out of memory on {}: until the weights or the option change, one GPU computes"
+
+
+def second_card(option: str, first: torch.device, needs: int, cards: Card) -> torch.device:
+    """The GPU that option (settings.Settings.second_gpu) names beside the first, with room for needs bytes. Raises
+    Refusal where there is none."""
+    all_cards = cards.all()
+    if first not in all_cards:
+        raise Refusal(f"this UNet is on the {first.type.upper()}")
+    others = [card for card in all_cards if card != first]
+    if not others:
+        raise Refusal(NO_SECOND)
+    if option != AUTO:
+        index = int(option)
+        if index >= len(all_cards):
+            raise Refusal(f"there is no GPU {index}: PyTorch sees {len(all_cards)}, 0 to {len(all_cards) - 1}")
+        if all_cards[index] == first:
+            raise Refusal(f"GPU {index} is the one that computes already")
+        others = [all_cards[index]]
+    rooms = [(card, cards.room(card)) for card in others]
+    for card, room in rooms:
+        if room >= needs:
+            return card
+    said = ", ".join(f"{card} has room for {max(0, room) / GIBIBYTE:.1f} GiB" for card, room in rooms)
+    raise Refusal(f"the weights take {needs / GIBIBYTE:.1f} GiB, {said}")
 
 
 class SecondGpuFull(Exception):
@@ -49,9 +73,7 @@ class SecondGpuFull(Exception):
 class Pair:
     """A UNet's copy on the second card.
 
-    unet: the copies' module. made_for: the option and the first card. bytes: of the copied weights. equal: whether both
-    cards are of one kind. shares: by the latent's shape, in which of BoundUNet.samplings how many rows were chosen for
-    the second card. entries: what both cards used last at a shape; their times choose the next share.
+    unet: the copies' module. made_for: the option and the first card. bytes: of the copied weights.
     """
 
     unet: nn.Module
@@ -60,26 +82,10 @@ class Pair:
     device: torch.device
     made_for: tuple[str, torch.device]
     bytes: int
-    equal: bool
-    shares: dict[Any, tuple[int, int]] = field(default_factory=dict)
-    entries: dict[Any, tuple[Entry, Entry]] = field(default_factory=dict)
 
     def rows(self, call: Call, rows: slice) -> Call:
         """The call of these rows, on the second card: copies follow what the first one is doing."""
         return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
-
-    def share(self, call: Call, sampling: int) -> int:
-        """How many rows of a call the second card computes. It changes between samplings alone."""
-        batch, shape = call.latent.shape[0], call.latent.shape
-        if self.equal:
-            return second_share(batch)
-        chosen_in, share = self.shares.get(shape, (None, 0))
-        if chosen_in != sampling:
-            timings = [(entry.own.settled_ms, entry.key.batch) for entry in self.entries.get(shape, ())]
-            times = [took / rows for took, rows in timings if took is not None]
-            share = second_share(batch, *times) if len(times) == 2 else second_share(batch)
-            self.shares[shape] = sampling, share
-        return share
 
     def follow(self, first: ManagedUNet) -> None:
         """What is known of the first card's UNet holds for this one."""
@@ -167,7 +173,7 @@ class TwoGpusRoute:
         except SecondGpuFull as full:
             reason, lasts, drops = str(full), True, True
         except Refusal as refusal:
-            reason, lasts = str(refusal), str(refusal) == TOO_SLOW
+            reason = str(refusal)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -211,10 +217,7 @@ class TwoGpusRoute:
         pair = self._pair(unet, managed, settings, first_card)
         if pair is None:
             self._choose(unet, managed, settings, first_card)
-        share = second_share(batch) if pair is None else pair.share(call, managed.bound.samplings)
-        if not share:
-            raise Refusal(TOO_SLOW)
-        first_rows, second_rows = slice(0, batch - share), slice(batch - share, batch)
+        first_rows, second_rows = slice(0, batch - batch // 2), slice(batch - batch // 2, batch)
         here, second, was_looked_at = take_rows(call, first_rows), None, False
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
             was_looked_at = True
@@ -224,7 +227,7 @@ class TwoGpusRoute:
                 there, session = take_rows(call, second_rows), pair.managed.session
                 where = pair.mirror.binding.device
                 second = None if session is None else session.replay(there, settings, where)
-        self._services.call_stats.begin()
+        self._services.call_stats.entry = None
         first = served_of(
             self._by_card.answer(managed, settings, here, lambda: host()[first_rows], times_host=False)
         )
@@ -236,7 +239,6 @@ class TwoGpusRoute:
         if second is None or not pair.mirror.is_true():
             second = self._second(pair, managed, settings, call, second_rows, host, was_looked_at)
         managed.served_last = True
-        pair.entries[call.latent.shape] = first.entry, second.entry
         output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
         self._calls += 1
@@ -294,8 +296,7 @@ class TwoGpusRoute:
         mirror = MirrorUNet(managed.bound, copy)
         copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
         pair = self._pairs[unet] = Pair(
-            copy, copied, mirror, device, (settings.second_gpu, first), bytes_of(binding),
-            self.cards.are_equal(first, device),
+            copy, copied, mirror, device, (settings.second_gpu, first), bytes_of(binding)
         )
         with self._services.lock:
             self._services.managed[copy] = copied

@@ -1,26 +1,28 @@
 """Check the first use of a shape against the host's own forward."""
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.key import EXACT
+from ..core.origins import origin, package, underlying
 from ..core.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
 from ..core.refusal import Refusal
 from ..core.settings import MOST_LOW_BIT_ERROR
 from ..core.table import ENOUGH, Entry, State
 from ..store.history import History
-from ..weights.function_state import FunctionState
 
 log = logging.getLogger("onediff")
-
 # What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
 # float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -31,6 +33,9 @@ SECONDS_TO_TIME_THE_HOST = 0.5
 HOST_NOT_FINITE = (
     "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
 )
+# How many objects of an extension are looked at.
+MOST = 4096
+SCRIPT = ".py"
 
 
 def prove(
@@ -165,8 +170,8 @@ def computed_twice(
 
 def state_of(device: torch.device, functions: Iterable[Any] = ()) -> Callable[[], None]:
     """A function that lets torch, Python and NumPy draw the numbers again that they draw from now on, and sets these
-    functions back to what they are now; see function_state."""
-    rewind_functions = FunctionState(functions).save()
+    functions back to what they are now; see rewinder_of."""
+    rewind_functions = rewinder_of(functions)
     numpy, python = sys.modules.get("numpy"), random.getstate()
     drawn = None if numpy is None else numpy.random.get_state()
     on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -196,3 +201,67 @@ def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) 
     if dtype == torch.float32 and device.type == "cuda" and (tf32_is_on() or any(value for _, value in flags)):
         return ROUNDING_TF32
     return ROUNDING[dtype]
+
+
+def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
+    """A function that sets back what functions of other extensions remember between calls to what it is now. The first
+    use of a shape calls them more often than the host would: so they draw and count as if they had been called once.
+
+    That is: random.Random objects in their modules, bool, int and float attributes of the objects of their own packages
+    and of WebUIs' scripts that they can reach, and lists that are attributes of what they are methods of (ControlNet's
+    reference records in such)."""
+    functions = list(functions)
+    found = [value for one in functions for value in getattr(underlying(one), "__globals__", {}).values()]
+    generators = {id(value): value for value in found if isinstance(value, random.Random)}.values()
+    drawn = [(generator, generator.getstate()) for generator in generators]
+    spaces = [vars(one) for one in objects_of(functions, {package(origin(function)) for function in functions})]
+    counted = [
+        (space, {name: value for name, value in space.items() if type(value) in (bool, int, float)}) for space in spaces
+    ]
+    bound = {id(one.__self__): one.__self__ for one in functions if isinstance(one, types.MethodType)}
+    recorders = [vars(one) for one in bound.values() if hasattr(one, "__dict__")]
+    recorded = [
+        (space, name, value, list(value))
+        for space in recorders for name, value in space.items() if type(value) is list
+    ]
+
+    def rewind() -> None:
+        for generator, state in drawn:
+            generator.setstate(state)
+        for space, numbers in counted:
+            space.update(numbers)
+        for space, name, value, members in recorded:
+            value[:] = members
+            space[name] = value
+
+    return rewind
+
+
+def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
+    """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST, that functions
+    reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
+    waiting, seen = list(functions), set[int]()
+    while waiting and len(seen) < MOST:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        module = type(one).__module__
+        if isinstance(one, types.MethodType):
+            waiting += [one.__self__, one.__func__]
+        elif isinstance(one, functools.partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, types.FunctionType):
+            for cell in one.__closure__ or ():
+                # One that nothing has been put into yet.
+                with contextlib.suppress(ValueError):
+                    waiting.append(cell.cell_contents)
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+        elif (package(module) in packages or module.endswith(SCRIPT)) and isinstance(
+            getattr(one, "__dict__", None), dict
+        ):
+            yield one
+            waiting += vars(one).values()

@@ -2,21 +2,164 @@
 steps compute the outer stages alone, around what an earlier step has written at the cut between both."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
-from ..core.call import CACHED, FULL, Call, Cut
+import torch
+from torch import Tensor
+
+from ..core.call import CACHED, FULL, PATCHED, Call, Cut, CutMemory
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
-from ..core.rows import PATCHED
+from ..core.sampling import Step
 from ..core.settings import Settings
-from ..core.timeline import Step
-from .features import Place, Record
 from .prompts import Threads
-from .schedule import is_whole, last_whole
 
 NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
+# The authors' exponent, and how their search for one that leaves as many different steps goes down.
+POWER, POWER_STEP = 1.4, 0.02
+ROUNDING = 1e-6
+# How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
+# (.readme/speed-and-quality.md).
+DAMPING = 0.5
+# The farthest that was measured, in distances between the two features.
+FARTHEST = 1.5
+
+
+def is_whole(interval: int, step: Step) -> bool:
+    """Whether this step computes the whole network: about one in interval. The first and the last step always do."""
+    return last_whole(interval, step) == step.index
+
+
+def last_whole(interval: int, step: Step) -> int:
+    """The index of the last step, up to this one, that computes the whole network: what was kept before is too old for
+    this step."""
+    if interval <= 1 or step.is_last:
+        return step.index
+    return max(index for index in early(step.total, interval) if index <= step.index)
+
+
+@lru_cache(maxsize=256)
+def early(total: int, interval: int) -> frozenset[int]:
+    """The whole steps of a sampling with total steps: as many as at equal distances, close together at the beginning
+    and ever rarer. It is the DeepCache authors' non-uniform schedule with its center at the first step.
+
+    Where the power would put two of them on one step, a smaller one is taken.
+    """
+    count, power = -(-total // interval), POWER
+    while True:
+        chosen = frozenset(math.trunc(total * (index / count) ** power + ROUNDING) for index in range(count))
+        if len(chosen) == count:
+            return chosen
+        power = max(1.0, power - POWER_STEP)
+
+
+class Line:
+    """The last two tensors that the same weights have computed, each with its step: Liu et al. 2025, "From Reusing to
+    Forecasting" (TaylorSeer, arXiv 2503.06923). edition: of the weights (BoundUNet.edition)."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, Tensor]] = []
+        self.edition = -1
+
+    def note(self, step: int, computed: Tensor, edition: int) -> None:
+        """A step has computed this. Of two at one step the later counts."""
+        known = self._points if edition == self.edition else []
+        # Whose tensor it is may go on computing in it.
+        self._points = [*[point for point in known if point[0] != step][-1:], (step, computed.detach().clone())]
+        self.edition = edition
+
+    def at(self, step: int, damping: float = 1.0, farthest: float = math.inf) -> Tensor | None:
+        """The tensor of a later step, computed in float32; None before two are known.
+
+        damping: how far it goes along the line, of the whole way. farthest: in distances between the two; beyond, it
+        stays where it is then.
+        """
+        if len(self._points) < 2:
+            return None
+        (step_before, before), (step_last, last) = self._points
+        distance = min((step - step_last) / (step_last - step_before), farthest)
+        return torch.lerp(before.float(), last.float(), 1 + damping * distance).to(last.dtype)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps, the last one last."""
+        return [tensor for _, tensor in self._points]
+
+
+@dataclass
+class Record:
+    """The deep feature of one prompt at one shape. made_at: the step that made it, None before the first; edition:
+    of the weights then. aside: its values while another prompt's lie at the shape's address. line: through the last two
+    computed ones, where forecasts are wanted."""
+
+    made_at: int | None = None
+    edition: int = -1
+    aside: Tensor | None = None
+    line: Line = field(default_factory=Line)
+
+    def note(self, step: int, edition: int, computed: Tensor | None) -> None:
+        """A step has made the feature. computed: its values where forecasts are wanted."""
+        self.made_at, self.edition = step, edition
+        if computed is None:
+            self.line = Line()
+        else:
+            self.line.note(step, computed, edition)
+
+    def forecast(self, step: int) -> Tensor | None:
+        """The feature of a later step; None where there is no line."""
+        return self.line.at(step, DAMPING, FARTHEST) if self.line.edition == self.edition else None
+
+
+@dataclass
+class Place:
+    """The address of a shape's deep feature, whose feature lies there now, and everybody's records."""
+
+    memory: CutMemory
+    occupant: Record | None = None
+    records: dict[int, Record] = field(default_factory=dict)
+
+    def record(self, prompt: int) -> Record:
+        return self.records.setdefault(prompt, Record())
+
+    def make_room(self, record: Record) -> None:
+        """Let this record's feature be written: what lies there of another prompt is put aside."""
+        self._take(record)
+        record.made_at = record.aside = None
+
+    def bring_back(self, record: Record, step: int) -> None:
+        """Let this record's feature be read, as it is at a step where that is forecast."""
+        feature = record.forecast(step)
+        if feature is None and self.occupant is not record:
+            feature = record.aside
+            assert feature is not None, "whoever took the place has put it aside"
+        self._take(record)
+        if feature is not None:
+            self.memory.write(feature)
+
+    def drop_older(self, oldest: int) -> None:
+        """Forget the features that were made before a step."""
+        self.records = {
+            prompt: record for prompt, record in self.records.items()
+            if record.made_at is not None and record.made_at >= oldest
+        }
+        if not any(self.occupant is record for record in self.records.values()):
+            self.occupant = None
+
+    def _take(self, record: Record) -> None:
+        other, self.occupant = self.occupant, record
+        if other is not None and other is not record and other.made_at is not None and other.aside is None:
+            kept = other.line.tensors
+            # What lies there may be a forecast.
+            other.aside = kept[-1] if kept else self.memory.read().clone()
+
+    def bytes(self) -> int:
+        records = list(self.records.values())
+        kept = {id(one): one for record in records for one in (*record.line.tensors, record.aside) if one is not None}
+        return self.memory.bytes + sum(tensor.nbytes for tensor in kept.values())
 
 
 class Cached:

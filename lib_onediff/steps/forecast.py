@@ -12,15 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from ..core.image_times import FORECAST
+from ..core.call import PATCHED
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
-from ..core.rows import PATCHED
 from ..core.settings import Settings
-from ..core.table import Stopwatch
-from .line import Line
+from ..core.table import FORECAST, Stopwatch
+from .deepcache import Line, is_whole
 from .prompts import Threads
-from .schedule import is_whole
 
 # The first steps change direction: they are computed.
 FIRST_COMPUTED = 3
@@ -82,7 +80,7 @@ class Forecast:
             if output is not None:
                 stop()
                 self.status["calls"] += 1
-                moment.times.note_skipped(FORECAST, self._stopwatch, known.host)
+                moment.times.count(FORECAST, self._stopwatch, known.host)
                 return Answer(output)
             answer = compute(call, moment.host)
             if answer.served is not None:

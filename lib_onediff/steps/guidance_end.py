@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ..core.image_times import PROMPT_ALONE
+from ..core.call import PromptRows, for_all_rows, halves, take_rows, why_not_taken
 from ..core.policy import Answer, Compute, Moment
 from ..core.refusal import Refusal
-from ..core.rows import PromptRows, for_all_rows, halves, take_rows, why_not_taken
 from ..core.settings import Settings
-from ..core.table import Stopwatch
+from ..core.table import PROMPT_ALONE, Stopwatch
 
 NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
 SEVERAL_CALLS = "a step has calls of prompt and negative prompt, and others"

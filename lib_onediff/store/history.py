@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.card import card_name
-from ..core.image_times import Times
 from ..core.refusal import NotKept
 from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, WantedSize, parse_size
-from ..core.table import Entry
+from ..core.table import Entry, Times
 from .store import Store
 
 # The one thing that says where the cache folder is.
@@ -204,7 +203,7 @@ class History:
             self._find(VERDICTS, verdict_name(entry), entry.relative_error)
 
     def tuned(self) -> dict[str, Any]:
-        """What was measured to be best on this machine, by name; see core.tuning_cache.TuningCache.attach."""
+        """What was measured to be best on this machine, by name; see core.card.TuningCache.attach."""
         return self._findings[TUNED].copy()
 
     def tune(self, name: str, value: Any) -> None:

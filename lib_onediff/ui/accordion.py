@@ -14,8 +14,7 @@ from typing import Any
 
 import gradio as gr
 
-from ..core.option import format_value, words_of
-from ..core.settings import OFF_IN_SETTINGS, Settings
+from ..core.settings import OFF_IN_SETTINGS, Settings, format_value, words_of
 from ..runtime.runtime import runtime
 from .effects import described
 from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults

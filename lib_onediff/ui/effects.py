@@ -15,8 +15,8 @@ import torch
 from ..core.precision import HALF, HALF_SUMS, SWITCHES
 from ..core.refusal import Refusal
 from ..core.settings import ONE_GPU
-from ..runtime.cards import Card, second_card
 from ..runtime.runtime import runtime
+from ..runtime.two_gpus import Card, second_card
 
 HALF_SUMS_FROM, BF16_FROM = (7, 0), (8, 0)
 # GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..core.settings import Settings
-from ..runtime.machine import Fingerprint
+from ..runtime.cache import Fingerprint
 
 # Section to name to value, in the order in which they are shown: what changes an image the most comes first.
 Facts = dict[str, dict[str, str]]

@@ -12,9 +12,16 @@ from collections.abc import Callable, Collection
 from dataclasses import Field, fields, replace
 from typing import Any
 
-from ..core.migration import migrate_values
-from ..core.option import BOOL_OF_WORD, WORD_OF_BOOL, allowed_values, did_you_mean, format_value, parse_value
-from ..core.settings import Settings
+from ..core.settings import (
+    BOOL_OF_WORD,
+    WORD_OF_BOOL,
+    Settings,
+    allowed_values,
+    did_you_mean,
+    format_value,
+    migrate_values,
+    parse_value,
+)
 from .presets import AS_IN_SETTINGS, PRESETS, preset_of, with_preset
 
 KEY = "OneDiff"

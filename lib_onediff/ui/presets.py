@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from ..core.option import did_you_mean
-from ..core.settings import Settings
+from ..core.settings import Settings, did_you_mean
 
 # Where a preset can be chosen: none.
 AS_IN_SETTINGS = "As in the settings"

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.call import CACHED
-from ..core.image_times import FORECAST, PROMPT_ALONE, ImageTimes
 from ..core.key import EXACT
 from ..core.settings import OFF_IN_SETTINGS, Settings
+from ..core.table import FORECAST, PROMPT_ALONE, ImageTimes
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import OURS
 from . import infotext

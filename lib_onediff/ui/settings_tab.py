@@ -16,9 +16,16 @@ from typing import Any
 
 import gradio as gr
 
-from ..core.migration import migrate_values
-from ..core.option import format_value, parse_value, words_of
-from ..core.settings import GROUPS, HOST_KEY_PREFIX, Settings, host_key
+from ..core.settings import (
+    GROUPS,
+    HOST_KEY_PREFIX,
+    Settings,
+    format_value,
+    host_key,
+    migrate_values,
+    parse_value,
+    words_of,
+)
 from ..runtime.runtime import runtime
 from .effects import described, why_no_effect
 from .presets import PRESETS

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ..core.settings import OFF_IN_SETTINGS
+from ..runtime.cache import Fingerprint
 from ..runtime.call_stats import CallStats
-from ..runtime.machine import Fingerprint
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import described as decode_described
 from .amounts import NOTHING, milliseconds, seconds, times

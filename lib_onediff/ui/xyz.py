@@ -12,8 +12,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from ..core.option import check_value, parse_value, words_of
-from ..core.settings import Settings
+from ..core.settings import Settings, check_value, parse_value, words_of
 from .infotext import SWITCH, options_of_a_run
 from .presets import PRESETS, preset_of, with_preset
 

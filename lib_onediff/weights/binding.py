@@ -7,18 +7,17 @@ and an unloaded model's memory is freed at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..core.affine import Affine, Weights
-from ..core.leaves import Convolution
+from ..core.leaves import Convolution, FusedLinear
+from ..core.origins import layer_within
 from ..core.refusal import Refusal
-from ..core.tuners import layer_within
-from .fused_storage import fuse, in_one, joined, joined_affine, mend, shares_storage
-from .watch import present_in
+from .watch import UNCOUNTED, edit_count, present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -51,11 +50,12 @@ class Binding:
         # The paths of a layer, by its path, and of a fused layer, by its name.
         self._members = {path: [path] for path in self._leaves}
         self._members |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
-        self._fusion_of: dict[str, tuple[str, int, int]] = {}
+        # By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it has.
+        self.fusion_of: dict[str, tuple[str, int, int]] = {}
         for fusion in self.fusions:
             first = 0
             for member in fusion.members:
-                self._fusion_of[member.path] = fusion.name, first, member.out_features
+                self.fusion_of[member.path] = fusion.name, first, member.out_features
                 first += member.out_features
         self.cast_to: torch.dtype | None = None
         self.device = self._first_weight().device
@@ -152,12 +152,7 @@ class Binding:
 
     def names(self) -> list[str]:
         """Of all layers, fused ones in the place of their members."""
-        return [name for name in self._members if name not in self._fusion_of]
-
-    def rows_of_members(self) -> dict[str, tuple[str, int, int]]:
-        """By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it
-        has."""
-        return dict(self._fusion_of)
+        return [name for name in self._members if name not in self.fusion_of]
 
     def parts(self, name: str, kind: str) -> list[Tensor]:
         """The weights or the biases (kind) of a layer's members, in order; of one that is not fused, its own."""
@@ -218,8 +213,10 @@ class Binding:
                     continue
                 if not isinstance(parameter, nn.Parameter):
                     raise Refusal(f"{path} holds a tensor that is none of its parameters (functional_call?)")
-                if type(parameter.data) is not Tensor or parameter.dtype not in known:
-                    raise Refusal(f"{path} is stored as {describe_storage(parameter)}, which we do not run")
+                kind = type(parameter.data)
+                if kind is not Tensor or parameter.dtype not in known:
+                    found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
+                    raise Refusal(f"{path} is stored as {found}, which we do not run")
                 if parameter.is_meta:
                     raise Refusal("its parameters are not loaded (they are on the meta device)")
                 if parameter.device not in (device, MAIN_MEMORY):
@@ -248,6 +245,66 @@ def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
     return cast(list[nn.Module], found)
 
 
-def describe_storage(parameter: Tensor) -> str:
-    kind = type(parameter.data)
-    return str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
+def shares_storage(parameter: Tensor) -> bool:
+    return parameter.untyped_storage().nbytes() > parameter.numel() * parameter.element_size()
+
+
+def fuse(parameters: list[Tensor]) -> int:
+    """Re-point parameters to slices of one new tensor, unless they already lie together. Returns the bytes copied."""
+    if joined(parameters) is not None:
+        return 0
+    with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
+        together = in_one(parameters, parameters[0].device)
+        for piece, parameter in zip(together.split(list(map(len, parameters))), parameters, strict=True):
+            parameter.data = of_kind(piece, parameter.is_inference())
+    return together.nbytes
+
+
+def of_kind(piece: Tensor, is_inference: bool) -> Tensor:
+    """The same memory as a tensor of inference mode, or as an ordinary one."""
+    if piece.is_inference() == is_inference:
+        return piece
+    with torch.inference_mode(is_inference):
+        empty: Any = torch.empty(0, dtype=piece.dtype, device=piece.device)
+        found: Tensor = empty.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
+        return found
+
+
+def mend(parameter: Tensor) -> None:
+    """Let views be made of a parameter of inference mode that was moved outside of it: torch makes none of a tensor
+    that is neither of that mode nor counts edits."""
+    if not parameter.is_inference() and edit_count(parameter) == UNCOUNTED:
+        with torch.no_grad():
+            parameter.data = of_kind(parameter.detach(), is_inference=True)
+
+
+def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tensors (rows, ...) of one type, one after the other in a new one on a device. Not every torch joins float8."""
+    first = tensors[0]
+    made = torch.empty((sum(map(len, tensors)), *first.shape[1:]), dtype=first.dtype, device=device)
+    for piece, tensor in zip(made.split(list(map(len, tensors))), tensors, strict=True):
+        piece.copy_(tensor.detach(), non_blocking=True)
+    return made
+
+
+def joined(parameters: list[Tensor]) -> Tensor | None:
+    """One view, (sum of rows, ...), over tensors that lie one after the other in one storage, else None."""
+    first = parameters[0]
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    for parameter in parameters:
+        beside = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == offset
+        if not beside or parameter.dtype != first.dtype or not parameter.is_contiguous():
+            return None
+        offset += parameter.numel()
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def joined_affine(fusion: FusedLinear, affines: Weights) -> Affine:
+    """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""
+    members = [affines[member.path] for member in fusion.members]
+    biases = [affine.bias for affine in members if affine.bias is not None]
+    weight, bias = joined([affine.weight for affine in members]), joined(biases) if biases else None
+    if weight is None or (biases and (bias is None or len(biases) < len(members))):
+        raise Refusal(f"the layers of {fusion.name} no longer lie together")
+    return Affine(weight, bias)

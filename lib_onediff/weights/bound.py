@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..core.affine import Affine, Source, Weights
+from ..core.affine import Affine, Source
 from ..core.call import Call
 from ..core.refusal import Refusal
 from .binding import Binding
@@ -97,13 +97,6 @@ class BoundUNet:
         if self._binding is None:
             raise Refusal("this UNet has not been bound yet")
         return self._binding
-
-    def weights(self) -> Weights:
-        """Every layer's tensors as the host computes with them, by path or name; see Binding.weights. Raises Refusal
-        where some are away."""
-        if self.streaming is not None:
-            raise Refusal("a part of the weights is in main memory")
-        return self.on_the_fly.source(self.binding, self.binding.weights).weights()
 
     def source(self, call: Call, left_out: Collection[str] = ()) -> Source:
         """The weights for a call. left_out: the layers whose matrices nobody asks for."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, QuantizedWeight, Source, Weights, bias_of
+from ..core.affine import Affine, QuantizedWeight, Source, Weights, WeightsAround
 from ..core.leaves import Block, Convolution, FusedLinear, ResidualBlock, descriptions
 
 
@@ -143,14 +143,12 @@ class LowBitWeights:
         self.fitted_to: object = None
 
     def fit(
-        self, state: Callable[[], object], affine_of: Callable[[str], Affine], wanted: WantedKinds,
-        rounded: Callable[[str], None] = lambda name: None,
+        self, state: Callable[[], object], affine_of: Callable[[str], Affine], wanted: WantedKinds
     ) -> None:
         """Round what is wanted and not there, and everything anew if the weights' state is not equal to what it was
-        when that was done last. affine_of: a layer's tensors where the UNet computes. rounded: told of every layer once
-        it is done.
+        when that was done last. affine_of: a layer's tensors where the UNet computes.
 
-        Raises torch.cuda.OutOfMemoryError, and what affine_of and rounded raise.
+        Raises torch.cuda.OutOfMemoryError, and what affine_of raises.
         """
         stale = () if state() == self.fitted_to else self._kept
         due: dict[str, list[Kind]] = {}
@@ -175,7 +173,6 @@ class LowBitWeights:
                     self._scales[name] = torch.empty((1, 1), device=weight.device, dtype=torch.float32)
                 self._scales[name].copy_(scale)
             del weight, rows
-            rounded(name)
         self.fitted_to = state()
 
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
@@ -209,7 +206,7 @@ class LowBitWeights:
         return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
 
 
-class WithLowBit(Mapping[str, Affine]):
+class WithLowBit(WeightsAround):
     """Weights, those in eight bits among them."""
 
     def __init__(
@@ -217,7 +214,8 @@ class WithLowBit(Mapping[str, Affine]):
         alone: Collection[str],
     ) -> None:
         """See LowBitWeights.source."""
-        self._weights, self._found, self._scales, self._alone = weights, found, scales, alone
+        super().__init__(weights)
+        self._found, self._scales, self._alone = found, scales, alone
 
     def __getitem__(self, name: str) -> Affine:
         affine, low_bit = self._weights[name], self._found.get(name)
@@ -228,16 +226,6 @@ class WithLowBit(Mapping[str, Affine]):
             weight = torch.empty_like(weight, device="meta")
         # What LoRAs add was rounded with the weight.
         return affine._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=scale)
-
-    def bias(self, name: str) -> Tensor | None:
-        """That of a layer, without its weight."""
-        return bias_of(self._weights, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def kind_of(values: Tensor) -> Kind:

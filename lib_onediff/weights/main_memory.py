@@ -6,15 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.refusal import Refusal
+
 # What is pinned comes in powers of two: so little is lost.
 CHUNK_BYTES = 1 << 28
 ALIGNED_BYTES = 256
 # What the rest of the computer is left with.
 SPARE_BYTES = 1 << 30
-
-
-class NoMainMemory(Exception):
-    """Main memory has no room, in one line for the user."""
 
 
 class MainMemory:
@@ -25,14 +23,16 @@ class MainMemory:
         self._used = 0
 
     def empty(self, count: int, dtype: torch.dtype, pinned: bool) -> Any:
-        """(count,), without values. pinned: so that a GPU copies from it while it computes. Raises NoMainMemory."""
+        """(count,), without values. pinned: so that a GPU copies from it while it computes. Raises Refusal."""
         size = aligned(count * dtype.itemsize)
         try:
             if self._chunk is None or self._used + size > len(self._chunk):
                 self._chunk, self._used = new_chunk(max(CHUNK_BYTES, size), pinned), 0
         except (RuntimeError, MemoryError) as full:
             said = str(full).partition("\n")[0]
-            raise NoMainMemory(f"main memory that can be pinned has no room for it: {said}") from None
+            raise Refusal(
+                f"a part of its weights is in main memory, and what of it can be pinned has no room: {said}"
+            ) from None
         start, self._used = self._used, self._used + size
         # A tensor of the mode that is on now, inference or not, as whoever takes it for its own has to be.
         piece: Any = torch.empty(0, dtype=dtype)

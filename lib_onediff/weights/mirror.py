@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.call import Call
 from .binding import Binding
@@ -93,12 +93,10 @@ def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
                     module.add_module(name, nn.Module())
                 module = module.get_submodule(name)
             for name, parameter in layer._parameters.items():
-                module.register_parameter(name, None if parameter is None else empty_like(parameter, device))
+                module.register_parameter(name, None if parameter is None else nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False
+                ))
     return root
-
-
-def empty_like(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
 
 
 def bytes_of(binding: Binding) -> int:

@@ -6,18 +6,18 @@ is. AppliedWeights are the weights as the host computes with them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, LowRank, Source, Weights, bias_of
+from ..core.affine import Affine, LowRank, Source, Weights, WeightsAround
 from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader, digest_of_values
-from .weight_functions import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
+from .scan import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
 MEBIBYTE = 2**20
 NOTHING = WeightFunctions()
@@ -307,12 +307,13 @@ def grouped(affines: Weights, fusions: Sequence[FusedLinear]) -> dict[str, tuple
     return groups | {name: (name,) for name in affines if name not in fused and name not in groups}
 
 
-class AppliedWeights(Mapping[str, Affine]):
+class AppliedWeights(WeightsAround):
     """The weights that a host computes with. What it stores in another type is cast where it is asked for: there is
     never a whole second UNet."""
 
     def __init__(self, weights: Weights, applied: AppliedFunctions, dtype: torch.dtype) -> None:
-        self._weights, self._applied, self._dtype = weights, applied, dtype
+        super().__init__(weights)
+        self._applied, self._dtype = applied, dtype
         # A layer is asked for twice in a row: as the reader of a norm, and for its product.
         self._last: tuple[str, Affine] | None = None
 
@@ -332,10 +333,4 @@ class AppliedWeights(Mapping[str, Affine]):
     def bias(self, path: str) -> Tensor | None:
         """That of a layer, without its weight."""
         bias = self._applied.biases.get(path)
-        return bias_of(self._weights, path) if bias is None else bias
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+        return super().bias(path) if bias is None else bias

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine
+from ..core.affine import Affine, WeightsAround
 from ..core.refusal import Refusal
-from .binding import Binding
+from .binding import Binding, in_one
 from .contents import Place
-from .fused_storage import in_one
-from .main_memory import MainMemory, NoMainMemory, aligned
+from .main_memory import MainMemory, aligned
 
 # Copies of less take longer to begin than to do.
 LEAST_CHUNK = 16 << 20
@@ -129,7 +128,7 @@ class Streaming:
         """
         self.device, self.lane, self._plans = device, lane, dict[Hashable, Plan]()
         # Where each member of a fused layer begins in it, and how many rows it has.
-        self.members = binding.rows_of_members()
+        self.members = binding.fusion_of
         names = [name for unit in units for name in unit if name in binding.away]
         matrices, vectors = dict[tuple[str, str], list[Tensor]](), dict[tuple[str, str], list[Tensor]]()
         for name in names:
@@ -137,13 +136,9 @@ class Streaming:
                 parts = binding.parts(name, kind)
                 if parts:
                     (matrices if parts[0].dim() > 1 else vectors)[name, kind] = parts
-        try:
-            # One after the other, as they are to lie: then one copy takes many.
-            for parts in (*matrices.values(), *vectors.values()):
-                for part in parts:
-                    pin(part, memory, pinned)
-        except NoMainMemory as lack:
-            raise Refusal(f"a part of its weights is in main memory, and {lack}") from None
+        # One after the other, as they are to lie: then one copy takes many.
+        for part in chain.from_iterable((*matrices.values(), *vectors.values())):
+            pin(part, memory, pinned)
         # Nothing here keeps them alive.
         self._matrices = {name: list(map(Place.of, parts)) for (name, _), parts in matrices.items()}
         sizes = [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
@@ -222,11 +217,12 @@ def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streamin
     return Streaming(binding, units, binding.device, CopyStream(binding.device), memory, pinned=True)
 
 
-class StreamedWeights(Mapping[str, Affine]):
+class StreamedWeights(WeightsAround):
     """The weights of one forward. What it asks for is on the device when that comes to it."""
 
     def __init__(self, there: Mapping[str, Affine], streaming: Streaming, plan: Plan) -> None:
-        self._there, self._streaming, self._plan = there, streaming, plan
+        super().__init__(there)
+        self._streaming, self._plan = streaming, plan
         self._unit = -1
         # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
         self._marks: dict[int, Any] = {}
@@ -239,7 +235,7 @@ class StreamedWeights(Mapping[str, Affine]):
             joint = self[fused]
             bias = None if joint.bias is None else joint.bias.narrow(0, first, count)
             return Affine(joint.weight.narrow(0, first, count), bias)
-        unit, there = plan.unit_of.get(name, -1), self._there[name]
+        unit, there = plan.unit_of.get(name, -1), self._weights[name]
         if unit > self._unit:
             self._go_on(unit)
         weight = streaming.vector(name, "weight", plan.staged.get(name))
@@ -255,7 +251,7 @@ class StreamedWeights(Mapping[str, Affine]):
         """That of a layer, without its matrix."""
         if self._unit < 0:
             self._go_on(0)
-        return self._streaming.vector(name, "bias", self._there[name].bias)
+        return self._streaming.vector(name, "bias", self._weights[name].bias)
 
     def _go_on(self, unit: int) -> None:
         """What reads the units before was launched: copy what comes to lie over them."""
@@ -278,12 +274,6 @@ class StreamedWeights(Mapping[str, Affine]):
         mark = self._marks.pop(chunk, None)
         if mark is not None:
             self._streaming.lane.wait(mark)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._there)
-
-    def __len__(self) -> int:
-        return len(self._there)
 
 
 def room_of(size: int, device: torch.device) -> Tensor:
@@ -331,7 +321,7 @@ def joined(copies: Sequence[Copy], room: Tensor) -> list[tuple[Tensor, Place]]:
 
 def pin(parameter: Tensor, memory: MainMemory, pinned: bool) -> None:
     """Have a parameter of main memory lie there in one piece, from which a GPU copies by itself (pinned).
-    Raises NoMainMemory."""
+    Raises Refusal where there is no room."""
     lies_well = is_dense(parameter) and (parameter.is_pinned() or not pinned)
     if parameter.device.type != "cpu" or lies_well:
         return

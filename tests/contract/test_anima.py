@@ -25,8 +25,7 @@ from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators
 from lib_onediff.families.anima.family import FEWEST_TOKENS, Animas
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import Binding
-from lib_onediff.weights.fused_storage import shares_storage
+from lib_onediff.weights.binding import Binding, shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
 
 CHANNELS, WIDTH = 4, 64

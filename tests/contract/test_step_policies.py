@@ -11,8 +11,8 @@ from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import FAMILY, Host, Sampler, random
 from torch import Tensor
 
+from lib_onediff.core.sampling import FEW_STEP_MODEL
 from lib_onediff.core.settings import Settings
-from lib_onediff.core.timeline import FEW_STEP_MODEL
 from lib_onediff.runtime.runtime import runtime
 
 family = pytest.mark.parametrize("host", FAMILY, indirect=True)

@@ -20,7 +20,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.allocations import peak
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.public import status
-from lib_onediff.runtime.graphs.pool_size import memory_of
+from lib_onediff.runtime.graphs.accounting import memory_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 

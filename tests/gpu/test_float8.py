@@ -11,9 +11,9 @@ from exact_operators import one_scale_of, relative_error, rounded_rows
 from torch import Tensor
 
 from lib_onediff.core.affine import Affine
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import GATED, NORMED, PLAIN, LayerNorm
 from lib_onediff.core.operators import QuantizedImage, QuantizedTokens, Stream
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products, rounding
 from lib_onediff.devices.cuda.kernels.launch_config import (
     CONVOLUTIONS,

@@ -20,8 +20,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.a1111.layers import CASTS
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions, cast_to_input
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.scan import HostTraits
-from lib_onediff.weights.weight_functions import Casts
+from lib_onediff.weights.scan import Casts, HostTraits
 
 pytestmark = pytest.mark.gpu
 WORST_RATIO = 1.1

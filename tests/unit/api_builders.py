@@ -18,8 +18,7 @@ pytest.importorskip("gradio")
 
 from lib_onediff.api import routes
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.prewarm.readiness import Readiness
-from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.prewarm.worker import Readiness, WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History, HistoryRow
 

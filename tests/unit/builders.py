@@ -5,6 +5,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,3 +233,14 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     if output.shape != expected.shape or output.dtype != expected.dtype:
         return float("inf")
     return float((output.double() - expected.double()).norm() / expected.double().norm())
+
+
+@contextlib.contextmanager
+def generating(runtime: Any, settings: Any, why_off: str = "") -> Iterator[None]:
+    """The calls made inside are those of a generation with settings of its own."""
+    image = SimpleNamespace()
+    runtime.generations.begin(image, settings, why_off)
+    try:
+        yield
+    finally:
+        runtime.generations.end(image)

@@ -17,7 +17,7 @@ from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
 from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
-from lib_onediff.runtime.graphs.pool_size import needs_of
+from lib_onediff.runtime.graphs.accounting import needs_of
 from lib_onediff.weights.binding import Binding
 
 MEBIBYTE = 2**20

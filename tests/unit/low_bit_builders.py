@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import lib_onediff
 from lib_onediff.core.affine import Affine, QuantizedWeight
 from lib_onediff.core.call import Call
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.key import Lossy
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import attention, group_norm, images, products, rounding, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators

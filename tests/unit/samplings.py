@@ -11,16 +11,14 @@ import torch
 from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, relative_error
 from torch import Tensor
 
-from lib_onediff.core import timeline
-from lib_onediff.core.call import CACHED, FULL, Call
-from lib_onediff.core.rows import PromptRows, half_of, take_rows
+from lib_onediff.core import sampling
+from lib_onediff.core.call import CACHED, FULL, Call, PromptRows, half_of, take_rows
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet import forward as deepcache
 from lib_onediff.runtime.runtime import Runtime
-from lib_onediff.steps import schedule
 from lib_onediff.weights.bound import BoundUNet
 from lib_onediff.weights.scan import HostTraits
 
@@ -37,13 +35,14 @@ ON: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     """For files that import it: samplings of a few steps are as long ones are."""
-    monkeypatch.setattr(timeline, "FEWEST_STEPS", 0)
+    monkeypatch.setattr(sampling, "FEWEST_STEPS", 0)
 
 
 @pytest.fixture(autouse=True)
 def equal_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     """For files that import it: whole steps are interval steps apart."""
-    monkeypatch.setattr(schedule, "early", lambda total, interval: frozenset(range(0, total, interval)))
+    whole = lambda total, interval: frozenset(range(0, total, interval))  # noqa: E731
+    monkeypatch.setattr("lib_onediff.steps.deepcache.early", whole)
 
 
 def counts(runtime: Any) -> dict[str, int]:

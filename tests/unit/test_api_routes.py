@@ -20,7 +20,7 @@ from fastapi.testclient import TestClient
 from lib_onediff.api import routes
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm import readiness
+from lib_onediff.prewarm import worker
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store import store as store_module
 from lib_onediff.store.history import History
@@ -89,10 +89,10 @@ def ready(api: Api) -> str:
 
 def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api.webui, "loads_at_start", lambda: True)
-    assert ready(api) == readiness.LOADING
+    assert ready(api) == worker.LOADING
     # The WebUI knows the checkpoint now, but has not told of it: nothing is queued yet.
     monkeypatch.setattr(api.webui, "model_name", lambda: "SD1")
-    assert ready(api) == readiness.LOADING
+    assert ready(api) == worker.LOADING
     with api.webui.lock:
         api.warmup.add([Size(64, 64)], "settings")
         api.readiness.checkpoint_loaded()
@@ -104,7 +104,7 @@ def test_ready_without_a_checkpoint_where_none_is_to_be_loaded(api: Api, folder:
     assert ready(api) == ""
     for wanted in ({"prewarm": "512x512"}, {"prewarm": "most used 2"}):
         runtime.configure(Settings(**wanted))
-        assert ready(api) == readiness.NO_CHECKPOINT, wanted
+        assert ready(api) == worker.NO_CHECKPOINT, wanted
         runtime.configure(Settings(**wanted, enabled=False))
         assert ready(api) == "", wanted
 

@@ -12,7 +12,7 @@ from grid import grid
 from torch import Tensor
 from torch.backends import cuda as switches
 
-from lib_onediff.core.tuning_cache import TuningCache
+from lib_onediff.core.card import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.torch import attention as module
 from lib_onediff.devices.torch import operators as torch_ops

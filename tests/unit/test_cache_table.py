@@ -6,7 +6,7 @@ from pathlib import Path
 from panel_builders import ROW, SHAPE, TOTALS, changed, text_of
 
 from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm.job import Job
+from lib_onediff.prewarm.worker import Job
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui.cache import table as cache_table
 

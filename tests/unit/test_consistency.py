@@ -10,7 +10,7 @@ import torch
 
 from lib_onediff import __version__
 from lib_onediff.core.settings import Settings
-from lib_onediff.runtime.machine import source_digest
+from lib_onediff.runtime.cache import source_digest
 from lib_onediff.ui.consistency import differences, parse, report
 from lib_onediff.ui.facts import as_fact, host_facts, machine_facts, onediff_facts
 

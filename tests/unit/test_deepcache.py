@@ -13,8 +13,8 @@ from samplings import Oracle
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call, Control
-from lib_onediff.core.timeline import Step, Timeline
-from lib_onediff.steps.schedule import early, is_whole, last_whole
+from lib_onediff.core.sampling import Step, Timeline
+from lib_onediff.steps.deepcache import early, is_whole, last_whole
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lib_onediff.core.call import Control
 from lib_onediff.core.sampling import UNANNOUNCED
-from lib_onediff.steps.features import DAMPING
+from lib_onediff.steps.deepcache import DAMPING
 
 BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")
 

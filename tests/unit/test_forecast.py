@@ -11,8 +11,7 @@ from builders import SMALL, SMALL_XL
 from samplings import FORECAST, STEPS, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.core.call import Call
-from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.call import Call, PatchPoints
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
 
 # Of 20 steps with interval 3: DeepCache's whole steps, the first three, and the last.

@@ -14,9 +14,8 @@ from torch import nn
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import Entry, State
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.runtime.graphs.accounting import PoolKey
+from lib_onediff.runtime.graphs.accounting import LEAST_GAIN, PoolKey, memory_of
 from lib_onediff.runtime.graphs.cache import PINNED_TAKE_IT
-from lib_onediff.runtime.graphs.pool_size import LEAST_GAIN, memory_of
 from lib_onediff.runtime.rows import ResolutionRow
 from lib_onediff.runtime.runtime import runtime
 

@@ -12,10 +12,8 @@ from builders import diffusers_output, relative_error
 from samplings import ALONE, STEPS, WEBUI, WHOLE, Rig, Samplings, call_of, equal_distances  # noqa: F401
 from torch import Tensor
 
-from lib_onediff.core.call import Call
-from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.call import Call, PatchPoints, PromptRows, half_of
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.rows import PromptRows, half_of
 
 
 def steps(whole: int, count: int = 20) -> list[str]:

@@ -14,7 +14,7 @@ from store_builders import FILE, checked, opened, row, uses
 import lib_onediff
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry
-from lib_onediff.runtime.machine import Fingerprint, source_digest
+from lib_onediff.runtime.cache import Fingerprint, source_digest
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History
 

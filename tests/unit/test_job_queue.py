@@ -7,8 +7,7 @@ import pytest
 from api_builders import SECONDS, LockOnly, wait_until
 
 from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm.job import CANCELLED, DONE, RUNNING, Job, rows_with_jobs
-from lib_onediff.prewarm.worker import WarmUp
+from lib_onediff.prewarm.worker import CANCELLED, DONE, RUNNING, Job, WarmUp, rows_with_jobs
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import HistoryRow

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.operators import Stream
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda import native
 from lib_onediff.devices.cuda.kernels import archive, driver, launching, products, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import EXACT_GATED_PRODUCT, INT8_PRODUCT, LAYER_NORM

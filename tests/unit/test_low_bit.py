@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import diffusers_output, relative_error, served
+from builders import diffusers_output, generating, relative_error, served
 from ladder_builders import Weather, reason
 from torch import Tensor
 
@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_unet, kinds_kept, now
 
 import lib_onediff
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import GATED, NORMED
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.low_bit import float8
@@ -56,11 +56,11 @@ def test_each_setting_is_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather)
         served(unet, call)
     held = runtime.totals().low_bit
     assert now() == (EIGHT, "graph") and kinds_kept(unet) == {FP8}
-    with runtime.settings_for_run(Settings(low_bit="int8", low_bit_budget=MOST_LOW_BIT_ERROR)):
+    with generating(runtime, Settings(low_bit="int8", low_bit_budget=MOST_LOW_BIT_ERROR)):
         served(unet, call)
         assert now()[0] == EIGHT and kinds_kept(unet) == {INT8}
         assert held < runtime.totals().low_bit < 1.5 * held, "not those of both; int8 has a scale for every row"
-    with runtime.settings_for_run(Settings()):
+    with generating(runtime, Settings()):
         exact = served(unet, call)
         assert now()[0] == EXACT and runtime.totals().low_bit == 0
     assert {str(row.lossy) for row in runtime.rows()[0].shapes} == {"", "8-bit"}

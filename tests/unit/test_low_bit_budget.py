@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import relative_error, served
+from builders import generating, relative_error, served
 from ladder_builders import Weather, reason
 from torch import Tensor, nn
 
@@ -17,8 +17,8 @@ import lib_onediff
 from lib_onediff.core.call import Call
 from lib_onediff.core.leaves import CROSS_OUT, CROSS_QUERY, FEED_FORWARD_IN, FEED_FORWARD_OUT, SELF_OUT, SELF_QKV
 from lib_onediff.core.settings import Settings
+from lib_onediff.runtime.backend_choice import LowBitRoute
 from lib_onediff.runtime.low_bit_errors import BOTH, FIRST_HALF, MIDDLE, Choice
-from lib_onediff.runtime.low_bit_route import LowBitRoute
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import (
     FP8,
@@ -74,7 +74,7 @@ def classes_kept(unet: nn.Module) -> set[str]:
 
 def exact(unet: nn.Module, call: Call) -> Tensor:
     """By our own exact operators."""
-    with runtime.settings_for_run(Settings(low_bit="off")):
+    with generating(runtime, Settings(low_bit="off")):
         return served(unet, call)
 
 

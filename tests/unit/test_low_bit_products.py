@@ -17,10 +17,10 @@ pytest.importorskip("triton", reason="needs Triton")
 import torch.nn.functional as functional
 
 from lib_onediff.core.affine import Affine, QuantizedWeight
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import Convolution, GroupNorm
 from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.core.precision import HALF_SUMS, SWITCHES, applied
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import (
     CONVOLUTIONS,

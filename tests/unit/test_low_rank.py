@@ -15,7 +15,7 @@ from lib_onediff.core.operators import Operators, Stream
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.forge.weight_functions import low_rank_update
 from lib_onediff.weights.on_the_fly import AppliedFunctions, AppliedWeights
-from lib_onediff.weights.weight_functions import LowRankUpdate, WeightFunctions
+from lib_onediff.weights.scan import LowRankUpdate, WeightFunctions
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

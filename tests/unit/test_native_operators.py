@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="needs Triton")
 from grid import ends
 
 from lib_onediff.core.affine import Affine
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from lib_onediff.core.operators import Stream
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.attention import attention, heads_lie_beside
 from lib_onediff.devices.cuda.kernels.launch_config import (

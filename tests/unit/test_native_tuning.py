@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import (
     ADDITION,
     GEGLU,

@@ -13,9 +13,8 @@ from test_public_api_pipelines import inputs, pipeline, quiet
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.core.rows import half_of
-from lib_onediff.core.sampling import UNANNOUNCED, UNKNOWN_SAMPLER
-from lib_onediff.core.timeline import FEW_STEP_MODEL, FEW_STEPS, Step
+from lib_onediff.core.call import half_of
+from lib_onediff.core.sampling import FEW_STEP_MODEL, FEW_STEPS, UNANNOUNCED, UNKNOWN_SAMPLER, Step
 from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, arguments_of_prompt
 from lib_onediff.hosts.diffusers.unet import DiffusersForward
 from lib_onediff.runtime.runtime import runtime

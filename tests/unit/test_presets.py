@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
-from lib_onediff.prewarm.presets import FAMILIES, families_for
+from lib_onediff.prewarm.worker import FAMILIES, families_for
 from lib_onediff.store.history import HistoryRow, most_used
 
 ALL = ["SD 1.5", "SD 2", "SDXL", "Anima"]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lib_onediff.core.option import allowed_values, format_value
-from lib_onediff.core.settings import Settings
+from lib_onediff.core.settings import Settings, allowed_values, format_value
 from lib_onediff.core.version import __version__
 from lib_onediff.ui.presets import EXACT, PRESETS
 

@@ -8,9 +8,17 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, relative_error, shared_unet
 
-from lib_onediff.core.call import Call, Control, ImagePrompt
-from lib_onediff.core.patch_points import PatchPoints
-from lib_onediff.core.rows import PATCHED, for_all_rows, half_of, take_rows, why_not_taken
+from lib_onediff.core.call import (
+    PATCHED,
+    Call,
+    Control,
+    ImagePrompt,
+    PatchPoints,
+    for_all_rows,
+    half_of,
+    take_rows,
+    why_not_taken,
+)
 
 
 def whole_call(batch: int = 4) -> Call:

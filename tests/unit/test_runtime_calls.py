@@ -1,6 +1,7 @@
 """Each call takes the fastest route that works and is checked; a fault of ours leaves the host's output as it is."""
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, generating, relative_error, served
 from torch import Tensor
 
 import lib_onediff
@@ -17,7 +18,6 @@ from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.version import NEWEST_TORCH
 from lib_onediff.runtime.runtime import Runtime, runtime
-from lib_onediff.runtime.verify import HOST_NOT_FINITE
 from lib_onediff.weights.scan import HostTraits
 
 
@@ -107,34 +107,9 @@ def test_switched_off_is_the_hosts_image(own: Runtime, how: str) -> None:
     own.adopt(unet, off if how == "its own" else None)
     if how == "configured":
         own.configure(off)
-    with own.settings_for_run(off if how == "for the run" else None):
+    with generating(own, off) if how == "for the run" else contextlib.nullcontext():
         assert run(own, unet, a_call(unet)) == 1
     assert (own.status()["route"], own.status()["reason"]) == ("host", "OneDiff is switched off")
-
-
-@torch.no_grad()
-def test_a_model_whose_own_output_is_not_finite_is_tried_once(own: Runtime) -> None:
-    """Each call would take several times as long, for the same black image."""
-    unet, runs = diffusers_unet(), []
-    own.adopt(unet)
-
-    def runs_of_the_host(call: Call) -> int:
-        before = len(runs)
-        own.run(unet, call, lambda: runs.append(call) or diffusers_output(unet, call))
-        return len(runs) - before
-
-    call, kept = a_call(unet), unet.conv_out.weight.clone()
-    broken = replace(call, context=call.context * torch.nan)
-    assert [runs_of_the_host(broken) for _ in range(3)] == [2, 1, 1]
-    assert [runs_of_the_host(call) for _ in range(2)] == [1, 2], "another prompt does well: from the next call on"
-    assert own.status()["route"] == "plain"
-    unet.conv_out.weight[:] = torch.nan
-    assert [runs_of_the_host(call) for _ in range(3)] == [2, 1, 1]
-    assert (own.status()["route"], own.status()["reason"]) == ("host", HOST_NOT_FINITE)
-    own.configure(Settings(backend="eager"))
-    assert [runs_of_the_host(call) for _ in range(2)] == [2, 1]
-    unet.conv_out.weight[:] = kept
-    assert runs_of_the_host(call) == 0 and own.status()["route"] == "plain"
 
 
 # --- faults and misfits -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import diffusers_output, relative_error, served
+from builders import diffusers_output, generating, relative_error, served
 from ladder_builders import Weather, reason
 from torch import Tensor, nn
 
@@ -82,7 +82,7 @@ def test_self_attention_is_the_packages_and_cross_attention_never(package: Packa
         assert torch.equal(served(unet, call), output)
     assert now() == (f"native, {SAGE}", "graph")
     count = len(package.calls)
-    with runtime.settings_for_run(Settings()):
+    with generating(runtime, Settings()):
         exact = served(unet, call)
         assert now()[0] == EXACT and len(package.calls) == count
     assert torch.equal(served(lib_onediff.compile_unet(half_unet()), call), exact), "exact is exact"

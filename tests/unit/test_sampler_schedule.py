@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER
-from lib_onediff.core.timeline import Timeline
+from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Timeline
 from lib_onediff.hosts.sampler_schedule import sampling_of
 
 

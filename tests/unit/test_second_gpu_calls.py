@@ -13,14 +13,12 @@ from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: 
 from torch import Tensor, nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
-from lib_onediff.core.call import Control
-from lib_onediff.core.patch_points import PatchPoints
+from lib_onediff.core.call import Control, PatchPoints, PromptRows, half_of, take_rows
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.rows import PromptRows, half_of, take_rows
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.runtime import two_gpus
-from lib_onediff.runtime.cards import NO_SECOND, second_card, second_share
+from lib_onediff.runtime.two_gpus import NO_SECOND, second_card
 
 
 @pytest.mark.parametrize(("names", "rows"), [
@@ -142,14 +140,6 @@ def test_a_refused_card_costs_no_second_computation(cards: TwoCpus, reason: str)
     assert image.second["reason"] == reason
     (entry,) = image.runtime.table.entries()
     assert entry.key.batch == 2 and entry.uses == 4
-
-
-@pytest.mark.parametrize(("batch", "times", "share"), [
-    (2, (), 1), (3, (), 1), (8, (10.0, 10.0), 4), (2, (10.0, 25.0), 0), (8, (10.0, 30.0), 2), (8, (30.0, 10.0), 6),
-    (2, (25.0, 10.0), 1), (8, (10.0, 10.2), 4), (8, (10.0, 1000.0), 0),
-])
-def test_shares_are_whole_rows_that_end_together(batch: int, times: tuple[float, ...], share: int) -> None:
-    assert second_share(batch, *times) == share
 
 
 THREE = [torch.device("cuda", index) for index in range(3)]

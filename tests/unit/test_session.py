@@ -9,15 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, compute, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
+from builders import (
+    SMALL_XL,
+    a_call,
+    compute,
+    diffusers_arguments,
+    diffusers_output,
+    diffusers_unet,
+    generating,
+    relative_error,
+)
 from graph_builders import PretendedGraphs
 from ladder_builders import NATIVE
 from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff import Settings
-from lib_onediff.core.call import Call
-from lib_onediff.core.patch_points import MIDDLE, PatchPoints
+from lib_onediff.core.call import MIDDLE, Call, PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.backend_choice import BackendChoice
@@ -178,9 +186,9 @@ def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_firs
 def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: list[Call]) -> None:
     call = a_call(unet)
     ready(unet, call)
-    with runtime.settings_for_run(Settings(enabled=False), "off for this face"):
+    with generating(runtime, Settings(enabled=False), "off for this face"):
         assert run(unet, call, 3)[0] == "host" and runtime.status()["reason"] == "off for this face"
-    with runtime.settings_for_run(Settings(backend=NATIVE, memory_budget=100)):
+    with generating(runtime, Settings(backend=NATIVE, memory_budget=100)):
         assert run(unet, call, 3)[1] < CLOSE
     route, error = run(unet, call, 4)
     assert route == "graph" and error < CLOSE

@@ -1,18 +1,16 @@
 """Whether steps are slower than they were: than usual, or since an update; and never a guess where nobody knows."""
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from store_builders import opened
 from test_history import KEY
 
 from lib_onediff.core.table import Entry, State, Verdict
-from lib_onediff.runtime.machine import Fingerprint
 from lib_onediff.runtime.rows import rows_of
 from lib_onediff.runtime.step_times import StepTimes
 
-MACHINE = Fingerprint("a card", "580.1", "2.9.0", "0.2.0 abc")
+VERSIONS = {"torch": "2.9.0", "the driver": "580.1"}
 
 
 def entry_at(ms: float, count: int = 3) -> Entry:
@@ -22,9 +20,9 @@ def entry_at(ms: float, count: int = 3) -> Entry:
     return entry
 
 
-def process(folder: Path, machine: Fingerprint = MACHINE) -> StepTimes:
+def process(folder: Path, versions: dict[str, str] = VERSIONS) -> StepTimes:
     times = StepTimes(opened(folder))
-    times.open(machine)
+    times.open(versions)
     return times
 
 
@@ -52,7 +50,7 @@ def test_an_update_that_makes_steps_slower_is_named(tmp_path: Path) -> None:
     before = process(tmp_path)
     before.note([entry_at(30.0)])
     before._history.commit()
-    after = process(tmp_path, replace(MACHINE, torch="2.10.0"))
+    after = process(tmp_path, {**VERSIONS, "torch": "2.10.0"})
     # Nothing is known of the new versions yet.
     assert reason_at(after, 36.0) == ""
     after.note([entry_at(36.0)])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from store_builders import opened
 
+from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import NORMED
-from lib_onediff.core.tuning_cache import TuningCache
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM, Launches, choice_name
 from lib_onediff.devices.cuda.low_bit.choice import LowBit
 from lib_onediff.devices.torch.attention import FLASH, GEMM, TORCH, Attention, class_of, kernel_of

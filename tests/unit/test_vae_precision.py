@@ -28,8 +28,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.families.vae.forward import Decoding
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae import precision
-from lib_onediff.runtime.vae.precision import NOT_FINITE, KnownVae
+from lib_onediff.runtime.vae.decode import NOT_FINITE, KnownVae
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -41,7 +40,7 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No verdict on any VAE; and float16 where it is asked for, as on a GPU."""
-    monkeypatch.setattr(precision, "SLOW_ON_CPU", ())
+    monkeypatch.setattr("lib_onediff.runtime.vae.decode.SLOW_ON_CPU", ())
     runtime.tuning_cache.clear()
     yield
     runtime.tuning_cache.clear()
@@ -212,7 +211,7 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
 
 def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a CPU many times as long."""
-    monkeypatch.setattr(precision, "SLOW_ON_CPU", {"fp16"})
+    monkeypatch.setattr("lib_onediff.runtime.vae.decode.SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
     runtime.configure(Settings(vae_precision="fp16"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -18,9 +18,8 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.oneflow.route import OneFlow
 from lib_onediff.families.registry import FAMILIES
-from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove
+from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove, rewinder_of
 from lib_onediff.store.history import History
-from lib_onediff.weights.function_state import FunctionState
 
 
 def an_entry(dtype: torch.dtype = torch.float32, **more: object) -> Entry:
@@ -109,7 +108,7 @@ def test_numbers_of_the_extensions_own_objects_are_set_back(module: str, is_set_
     counter.count, counter.name = 0, "kept"
     forward = counting(counter)
     forward()
-    rewind = FunctionState([forward]).save()
+    rewind = rewinder_of([forward])
     assert forward() == 2
     counter.name = "changed"
     rewind()

@@ -31,7 +31,6 @@ class TwoCpus(Card):
 
     cards: list[torch.device] = field(default_factory=lambda: [FIRST, SECOND])
     free: int = ROOMY
-    equal: bool = True
     full: bool = False
     launched: list[torch.device] = field(default_factory=list)
 
@@ -40,9 +39,6 @@ class TwoCpus(Card):
 
     def room(self, device: torch.device) -> int:
         return self.free
-
-    def are_equal(self, first: torch.device, second: torch.device) -> bool:
-        return self.equal
 
     @contextlib.contextmanager
     def using(self, device: torch.device) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.call import Call
-from ...core.card import on_card
+from ...core.card import TuningCache, on_card
 from ...core.device import Device, Network, TimeMs, Traits
 from ...core.family import AttentionShapes
 from ...core.guard import first_line
@@ -20,7 +20,6 @@ from ...core.leaves import LayerNorm
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...core.settings import SAGE, Settings
-from ...core.tuning_cache import TuningCache
 from ...weights.contents import Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention

@@ -4,7 +4,7 @@ The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTrans
 sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
 projections are one GEMM, and so are what an attention projects of the same tokens. Nothing that is computed of weights
 or of the prompt outlives a call, so an edit of either counts at the next one. Functions that others have put on the
-UNet are called where the host's own forward calls them (core.patch_points).
+UNet are called where the host's own forward calls them (core.call).
 """
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ...core.affine import Weights, bias_of
-from ...core.call import Call, Control
+from ...core.call import INPUT, LAST, MIDDLE, OUTPUT, Call, Control, PatchPoints
 from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Image, Operators
-from ...core.patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 from .layers import Layers
 from .layout import UNetLayout
 

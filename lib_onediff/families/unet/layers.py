@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...core.affine import Affine, Weights
-from ...core.call import ImagePrompt
+from ...core.call import CROSS_ATTENTION, SELF_ATTENTION, ImagePrompt, PatchPoints
 from ...core.leaves import Convolution, CrossAttention, GroupNorm, ResidualBlock, SelfAttention, TransformerBlock
 from ...core.operators import Image, Operators, Stream
-from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, PatchPoints
 from .layout import Downsample, SpatialTransformer, Stage, Upsample
 
 

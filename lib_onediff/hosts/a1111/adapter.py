@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import Call
+from ...core.call import APART, OTHER_ROWS, Call, PromptRows, half_of
 from ...core.key import LATENT_PIXEL
 from ...core.origins import author
 from ...core.refusal import Refusal
-from ...core.rows import APART, OTHER_ROWS, PromptRows, half_of
 from ...core.sizes import TOKENS
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method, refuse_global_hooks

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
-from ...weights.weight_functions import Casts, LowRankUpdate, Parts, WeightFunctions
+from ...weights.scan import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN_LORA = "NetworkModuleLora"
@@ -68,7 +68,7 @@ def check_layers() -> None:
 
 
 class LorasOnTheFly:
-    """weights.weight_functions.FunctionReader of the LoRAs that the WebUI computes beside each layer."""
+    """weights.scan.FunctionReader of the LoRAs that the WebUI computes beside each layer."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
         """Of the option and of the list of loaded LoRAs nobody tells."""

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.call import Control
+from ...core.call import Control, half_of, rows_within
 from ...core.refusal import Refusal
-from ...core.rows import half_of, rows_within
 
 # These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
 # diffusers or of somebody else, may have three predictions an image, or another order.

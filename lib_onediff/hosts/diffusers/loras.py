@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...core.origins import is_lora, layer_within
 from ...core.refusal import Refusal
-from ...core.tuners import is_lora, layer_within
-from ...weights.weight_functions import Change, LowRankUpdate, Parts, WeightFunctions
+from ...weights.scan import Change, LowRankUpdate, Parts, WeightFunctions
 
 # What of a convolution and of a LoRA's first factor has to be the same.
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups")
@@ -30,7 +30,7 @@ class Factors(NamedTuple):
 
 
 class LoraReader:
-    """weights.weight_functions.FunctionReader of one UNet.
+    """weights.scan.FunctionReader of one UNet.
 
     scale: what the pipeline multiplies all LoRAs by, cross_attention_kwargs["scale"]. The host writes that into its
     layers for the time of a call; we leave them as they are.

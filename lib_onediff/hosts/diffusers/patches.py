@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.call import ImagePrompt
+from ...core.call import CROSS_ATTENTION, SELF_ATTENTION, Block, ImagePrompt, PatchPoints
 from ...core.leaves import TransformerBlock
-from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...core.refusal import Refusal
 from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import Call
+from ...core.call import Call, PromptRows
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
-from ...core.rows import PromptRows
 from ...core.settings import Settings
 from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts
 from ...runtime.runtime import runtime

@@ -13,18 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import Call
+from ...core.call import Call, PromptRows
 from ...core.guard import first_line, outcome_of
 from ...core.key import LATENT_PIXEL
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
-from ...core.rows import PromptRows
 from ...core.sampling import Sampling
 from ...runtime.runtime import runtime
-from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
-from ...weights.fused_storage import shares_storage
-from ...weights.scan import HostTraits, refuse_replaced
-from ...weights.weight_functions import Casts
+from ...weights.binding import BOUND_DTYPES, STORED_DTYPES, shares_storage
+from ...weights.scan import Casts, HostTraits, refuse_replaced
 from ..changed_modules import ChangedModules, foreign_forward, is_brought
 from ..contract import NOT_IN_USE, Result, WebUI
 from ..hooks import UNetHooks, VaeHooks, serve_call

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...core.call import Call, Control, ImagePrompt
+from ...core.call import APART, OTHER_ROWS, Call, Control, ImagePrompt, half_of, rows_within
 from ...core.origins import author
 from ...core.refusal import Refusal
-from ...core.rows import APART, OTHER_ROWS, half_of, rows_within
 from ..changed_modules import Changed
 from .patches import OptionPatches, points_of
 

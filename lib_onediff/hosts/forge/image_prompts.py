@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import ImagePrompt
-from ...core.patch_points import CROSS_ATTENTION
+from ...core.call import CROSS_ATTENTION, ImagePrompt
 from ...core.refusal import Refusal
 from .patches import REPLACED
 

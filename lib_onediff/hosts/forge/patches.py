@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...core.call import CROSS_ATTENTION, INPUT, SELF_ATTENTION, Block, PatchPoints
 from ...core.leaves import TransformerBlock
 from ...core.origins import author
-from ...core.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, Block, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"

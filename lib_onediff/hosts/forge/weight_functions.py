@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...weights.scan import APPLIED_AT_CALL
-from ...weights.weight_functions import Change, LowRankUpdate, Parts, WeightFunctions
+from ...weights.scan import APPLIED_AT_CALL, Change, LowRankUpdate, Parts, WeightFunctions
 
 WEIGHT_FUNCTION, BIAS_FUNCTION, ONLINE_LORAS = APPLIED_AT_CALL
 LORA = "lora"
@@ -30,7 +29,7 @@ PLACED = frozenset({*CASTS, *(f"prev_{name}" for name in CASTS), "forge_patched_
 
 
 class LayerFunctions:
-    """weights.weight_functions.FunctionReader for hosts of the Forge family."""
+    """weights.scan.FunctionReader for hosts of the Forge family."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
         """The host writes into attributes that nobody else looks at."""

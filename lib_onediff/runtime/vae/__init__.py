@@ -1,1 +1,1 @@
-"""Decodes and encodes: route takes a host's call, decode serves it in a type of precision."""
+"""Decodes and encodes: route takes a host's call, decode serves it."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.affine import Weights
-from ...core.card import on_card
+from ...core.affine import Affine, Weights, WeightsAround
+from ...core.card import TuningCache, on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
 from ...core.key import ShapeKey
@@ -21,13 +21,18 @@ from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
 from ...families.vae.forward import Decoding
 from ...families.vae.layout import DecoderLayout
+from ...weights.contents import digest_of_values
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, blame, judge, rounding_limit, time_host
-from . import precision
-from .precision import AUTO, NOT_FINITE, KnownVae, is_finite, short_name
 
 log = logging.getLogger("onediff")
-
+AUTO = "auto"
+NAMED: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+SLOW_ON_CPU = frozenset({"fp16"})
+# The channels of an image; a latent, as an encoder makes it, has others.
+COLOURS = 3
+# What was seen of a decode, as people read it after "its image is".
+NOT_FINITE = "not finite"
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
 # An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
@@ -35,6 +40,62 @@ BAD_LATENT = (
     "the latent has NaN or infinite values: they come from the UNet or, where an image was encoded before, from the "
     "VAE's encoder, and not from this decode"
 )
+
+
+def short_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class CastWeights(WeightsAround):
+    """Every layer's tensors in another type, cast when they are asked for: there is never a whole second VAE."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        super().__init__(weights)
+        self._dtype = dtype
+
+    def __getitem__(self, path: str) -> Affine:
+        weight, bias = self._weights[path][:2]
+        return Affine(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+
+
+def is_finite(image: Tensor) -> bool:
+    """Whether an image (batch, colours, h, w), or what an encoder made, has no NaN and nothing infinite. Waits for the
+    device.
+
+    What overflows on the way does not stay hidden: norms and attention spread what is infinite or missing.
+    """
+    return bool(torch.isfinite(image).all())
+
+
+class KnownVae:
+    """What was seen of a VAE is remembered by a digest of its weights, on this machine and for later processes.
+
+    digest: tells it from every other of its architecture by a value of each of a layer's channels, and every bias. It
+    copies some 50 KB from the device and waits for it: about a millisecond.
+    """
+
+    def __init__(self, tuning_cache: TuningCache, architecture: str, weights: Weights) -> None:
+        self._tuning_cache = tuning_cache
+        some = [first_of_each_row(affine.weight) for affine in weights.values()]
+        some += [affine.bias for affine in weights.values() if affine.bias is not None]
+        self.digest = digest_of_values(architecture, some)
+
+    def overflows(self, dtype: torch.dtype) -> bool:
+        """Whether it was seen to, in this type."""
+        return bool(self._tuning_cache.get(self._name(dtype)) == NOT_FINITE)
+
+    def note_overflow(self, dtype: torch.dtype) -> None:
+        self._tuning_cache.set(self._name(dtype), NOT_FINITE)
+
+    def _name(self, dtype: torch.dtype) -> str:
+        return f"VAE {self.digest}, {short_name(dtype)}"
+
+
+def first_of_each_row(weight: Tensor) -> Tensor:
+    """(out, ...) -> (out,): a view, however the weight lies in memory."""
+    while weight.dim() > 1:
+        weight = weight.select(-1, 0)
+    return weight
 
 
 class NoTypeHelps(Refusal):
@@ -59,7 +120,7 @@ class HostDecode:
 
 
 class Decoded(NamedTuple):
-    """An image of ours. reason: why it was not made in a better way. is_finite: see precision.is_finite."""
+    """An image of ours. reason: why it was not made in a better way. is_finite: see the function."""
 
     image: Tensor
     entry: Entry
@@ -152,8 +213,8 @@ class Decode:
         """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that. So does
         a choice that a CPU is too slow for, of which ui.effects tells."""
         choice = self.settings.vae_precision
-        is_slow = choice in precision.SLOW_ON_CPU and self._latent.device.type == "cpu"
-        return self._latent.dtype if choice == AUTO or is_slow else precision.NAMED[choice]
+        is_slow = choice in SLOW_ON_CPU and self._latent.device.type == "cpu"
+        return self._latent.dtype if choice == AUTO or is_slow else NAMED[choice]
 
     @cached_property
     def _known(self) -> KnownVae:
@@ -229,7 +290,7 @@ class Decode:
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image of a latent in the type to compute in, in the type of the host's."""
         key, device, stored = entry.key, latent.device, self._latent.dtype
-        weights = self.weights if key.dtype == stored else precision.CastWeights(self.weights, key.dtype)
+        weights = self.weights if key.dtype == stored else CastWeights(self.weights, key.dtype)
         decoding = Decoding(weights, used.operators(), key.upcast_attention, fold_biases=used.traits.channels_last)
         # A first run at a size loads kernels and picks algorithms.
         stopwatch = entry.own if entry.uses > 1 else Stopwatch()

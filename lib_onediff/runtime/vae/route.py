@@ -23,8 +23,7 @@ from ...weights.bound import BoundUNet
 from ...weights.scan import HostTraits, refuse_global_hooks
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
-from .decode import Decode, Decoded, HostDecode, NoTypeHelps
-from .precision import COLOURS, NOT_FINITE, is_finite, short_name
+from .decode import COLOURS, NOT_FINITE, Decode, Decoded, HostDecode, NoTypeHelps, is_finite, short_name
 
 log = logging.getLogger("onediff")
 

@@ -13,9 +13,7 @@ import gradio as gr
 
 from ...core.refusal import NotKept
 from ...core.sizes import parse_sizes
-from ...prewarm.job import rows_with_jobs
-from ...prewarm.presets import FAMILIES, families_for
-from ...prewarm.worker import WarmUp
+from ...prewarm.worker import FAMILIES, WarmUp, families_for, rows_with_jobs
 from ...runtime.runtime import Runtime
 from ..amounts import counted, memory
 from ..chore import Chore, Exclusively

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.sizes import TOKENS
 from ...core.table import ENOUGH
-from ...prewarm.job import CANCELLED, DONE, FAILED, QUEUED, Job
+from ...prewarm.worker import CANCELLED, DONE, FAILED, QUEUED, Job
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
 from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds, times
 from ..markup import bar_html, cells_html, fact_html, head_html

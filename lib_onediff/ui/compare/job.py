@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...core.option import did_you_mean
 from ...core.quality import ImageComparison, compare
-from ...core.settings import Settings
+from ...core.settings import Settings, did_you_mean
 from ...core.sizes import Size
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively

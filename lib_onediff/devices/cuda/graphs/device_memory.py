@@ -22,11 +22,6 @@ class Card:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return [torch.device("cuda", index) for index in range(count)]
 
-    def are_equal(self, first: torch.device, second: torch.device) -> bool:
-        """Whether both are the same kind of GPU."""
-        one, other = map(torch.cuda.get_device_properties, (first, second))
-        return (one.name, one.multi_processor_count) == (other.name, other.multi_processor_count)
-
     def using(self, device: torch.device) -> AbstractContextManager[object]:
         """Kernels are launched there inside."""
         return torch.cuda.device(device)

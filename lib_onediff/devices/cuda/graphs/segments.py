@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....core.call import Call
-from ....core.patch_points import PatchPoints
+from ....core.call import Call, PatchPoints
 from .inputs import bytes_of, copy_inputs
 from .recording import Address, GraphRecording
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.card import current_card, named
+from ....core.card import TuningCache, current_card, named
 from ....core.device import TimeMs
-from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import FP8, INT8
 
 log = logging.getLogger("onediff")

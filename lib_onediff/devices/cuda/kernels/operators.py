@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....core.affine import Affine, LowRank, QuantizedWeight
+from ....core.card import TuningCache
 from ....core.leaves import GATED, NORMED, PLAIN, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from ....core.operators import QuantizedImage, QuantizedTokens, Stream, Turns
-from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import (
     FEWEST_PIXELS,
     FP8,

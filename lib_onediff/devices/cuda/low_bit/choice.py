@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ....core.call import Call
-from ....core.card import current_card, named
+from ....core.card import TuningCache, current_card, named
 from ....core.device import TimeMs
 from ....core.key import Lossy
 from ....core.leaves import GATED, NORMED
 from ....core.operators import Operators
-from ....core.tuning_cache import TuningCache
 from ....weights.low_bit import (
     INT8,
     KINDS,
