@@ -26,7 +26,7 @@ from vae_builders import (
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
-from lib_onediff.families.vae.forward import Decoding
+from lib_onediff.families.vae import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae import precision
 from lib_onediff.runtime.vae.precision import NOT_FINITE, KnownVae
