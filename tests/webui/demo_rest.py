@@ -11,11 +11,11 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from PIL import Image, PngImagePlugin
 
-from lib_onediff.api.answers import SentenceRoute, json_answer, refusal
 from lib_onediff.api.auth import protection
+from lib_onediff.api.bodies import SentenceRoute, json_answer, refusal
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo.generation_tab import checked, make_images
 from lib_onediff.demo.modules import processing, script_callbacks, scripts, shared
+from lib_onediff.demo.page import checked, make_images
 
 # The fields of a request that are a generation's, as A1111 has them when they are left out.
 FIELDS = {
