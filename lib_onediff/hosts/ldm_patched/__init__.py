@@ -5,9 +5,8 @@ from typing import Any
 
 from ..contract import WebUI
 from ..forge.adapter import Forge, patcher_of, version_and_release
-from ..forge.attention import HostAttention
 from ..forge.call import UNET_PARAMETERS
-from ..forge.networks import HostNetwork
+from ..forge.networks import HostAttention, HostNetwork
 from ..needs import check_needs
 
 UNET = "ldm_patched.ldm.modules.diffusionmodules.openaimodel"
