@@ -18,7 +18,14 @@ from ..core.guard import first_line
 from ..core.refusal import Refusal
 from .modules import paths, script_callbacks, scripts, shared
 from .modules.call_queue import queue_lock
-from .modules.processing import SAMPLERS, Processed, StableDiffusionProcessingTxt2Img, connect_paste, process_images
+from .modules.processing import (
+    SAMPLERS,
+    SIDE_STEP,
+    Processed,
+    StableDiffusionProcessingTxt2Img,
+    connect_paste,
+    process_images,
+)
 from .modules.shared import OptionInfo
 
 log = logging.getLogger("onediff")
@@ -29,16 +36,7 @@ PASTED = {
     "prompt": "Prompt", "negative_prompt": "Negative prompt", "steps": "Steps", "sampler_name": "Sampler",
     "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
 }
-SIZE_STEP, SIDES = 8, ("width", "height")
-SIDE = (64, 2048)
-# What a generation may ask for: the least and the most.
-WHOLE = {
-    "width": SIDE, "height": SIDE, "steps": (1, 150), "batch_size": (1, 8), "n_iter": (1, 100),
-    "seed": (-1, 2**53 - 1),
-}
-NUMBERS = {**WHOLE, "cfg_scale": (1, 30)}
-# A tokenizer compares all parts of a word with each other again and again.
-LONGEST_PROMPT = 2000
+LARGEST_SIDE = 2048
 SECONDS_BETWEEN_LOOKS = 0.2
 UNCHANGED = gr.update()
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Ubuntu", "sans-serif")
@@ -135,27 +133,31 @@ def build_prompts() -> Inputs:
 
 
 def build_parameters() -> Inputs:
-    def slider(name: str, label: str, elem_id: str, value: float, step: float = 1) -> gr.Slider:
-        least, most = NUMBERS[name]
-        return gr.Slider(least, most, value, step=step, label=label, elem_id=f"txt2img_{elem_id}", min_width=180)
+    def slider(label: str, elem_id: str, least: int, most: int, value: int, step: float = 1) -> gr.Slider:
+        # What a request has beyond these is refused by gradio.
+        return gr.Slider(
+            least, most, value, step=step, precision=1 if step < 1 else 0, label=label, elem_id=f"txt2img_{elem_id}",
+            min_width=180,
+        )
 
-    names, side = list(SAMPLERS), min(shared.sd_model.side, max(SIDE))
+    names, side = list(SAMPLERS), min(shared.sd_model.side, LARGEST_SIDE)
     inputs: Inputs = {}
     with gr.Row():
         inputs["sampler_name"] = gr.Dropdown(
             names, value=names[0], label="Sampling method", elem_id="txt2img_sampling", min_width=180
         )
-        inputs["steps"] = slider("steps", "Sampling steps", "steps", 20)
+        inputs["steps"] = slider("Sampling steps", "steps", 1, 150, 20)
     with gr.Row():
-        inputs["width"] = slider("width", "Width", "width", side, SIZE_STEP)
-        inputs["height"] = slider("height", "Height", "height", side, SIZE_STEP)
+        inputs["width"] = slider("Width", "width", 64, LARGEST_SIDE, side, SIDE_STEP)
+        inputs["height"] = slider("Height", "height", 64, LARGEST_SIDE, side, SIDE_STEP)
     with gr.Row():
-        inputs["n_iter"] = slider("n_iter", "Batch count", "batch_count", 1)
-        inputs["batch_size"] = slider("batch_size", "Batch size", "batch_size", 1)
+        inputs["n_iter"] = slider("Batch count", "batch_count", 1, 100, 1)
+        inputs["batch_size"] = slider("Batch size", "batch_size", 1, 8, 1)
     with gr.Row():
-        inputs["cfg_scale"] = slider("cfg_scale", "CFG scale", "cfg_scale", 7, 0.5)
+        inputs["cfg_scale"] = slider("CFG scale", "cfg_scale", 1, 30, 7, 0.5)
         inputs["seed"] = gr.Number(
-            value=-1, precision=0, label="Seed", info="-1: a new one each time", elem_id="txt2img_seed", min_width=180
+            value=-1, precision=0, minimum=-1, maximum=2**53 - 1, label="Seed", info="-1: a new one each time",
+            elem_id="txt2img_seed", min_width=180,
         )
     return inputs
 
@@ -168,9 +170,7 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
         fields, arguments = dict(zip(names, values, strict=False)), [0, *values[len(names) :]]
-        work = worker.submit(
-            lambda: make_images(StableDiffusionProcessingTxt2Img(**checked(fields)), runner, arguments)
-        )
+        work = worker.submit(lambda: make_images(StableDiffusionProcessingTxt2Img(**fields), runner, arguments))
         # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
         worker.shutdown(wait=False)
         while not wait([work], SECONDS_BETWEEN_LOOKS).done:
@@ -188,29 +188,6 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
             yield "", shown, infotext_html(processed, time.perf_counter() - started), str(started)
 
     return generate
-
-
-def checked(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a generation, whole numbers as int. Raises Refusal for what cannot be made, before anything is
-    computed."""
-    found = dict(fields)
-    for name, (least, most) in NUMBERS.items():
-        value = fields.get(name, least)
-        if value is None or not least <= value <= most:
-            raise Refusal(f"{name} is {value}; it must be between {least} and {most}.")
-        if name in WHOLE and value != int(value):
-            raise Refusal(f"{name} is {value}; it must be a whole number.")
-        if name in SIDES and value % SIZE_STEP:
-            below = int(value) - int(value) % SIZE_STEP
-            raise Refusal(
-                f"{name} is {value}; it must be a multiple of {SIZE_STEP}, for example {below} or {below + SIZE_STEP}."
-            )
-        if name in fields:
-            found[name] = int(value) if name in WHOLE else value
-    for name in ("prompt", "negative_prompt"):
-        if len(found[name]) > LONGEST_PROMPT:
-            raise Refusal(f"{name} has {len(found[name])} characters; it must have {LONGEST_PROMPT} at most.")
-    return found
 
 
 def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:

@@ -18,6 +18,9 @@ from ...core.refusal import Refusal
 from . import shared
 
 MOST_TOKENS = 77
+# A tokenizer compares all parts of a word with each other again and again.
+LONGEST_PROMPT = 2000
+SIDE_STEP = 8
 PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
 SIZE = re.compile(r"^(\d+)x(\d+)$")
 
@@ -117,6 +120,11 @@ def check_numbers(network: str, values: Tensor) -> None:
 def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     """Make the images of p. The caller holds call_queue.queue_lock. Without a model of its own, p takes the loaded one.
     Raises Refusal."""
+    for name, side in (("width", p.width), ("height", p.height)):
+        if side % SIDE_STEP:
+            raise Refusal(f"{name} is {side}; it must be a multiple of {SIDE_STEP}.")
+    if max(len(p.prompt), len(p.negative_prompt)) > LONGEST_PROMPT:
+        raise Refusal(f"A prompt must have {LONGEST_PROMPT} characters at most.")
     p.sd_model = p.sd_model or shared.sd_model
     seed = random.SystemRandom().randrange(2**32) if p.seed == -1 else p.seed
     p.all_seeds = [seed + index for index in range(p.batch_size * p.n_iter)]

@@ -26,9 +26,8 @@ from ...weights.fused_storage import shares_storage
 from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.weight_functions import Casts
 from ..changed_modules import ChangedModules, foreign_forward, is_brought
-from ..contract import NOT_IN_USE, Result, WebUI
+from ..contract import NOT_IN_USE, Need, Result, WebUI, check_needs
 from ..hooks import UNetHooks, VaeHooks, serve_call
-from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
 from .call import HostCall, unet_call
 from .image_prompts import image_prompts_of

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
-from ..contract import UNETS
-from ..needs import Need, lack_of
+from ..contract import UNETS, Need, lack_of
 from .call import UNET_PARAMETERS, names_read_by
 
 UNET, ANIMA = "backend.nn.unet", "backend.nn.anima"
