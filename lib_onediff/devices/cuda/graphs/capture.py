@@ -19,8 +19,7 @@ from ....core.call import Call
 from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
 from .device_memory import Card
-from .recording import GraphRecording, time_in_graph
-from .segments import GraphRunner, record
+from .segments import GraphRecording, GraphRunner, record, time_in_graph
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
