@@ -23,7 +23,7 @@ from ..core.refusal import Refusal
 from .leaf_reader import LeafReader
 from .unet.layers import join_heads, split_heads
 from .unet.layout import Downsample, Upsample
-from .unet.read_diffusers import check_attention, is_plain, read_upsample, require_silu
+from .unet.read import check_attention, is_plain, read_upsample, require_silu
 
 HALVES = ("Decoder", "Encoder")
 DIFFUSERS_LEVELS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D"}

@@ -13,8 +13,7 @@ from ...core.operators import Operators
 from ...core.refusal import Refusal
 from . import forward
 from .layout import UNetLayout
-from .read_diffusers import is_diffusers_unet, read_diffusers
-from .read_ldm import is_ldm_unet, read_ldm
+from .read import is_diffusers_unet, is_ldm_unet, read_diffusers, read_ldm
 
 # How loud the noise is that stands for a prompt: at 1 the softmaxes of some models choose between two tokens that are
 # nearly equal, and then rounding alone decides what comes out, the host's no less than ours.

@@ -1,6 +1,6 @@
 """What a UNet is: a tree of stages that says which parameter does what, without holding any parameter.
 
-The same tree describes ldm, sgm, Forge and diffusers modules; read_ldm.py and read_diffusers.py fill it in.
+The same tree describes ldm, sgm, Forge and diffusers modules; read.py fills it in.
 A path is the dotted name of a leaf module inside the host's UNet.
 """
 from __future__ import annotations

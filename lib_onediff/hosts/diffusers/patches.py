@@ -15,7 +15,7 @@ from ...core.call import ImagePrompt
 from ...core.leaves import TransformerBlock
 from ...core.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from ...core.refusal import Refusal
-from ...families.unet.read_diffusers import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
+from ...families.unet.read import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
 
 log = logging.getLogger("onediff")
 

@@ -17,7 +17,7 @@ from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.rows import PromptRows, half_of, rows_within
 from ...core.settings import Settings
-from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts
+from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.watch import no_object
