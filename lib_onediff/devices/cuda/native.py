@@ -25,9 +25,8 @@ from ...weights.contents import PIECE, WORD, Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention, SageAttention, why_no_sage
 from ..torch.device import refuse_without_gpu
-from .kernels.driver import why_nothing_is_kept
 from .kernels.launch_config import Launches
-from .kernels.launching import is_ahead, launch, why_not
+from .kernels.launching import launch, why_not
 from .kernels.tokens import ATTENTION_DTYPES as DTYPES
 from .low_bit.choice import LowBit
 from .tuning import load_candidates, load_kernels, tune_gated, tune_half_sums, tune_kernels
@@ -149,9 +148,6 @@ class Native(Device):
     def _load(self, network: Network, low_bit: Collection[Kind]) -> str:
         """In the worker's thread. Returns why it is not possible."""
         began = time.perf_counter()
-        warning = why_nothing_is_kept() if len(self._loading) == 1 and is_ahead(network.device) else ""
-        if warning:
-            log.warning("OneDiff: %s", warning)
         try:
             with on_card(network.device):
                 load_kernels(network.users, network.dtype, network.device, self._launches, low_bit)
