@@ -81,14 +81,14 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         Linear,
         NormedHeads,
     )
-    from lib_onediff.devices.cuda import tuning
-    from lib_onediff.devices.cuda.kernels import attention, contents, launch_config, rounding
+    from lib_onediff.devices.cuda import native, tuning
+    from lib_onediff.devices.cuda.kernels import launch_config, rounding, tokens
     from lib_onediff.weights.contents import Place
     from lib_onediff.weights.low_bit import ALIGNED, FP8, GROUP_NORMED, INT8, KERNEL, Product
 
     others: list[Any] = [
         *(GroupNorm("", channels, 32, 1e-5) for channels in NORM_CHANNELS),
-        *(CrossAttention(Linear("", 0, 8 * width), None, None, 8) for width in attention.WIDTHS),
+        *(CrossAttention(Linear("", 0, 8 * width), None, None, 8) for width in tokens.ATTENTION_WIDTHS),
     ]
     networks: list[list[Any]] = [[LayerNorm("", width, 1e-5), *others] for width in TOKEN_WIDTHS]
     networks += [[AdaptiveNorm(heads * width, 1e-6), NormedHeads(heads, width)] for heads, width in NORMED_HEADS]
@@ -102,7 +102,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         def of(self, kernel: Any, *given: Any) -> Any:
             return kernel.candidates[self.number % len(kernel.candidates)]
 
-    yield contents.sums_of([Place.of(torch.empty(1 << 10, device=meta))], 1)
+    yield native.sums_of([Place.of(torch.empty(1 << 10, device=meta))], 1)
     tunable = [one for one in vars(launch_config).values() if isinstance(one, launch_config.Kernel)]
     for dtype in dtypes:
         make = lambda *shape: torch.empty(shape, device=meta, dtype=dtype)  # noqa: B023, E731

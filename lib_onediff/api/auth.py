@@ -12,7 +12,7 @@ import gradio as gr
 import httpx
 from fastapi import Depends, HTTPException, Request
 
-from .origins import FOREIGN_PAGE, READING, Origins, origins_of
+from .gate import FOREIGN_PAGE, READING, Origins, origins_of
 
 PACKAGE = __name__.partition(".")[0]
 HOSTS_OWN = "/sdapi/v1/txt2img"

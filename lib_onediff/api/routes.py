@@ -18,9 +18,9 @@ from ..core.guard import outcome_of
 from ..core.refusal import NotKept
 from ..core.sizes import Size, parse_sizes
 from ..prewarm.worker import Job, check_tokens, rows_with_jobs
-from . import models
-from .answers import SentenceRoute, json_answer
+from . import bodies
 from .auth import protection
+from .bodies import SentenceRoute, json_answer
 
 if TYPE_CHECKING:
     from ..prewarm.worker import WarmUp
@@ -38,7 +38,7 @@ WHAT_TO_PURGE = (
     '{"disk": true} and {"all": true}.'
 )
 PROBLEMS = {401: "Not logged in.", 403: "Sent by a page of another site.", 422: "The request is not usable."}
-JobId = Path(..., ge=1, le=models.LARGEST_NUMBER, description="As GET jobs names it.")
+JobId = Path(..., ge=1, le=bodies.LARGEST_NUMBER, description="As GET jobs names it.")
 
 
 def add_routes(
@@ -103,7 +103,7 @@ class Routes:
         return answer or JSONResponse(ready)
 
     def shapes(
-        self, model: str | None = Query(None, min_length=1, max_length=models.LONGEST_NAME,
+        self, model: str | None = Query(None, min_length=1, max_length=bodies.LONGEST_NAME,
                                         description="Only resolutions of this model, as rows name it."),
     ) -> Response:
         """One row for each resolution of each model, the last used first, with the kinds of UNet calls below it.
@@ -114,7 +114,7 @@ class Routes:
         chosen = [asdict(row) for row in rows if model in (None, row.model)]
         return json_answer({"rows": chosen, "totals": asdict(self._runtime.totals())})
 
-    def prewarm(self, body: models.PrewarmBody) -> Response:
+    def prewarm(self, body: bodies.PrewarmBody) -> Response:
         """Queue sizes; they are made ready one after the other, between images and never during one.
 
         Answers at once with the job of every size. A size that waits already keeps its job.
@@ -153,7 +153,7 @@ class Routes:
             raise HTTPException(404, f"There is no job {job_id}; GET {PREFIX}/jobs names all.")
         return found
 
-    def purge(self, body: models.PurgeBody) -> Response:
+    def purge(self, body: bodies.PurgeBody) -> Response:
         """Forget resolutions: their graphs, verdicts and timings, in memory and on the disk.
 
         Say what: `{"resolutions": ["512x512"]}`, of one model with `"model"`; `{"model": "SD1"}` for all of a model;
@@ -181,7 +181,7 @@ class Routes:
         purged = [{"resolution": row.resolution, "model": row.model} for row in gone]
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
-    def pin(self, body: models.PinBody) -> Response:
+    def pin(self, body: bodies.PinBody) -> Response:
         """Keep a resolution's graphs when another model needs memory, or no longer; that outlives the process."""
         with kept():
             known = self._runtime.pin(body.resolution, body.model, body.pinned)
@@ -189,7 +189,7 @@ class Routes:
             raise HTTPException(404, NO_RESOLUTION)
         return json_answer(dict(body))
 
-    def release(self, body: models.ReleaseBody = Body(models.ReleaseBody())) -> Response:  # noqa: B008
+    def release(self, body: bodies.ReleaseBody = Body(bodies.ReleaseBody())) -> Response:  # noqa: B008
         """Give all GPU memory of graphs and of torch's caches back; what was ready is captured again when used.
 
         Waits for an image in progress, `wait` seconds at most: then the answer is 409 and nothing is released.
@@ -235,7 +235,7 @@ def kept() -> Iterator[None]:
         raise HTTPException(507, str(problem)) from problem
 
 
-def sizes_of(body: models.PrewarmBody) -> list[Size]:
+def sizes_of(body: bodies.PrewarmBody) -> list[Size]:
     """The sizes in a request. Raises ValueError with a sentence."""
     if isinstance(body.sizes, str):
         sizes = parse_sizes(body.sizes)

@@ -132,8 +132,7 @@ def run(arguments: argparse.Namespace, listener: socket.socket) -> None:
     print("Loading the model ...", flush=True)
     model = load_model(arguments.model)
     from .modules import modules_importable
-    from .offline import fetch_nothing
-    from .server import make_app, serve
+    from .server import fetch_nothing, make_app, serve
 
     fetch_nothing()
     only_this_machine = is_loopback(listener)

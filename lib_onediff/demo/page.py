@@ -1,17 +1,48 @@
-"""The page: txt2img, the tabs that scripts add, and the settings."""
+"""The page: txt2img, which makes images, the tabs that scripts add, and the settings."""
 from __future__ import annotations
 
+import contextlib
 import html
+import logging
 import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import torch
 
-from .generation_tab import build_generation_tab
+from ..core.guard import first_line
+from ..core.refusal import Refusal
 from .modules import paths, script_callbacks, scripts, shared
-from .modules.options import OptionInfo
+from .modules.call_queue import queue_lock
+from .modules.processing import (
+    SAMPLERS,
+    SIDE_STEP,
+    Processed,
+    StableDiffusionProcessingTxt2Img,
+    connect_paste,
+    process_images,
+)
+from .modules.shared import OptionInfo
 
+log = logging.getLogger("onediff")
+# name of the field of a StableDiffusionProcessingTxt2Img -> component
+Inputs = dict[str, Any]
+# name of the field -> the infotext parameter that fills its component
+PASTED = {
+    "prompt": "Prompt", "negative_prompt": "Negative prompt", "steps": "Steps", "sampler_name": "Sampler",
+    "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
+}
+LARGEST_SIDE = 2048
+SECONDS_BETWEEN_LOOKS = 0.2
+UNCHANGED = gr.update()
+# The first one is there when the page opens. Emoji, which the demo's own model draws.
+EXAMPLES = (
+    "an owl and a rocket on a blue background", "a lion on a yellow background", "a shinto shrine on a red background",
+)
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Ubuntu", "sans-serif")
 TAGS = re.compile(r"<[^>]*>")
 MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
@@ -52,6 +83,166 @@ def build_page() -> gr.Blocks:
 def read(file: Path) -> str:
     """The text of a file; none when there is no such file."""
     return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+# --- txt2img ----------------------------------------------------------------------------------------------------------
+
+
+def build_generation_tab(runner: Any) -> None:
+    """Build the tab inside the open gradio context; runner holds its scripts."""
+    with gr.Row(elem_id="txt2img_toprow", elem_classes="toprow"):
+        inputs, examples = build_prompts()
+        with gr.Column(scale=1, min_width=160, elem_classes="actions"):
+            generate = gr.Button("Generate", variant="primary", elem_id="txt2img_generate")
+            interrupt = gr.Button("Interrupt", elem_id="txt2img_interrupt")
+            paste = gr.Button("Read infotext", size="sm", elem_id="txt2img_paste")
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=1, min_width=320, elem_id="txt2img_settings"):
+            inputs.update(build_parameters())
+            with gr.Column(elem_id="txt2img_script_container"):
+                runner.setup_ui()
+        with gr.Column(scale=1, min_width=320, elem_id="txt2img_results"):
+            made = gr.Textbox(visible=False, elem_id="generation_info_txt2img")
+            outputs = [
+                gr.HTML(elem_id="txt2img_progress", elem_classes="progress-line"),
+                gr.Gallery(
+                    label="Output", show_label=False, elem_id="txt2img_gallery", columns=2, height=520,
+                    object_fit="contain", format="png", preview=True,
+                ),
+                gr.HTML(elem_id="html_info_txt2img", elem_classes="infotext"),
+                made,
+            ]
+    # Other WebUIs tell their scripts of every component; OneDiff's asks for this one.
+    runner.after_component(made)
+
+    generating: dict[str, Any] = {
+        "fn": making_images(list(inputs), runner), "inputs": [*inputs.values(), *runner.inputs[1:]], "outputs": outputs,
+        "show_progress": "hidden", "api_visibility": "private", "concurrency_limit": 1, "concurrency_id": "images",
+    }
+    generate.click(**generating)
+    for button, example in zip(examples, EXAMPLES, strict=True):
+        button.click(
+            lambda text=example: text, inputs=[], outputs=[inputs["prompt"]], queue=False, api_visibility="private"
+        ).then(**generating)
+    fields = [(inputs[name], parameter) for name, parameter in PASTED.items()]
+    connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
+    interrupt.click(
+        shared.state.interrupt, inputs=[], outputs=[], show_progress="hidden", queue=False, api_visibility="private"
+    )
+
+
+def build_prompts() -> tuple[Inputs, list[Any]]:
+    """The prompts, and a button for each of EXAMPLES."""
+    def textbox(label: str, value: str, lines: int, elem_id: str) -> gr.Textbox:
+        return gr.Textbox(value, label=label, show_label=False, lines=lines, placeholder=label,
+                          elem_id=f"txt2img_{elem_id}", elem_classes="prompt")
+
+    with gr.Column(scale=6, min_width=280):
+        prompt = textbox("Prompt", EXAMPLES[0], 2, "prompt")
+        with gr.Row(elem_classes="examples"):
+            examples = [gr.Button(text, size="sm", min_width=120) for text in EXAMPLES]
+        return {"prompt": prompt, "negative_prompt": textbox("Negative prompt", "", 2, "neg_prompt")}, examples
+
+
+def build_parameters() -> Inputs:
+    def slider(label: str, elem_id: str, least: int, most: int, value: int, step: float = 1) -> gr.Slider:
+        # What a request has beyond these is refused by gradio.
+        return gr.Slider(
+            least, most, value, step=step, precision=1 if step < 1 else 0, label=label, elem_id=f"txt2img_{elem_id}",
+            min_width=180,
+        )
+
+    names, side = list(SAMPLERS), min(shared.sd_model.side, LARGEST_SIDE)
+    inputs: Inputs = {}
+    with gr.Row():
+        inputs["sampler_name"] = gr.Dropdown(
+            names, value=names[0], label="Sampling method", elem_id="txt2img_sampling", min_width=180
+        )
+        inputs["steps"] = slider("Sampling steps", "steps", 1, 150, 20)
+    with gr.Row():
+        inputs["width"] = slider("Width", "width", 64, LARGEST_SIDE, side, SIDE_STEP)
+        inputs["height"] = slider("Height", "height", 64, LARGEST_SIDE, side, SIDE_STEP)
+    with gr.Row():
+        inputs["n_iter"] = slider("Batch count", "batch_count", 1, 100, 1)
+        inputs["batch_size"] = slider("Batch size", "batch_size", 1, 8, 1)
+    with gr.Row():
+        inputs["cfg_scale"] = slider("CFG scale", "cfg_scale", 1, 30, 7, 0.5)
+        inputs["seed"] = gr.Number(
+            value=-1, precision=0, minimum=-1, maximum=2**53 - 1, label="Seed", info="-1: a new one each time",
+            elem_id="txt2img_seed", min_width=180,
+        )
+    return inputs
+
+
+def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple[Any, ...]]]:
+    """A handler of the Generate button. names: of the first components' values; the others go to the scripts. Yields
+    (progress line, gallery, infotext, the text box that tells scripts of new images)."""
+
+    def generate(*values: Any) -> Iterator[tuple[Any, ...]]:
+        started = time.perf_counter()
+        worker = ThreadPoolExecutor(1)
+        fields, arguments = dict(zip(names, values, strict=False)), [0, *values[len(names) :]]
+        work = worker.submit(lambda: make_images(StableDiffusionProcessingTxt2Img(**fields), runner, arguments))
+        # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
+        worker.shutdown(wait=False)
+        while not wait([work], SECONDS_BETWEEN_LOOKS).done:
+            yield progress_bar(), UNCHANGED, UNCHANGED, UNCHANGED
+        try:
+            processed = work.result()
+        except Refusal as refusal:
+            # gradio shows it as markup.
+            sentence = html.escape(str(refusal))
+            gr.Warning(sentence)
+            yield "", UNCHANGED, f"<p class='error'>{sentence}</p>", UNCHANGED
+        else:
+            # The text box must change after each generation, and says no more than that.
+            shown = gr.update(value=processed.images, selected_index=0 if processed.images else None)
+            yield "", shown, infotext_html(processed, time.perf_counter() - started), str(started)
+
+    return generate
+
+
+def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
+    """Wait for the queue and make the images of p. Raises Refusal with a sentence for the user, whatever goes wrong."""
+    try:
+        with queue_lock, contextlib.closing(p):
+            shared.state.begin("txt2img")
+            try:
+                p.scripts, p.script_args = runner, tuple(script_args)
+                return process_images(p)
+            finally:
+                shared.state.end()
+    except Refusal:
+        raise
+    except Exception as error:
+        if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+            raise Refusal("There is not enough memory for this image; try a smaller size or batch.") from error
+        log.exception("a generation failed")
+        raise Refusal(f"The generation failed: {type(error).__name__}: {first_line(error)}") from error
+
+
+def progress_bar() -> str:
+    """The progress line while something is made."""
+    share, state = shared.state.share_done(), shared.state
+    batch = f"Batch {state.job_no + 1} out of {state.job_count}" if state.job_count > 1 else ""
+    steps = f"step {state.sampling_step} of {state.sampling_steps}" if state.sampling_steps else ""
+    text = ", ".join(filter(None, (batch, steps))) or "waiting"
+    return (
+        f"<div class='progressDiv' role='progressbar' aria-valuenow='{share * 100:.0f}'>"
+        f"<div class='progress' style='width: {share * 100:.1f}%'></div><span>{html.escape(text)}</span></div>"
+    )
+
+
+def infotext_html(processed: Processed, seconds: float) -> str:
+    """What is shown under the images."""
+    lines = "<br>".join(html.escape(line) for line in processed.infotexts[0].split("\n"))
+    comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
+    if not processed.images:
+        lines = "Interrupted before the first image."
+    return f"<p>{lines}</p>{comments}<p class='performance'>Time taken: {seconds:.1f} s</p>"
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def build_settings_tab(page: gr.Blocks) -> None:

@@ -1,20 +1,24 @@
-"""Putting the host together: model, scripts, options, page and API, served by uvicorn."""
+"""Putting the host together: model, scripts, options, page and API, served by uvicorn. It asks no other host."""
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import re
 import socket
 from pathlib import Path
+from typing import NoReturn
 
 import gradio as gr
+import httpx
+import jinja2
 import uvicorn
 from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
+from gradio import processing_utils, routes
 
 from ..api.auth import login_check
-from ..api.gate import Gate
-from ..api.origins import Origins, host_name
+from ..api.gate import Gate, Origins, host_name
 from .models import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
 from .page import appearance, build_page
@@ -25,6 +29,9 @@ PAGE_POLICY = (
 )
 # Answers to what is under way are waited for so long; then connections are closed, which pages keep open for ever.
 SECONDS_FOR_ANSWERS = 1
+FOREIGN_ELEMENTS = re.compile(
+    r"""<link\s[^>]*rel="preconnect"[^>]*/?>|<script\s[^>]*src="https?://[^"]*"[^>]*>\s*</script>|<meta\s[^>]*content="https?://[^"]*"[^>]*/?>"""
+)
 
 
 class QuietServer(uvicorn.Server):
@@ -81,3 +88,30 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         QuietServer(config).run(sockets=[listener])
     finally:
         script_callbacks.call_all("script_unloaded")
+
+
+# --- what gradio would do: ask other hosts, and fetch what a request names --------------------------------------------
+
+
+class OwnResourcesOnly(jinja2.FileSystemLoader):
+    """gradio's page without its references to other hosts."""
+
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple:
+        source, *more = super().get_source(environment, template)
+        return FOREIGN_ELEMENTS.sub("", source), *more
+
+
+def refuse(request: httpx.Request) -> NoReturn:
+    raise httpx.ConnectError("This host fetches no addresses.", request=request)
+
+
+async def fetch_none(url: str) -> NoReturn:
+    refuse(httpx.Request("GET", url))
+
+
+def fetch_nothing() -> None:
+    """Keep gradio in this process from leading a browser to other hosts, and from fetching the addresses that a request
+    gives for files."""
+    routes.templates.env.loader = OwnResourcesOnly(routes.STATIC_TEMPLATE_LIB)
+    processing_utils.sync_client = httpx.Client(transport=httpx.MockTransport(refuse))
+    processing_utils.async_ssrf_protected_get = fetch_none

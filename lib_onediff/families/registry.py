@@ -14,10 +14,9 @@ from ..core.call import Call
 from ..core.family import Family
 from ..core.operators import Operators
 from ..core.refusal import Refusal
+from . import vae
 from .anima.family import Animas
 from .unet.family import UNets
-from .vae import read as vae
-from .vae.layout import DecoderLayout
 
 Read = TypeVar("Read")
 
@@ -49,7 +48,7 @@ class Families:
 FAMILIES = Families((UNets(), Animas()))
 
 
-def read_decoder(decoder: nn.Module) -> DecoderLayout:
+def read_decoder(decoder: nn.Module) -> vae.DecoderLayout:
     """The layout of a VAE's decoder or encoder, read from its module tree.
 
     Raises Refusal for anything that is neither of an AutoencoderKL with parameters that we all know: a tiny

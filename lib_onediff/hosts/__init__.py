@@ -9,8 +9,7 @@ import logging
 
 from ..core.refusal import Refusal
 from ..runtime.runtime import runtime
-from .contract import WebUI
-from .needs import offers
+from .contract import WebUI, offers
 
 log = logging.getLogger("onediff")
 

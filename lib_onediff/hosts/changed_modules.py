@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.call import CROSS_ATTENTION, SELF_ATTENTION
 from ..core.origins import author
-from ..families.unet.read_ldm import is_block, is_derived_block
+from ..families.unet.read import is_block, is_derived_block
 from ..weights.scan import own_method
 
 METHODS = ("forward", "_forward")

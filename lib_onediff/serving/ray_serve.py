@@ -16,9 +16,8 @@ from fastapi.middleware import Middleware
 from pydantic import BaseModel
 from ray import serve
 
-from ..api.answers import SentenceRoute
-from ..api.gate import LARGEST_LOGIN, Gate
-from ..api.origins import Origins, host_name
+from ..api.bodies import SentenceRoute
+from ..api.gate import LARGEST_LOGIN, Gate, Origins, host_name
 from ..core.sizes import parse_sizes
 from ..public import compile_pipe, load_folder
 from ..runtime.runtime import runtime

@@ -80,6 +80,20 @@ def host(fresh_runtime: None) -> Iterator[AnimaHost]:
         yield made
 
 
+def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
+    family = Animas()
+    layout = family.read(host.unet)
+    call = family.example(layout, (8, 8), 2, 20, torch.randn)
+    family.refuse_call(layout, call)
+    for change, reason in (
+        ({"latent": call.latent[:, :, 0]}, "the latent is"), ({"latent": call.latent[:, :2]}, "the latent is"),
+        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batches"),
+        ({"y": call.timestep}, "no label"),
+    ):
+        with pytest.raises(Refusal, match=reason):
+            family.refuse_call(layout, replace(call, **change))
+
+
 CALLS = [((8, 8), 2, 20), ((17, 23), 1, 20), ((17, 23), 3, 512), ((6, 32), 2, 601), ((32, 6), 1, 1)]
 
 

@@ -17,7 +17,7 @@ from gpu_calls import host
 
 from lib_onediff.bench.models import inputs
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.cuda.graphs.allocations import peak
+from lib_onediff.devices.cuda.graphs.capture import peak
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.public import status
 from lib_onediff.runtime.graphs.accounting import memory_of

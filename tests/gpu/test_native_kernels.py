@@ -9,7 +9,6 @@ from exact_operators import relative_error
 from torch import Tensor
 
 from lib_onediff.core.operators import Stream
-from lib_onediff.devices.cuda.kernels import group_norm as native_group_norm
 from lib_onediff.devices.cuda.kernels import images as native_images
 from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 
@@ -52,7 +51,7 @@ def test_group_norm_of_two_images_side_by_side(
     together = torch.cat([image, skip], dim=1)
     expected = exact.group_norm(together, weight, bias, 32, 1e-5, True)
     torchs = functional.silu(functional.group_norm(together, 32, weight, bias, 1e-5))
-    ours = native_group_norm.group_norm(channels_last(image), channels_last(skip), weight, bias, 32, 1e-5, True, None)
+    ours = native_images.group_norm(channels_last(image), channels_last(skip), weight, bias, 32, 1e-5, True, None)
     assert_as_good(ours, torchs, expected)
 
 
@@ -75,7 +74,7 @@ def test_an_image_of_more_than_two_to_the_31_elements() -> None:
     weight, bias = random(320, dtype=torch.float16, mean=1.0), random(320, dtype=torch.float16)
     image = channels_last(tile.repeat(1, 1, 100, 100))
     assert image.numel() > 2**31
-    output = native_group_norm.group_norm(image, None, weight, bias, 32, 1e-5, True, None)
+    output = native_images.group_norm(image, None, weight, bias, 32, 1e-5, True, None)
     # Repeating a picture changes neither its mean nor its variance.
     expected = exact.group_norm(tile, weight, bias, 32, 1e-5, True)
     for corner in (output[..., :26, :26], output[..., -26:, -26:]):

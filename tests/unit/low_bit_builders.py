@@ -22,7 +22,7 @@ from lib_onediff.core.leaves import GroupNorm, LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
-from lib_onediff.devices.cuda.kernels import attention, group_norm, images, products, rounding, tokens
+from lib_onediff.devices.cuda.kernels import images, products, rounding, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators as torch_ops
@@ -148,13 +148,13 @@ def as_ours(function: Any) -> types.FunctionType:
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:
     """Products in eight bits on this machine, for networks of any size, and for every product. result: the type in
     which products in float8 come out."""
-    monkeypatch.setattr(group_norm, "group_norm", exact_group_norm)
+    monkeypatch.setattr(images, "group_norm", exact_group_norm)
     monkeypatch.setattr(images, "add_and_measure", add_and_measure)
     monkeypatch.setattr(images, "resize", torch_ops.resize)
     monkeypatch.setattr(tokens, "layer_norm", exact_layer_norm)
     monkeypatch.setattr(tokens, "materialize", materialize)
     monkeypatch.setattr(tokens, "geglu", lambda hidden, config: torch_ops.geglu(hidden))
-    monkeypatch.setattr(attention, "attention", lambda *given: torch_ops.attention(*given[:3], False))
+    monkeypatch.setattr(tokens, "attention", lambda *given: torch_ops.attention(*given[:3], False))
     monkeypatch.setattr(rounding, "layer_norm", layer_norm)
     monkeypatch.setattr(rounding, "geglu", lambda tokens, kind: rounded(torch_ops.geglu(tokens, None), kind))
     monkeypatch.setattr(rounding, "rounded", rounded)

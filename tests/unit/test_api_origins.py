@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.api.origins import Origins, host_name, origins_of
+from lib_onediff.api.gate import Origins, host_name, origins_of
 
 OWN = "http://127.0.0.1:7860"
 

@@ -15,7 +15,7 @@ import gradio
 from fastapi.testclient import TestClient
 
 from lib_onediff.api.auth import LOGIN_CHECK, checked, refuse_foreign_pages
-from lib_onediff.api.origins import Origins
+from lib_onediff.api.gate import Origins
 from lib_onediff.ui.events import QUIET
 
 # gradio's.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.settings import Settings
-from lib_onediff.demo.modules import infotext_utils
+from lib_onediff.demo.modules import processing
 from lib_onediff.ui import infotext
 from lib_onediff.ui.presets import AS_IN_SETTINGS, EXACT, FAST, with_preset
 from lib_onediff.ui.run_settings import settings_of_run
@@ -35,7 +35,7 @@ def every_setting() -> list[Settings]:
 def test_hosts_need_not_quote_it() -> None:
     for settings in every_setting():
         text = infotext.describe(settings)
-        assert infotext_utils.quote(text) == text
+        assert processing.quote(text) == text
         assert not re.search(r'[,:\n"]', text)
 
 

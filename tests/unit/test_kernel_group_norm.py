@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.devices.cuda.kernels import images
-from lib_onediff.devices.cuda.kernels.group_norm import (
+from lib_onediff.devices.cuda.kernels.images import (
     JOINED_NUMBERS,
     group_norm,
     join_block,

@@ -254,20 +254,3 @@ def test_what_cannot_be_loaded_is_refused_and_out_of_memory_tried_again(monkeypa
     for _ in range(2):
         with pytest.raises(Refusal, match="broken"):
             device.prepare(broken)
-
-
-def test_a_driver_that_keeps_nothing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("CUDA_CACHE_DISABLE", "CUDA_CACHE_PATH", "APPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert driver.why_nothing_is_kept() == ""
-    monkeypatch.setattr(driver.os, "access", lambda path, mode: False)
-    assert str(tmp_path) in driver.why_nothing_is_kept()
-
-    def nobody() -> Path:
-        raise RuntimeError("no home")
-
-    monkeypatch.setattr(Path, "home", nobody)
-    assert "no home" in driver.why_nothing_is_kept(), "it never fails"
-    monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
-    assert "CUDA_CACHE_DISABLE" in driver.why_nothing_is_kept()

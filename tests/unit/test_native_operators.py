@@ -21,7 +21,6 @@ from lib_onediff.core.card import TuningCache
 from lib_onediff.core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from lib_onediff.core.operators import Stream
 from lib_onediff.devices.cuda.kernels import products
-from lib_onediff.devices.cuda.kernels.attention import attention, heads_lie_beside
 from lib_onediff.devices.cuda.kernels.launch_config import (
     ATTENTION,
     EXACT_GATED_PRODUCT,
@@ -31,6 +30,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     Launches,
 )
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
+from lib_onediff.devices.cuda.kernels.tokens import attention, heads_lie_beside
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.attention import random_inputs
 

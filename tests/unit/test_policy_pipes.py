@@ -15,8 +15,7 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.core.call import half_of
 from lib_onediff.core.sampling import FEW_STEP_MODEL, FEW_STEPS, UNANNOUNCED, UNKNOWN_SAMPLER, Step
-from lib_onediff.hosts.diffusers.call import NO_GUIDANCE, NO_PIPELINE, arguments_of_prompt
-from lib_onediff.hosts.diffusers.unet import DiffusersForward
+from lib_onediff.hosts.diffusers.unet import NO_GUIDANCE, NO_PIPELINE, DiffusersForward, arguments_of_prompt
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
 

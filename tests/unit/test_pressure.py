@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.cuda.graphs.allocations import PIECE, most_in_use
+from lib_onediff.devices.cuda.graphs.capture import PIECE, most_in_use
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.runtime import runtime
 

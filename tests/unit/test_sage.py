@@ -19,8 +19,8 @@ from low_bit_builders import EXACT, entry_of, half_call, half_unet, now
 import lib_onediff
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
+from lib_onediff.devices.torch import attention
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.devices.torch import sage
 from lib_onediff.families.unet.forward import transformer_blocks
 from lib_onediff.runtime.runtime import runtime
 
@@ -45,9 +45,9 @@ def package(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> Package:
     """It is installed, and attention over few keys is worth it."""
     found = Package()
     monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=found.sageattn, __spec__=object()))
-    monkeypatch.setattr(sage, "FEW_KEYS", 3)
+    monkeypatch.setattr(attention, "FEW_KEYS", 3)
     operators = runtime.devices.named("native")
-    monkeypatch.setitem(operators._made, SAGE, Attending(operators._made["native"], sage.SageAttention(
+    monkeypatch.setitem(operators._made, SAGE, Attending(operators._made["native"], attention.SageAttention(
         torch_ops.attention
     )))
     return found

@@ -12,7 +12,7 @@ pytest.importorskip("gradio")
 
 
 from lib_onediff.core.settings import Settings, host_key
-from lib_onediff.demo.modules.options import OptionInfo, Options
+from lib_onediff.demo.modules.shared import OptionInfo, Options
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import effects, settings_tab
 from lib_onediff.ui.presets import preset_options

@@ -17,7 +17,7 @@ from builders import randomise
 from tiny_model import BYTE_TOKENS, write_byte_vocabulary
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo import single_file
+from lib_onediff.demo import models
 from lib_onediff.demo.models import load_model
 
 TEXT_WIDTH = 64
@@ -34,7 +34,7 @@ NARROW_TEXT = {
 @pytest.fixture(autouse=True)
 def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations of narrow networks."""
-    configs = json.loads(single_file.CONFIGS.read_text(encoding="utf-8"))
+    configs = json.loads(models.CONFIGS.read_text(encoding="utf-8"))
     for family, parts in NARROW.items():
         configs[family]["vae/config.json"]["block_out_channels"] = [32, 64, 64, 64]
         configs[family]["unet/config.json"]["cross_attention_dim"] = TEXT_WIDTH
@@ -42,7 +42,7 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             text = NARROW_TEXT if part.startswith("text") else {}
             configs[family][f"{part}/config.json"].update({**text, **changes})
     (tmp_path / "configs.json").write_text(json.dumps(configs), encoding="utf-8")
-    monkeypatch.setattr(single_file, "CONFIGS", tmp_path / "configs.json")
+    monkeypatch.setattr(models, "CONFIGS", tmp_path / "configs.json")
 
 
 def ldm_unet() -> nn.Module:
@@ -151,12 +151,12 @@ def test_a_checkpoint_is_known_by_its_weights_and_what_lies_beside_it(
 
     for kind in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
         monkeypatch.setattr(getattr(diffusers, kind), "from_single_file", classmethod(from_single_file))
-    text = next(sign for sign, known in single_file.FAMILY_SIGNS.items() if known == family)
-    weights = dict.fromkeys([single_file.UNET_SIGN, single_file.VAE_SIGN, text, *marks], torch.zeros(1, 4))
+    text = next(sign for sign, known in models.FAMILY_SIGNS.items() if known == family)
+    weights = dict.fromkeys([models.UNET_SIGN, models.VAE_SIGN, text, *marks], torch.zeros(1, 4))
     file = write(tmp_path, {name: weight.clone() for name, weight in weights.items()})
     if yaml:
         file.with_suffix(".yaml").write_text(yaml)
-    single_file.load_checkpoint(file, torch.float32)
+    models.load_checkpoint(file, torch.float32)
     ((kind, scheduler),) = found
     assert kind == f"StableDiffusion{'XL' if family == 'sdxl' else ''}Pipeline"
     assert scheduler["prediction_type"] == predicts
@@ -178,7 +178,7 @@ def test_incomplete_checkpoint(tmp_path: Path, prefix: str, part: str) -> None:
 
 
 def test_checkpoint_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_file, "CACHED", ())
+    monkeypatch.setattr(models, "CACHED", ())
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "merges.txt").unlink()
     assert_refused(file, "holds no tokenizer", "vocab.json and merges.txt beside it")
@@ -189,7 +189,7 @@ def test_configurations_are_those_of_the_real_models(family: str, parameters: in
     """By the published number of their UNets' parameters."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
-    configs = json.loads(Path(single_file.__file__).with_name("checkpoint_configs.json").read_text(encoding="utf-8"))
+    configs = json.loads(Path(models.__file__).with_name("checkpoint_configs.json").read_text(encoding="utf-8"))
     with torch.device("meta"):
         unet: Any = UNet2DConditionModel.from_config(configs[family]["unet/config.json"])
         vae: Any = AutoencoderKL.from_config(configs[family]["vae/config.json"])

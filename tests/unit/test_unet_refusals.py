@@ -6,15 +6,19 @@ import functools
 import importlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from builders import SMALL, a_call, diffusers_output, diffusers_unet, served
+from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
 from grid import grid
 from torch import Tensor, nn
 
 import lib_onediff
+from lib_onediff.core.call import Call
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import FAMILIES
 
 ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
 
@@ -78,6 +82,27 @@ def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], rea
     status = lib_onediff.status()
     assert status["route"] == "host" and re.search(reason, status["reason"]), status["reason"]
     assert "\n" not in status["reason"]
+
+
+@pytest.mark.parametrize(("config", "change", "reason"), [
+    (SMALL_XL, lambda call: {"y": None}, "y is missing"),
+    (SMALL_XL, lambda call: {"y": call.y[:, :5]}, r"y is \(2, 5\)"),
+    (SMALL, lambda call: {"y": call.timestep}, "y is given"),
+    (SMALL, lambda call: {"timestep_condition": call.timestep}, "a guidance embedding"),
+    (SMALL, lambda call: {"context": call.context[..., :5]}, "the context is"),
+    (SMALL, lambda call: {"context": call.context[:1]}, "different batch sizes"),
+    (SMALL, lambda call: {"latent": call.latent[:, :3]}, "takes 4 channels"),
+    (SMALL, lambda call: {"latent": call.latent[..., :0]}, "empty"),
+])
+def test_inputs_of_another_network_are_refused(
+    config: dict[str, Any], change: Callable[[Call], dict[str, Any]], reason: str
+) -> None:
+    unet = diffusers_unet(**config)
+    layout, call = FAMILIES.read(unet), a_call(unet)
+    family = FAMILIES.of(layout)
+    family.refuse_call(layout, call)
+    with pytest.raises(Refusal, match=reason):
+        family.refuse_call(layout, replace(call, **change(call)))
 
 
 def test_circular_padding_is_ours_and_can_be_switched_back() -> None:

@@ -25,7 +25,7 @@ from vae_builders import (
 
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_decoder
-from lib_onediff.families.vae.forward import Decoding
+from lib_onediff.families.vae import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import parameters_now
 from lib_onediff.weights.bound import BoundUNet

@@ -26,7 +26,7 @@ from vae_builders import (
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
-from lib_onediff.families.vae.forward import Decoding
+from lib_onediff.families.vae import Decoding
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.decode import NOT_FINITE, KnownVae
 from lib_onediff.store.history import History

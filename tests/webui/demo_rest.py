@@ -11,11 +11,11 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from PIL import Image, PngImagePlugin
 
-from lib_onediff.api.answers import SentenceRoute, json_answer, refusal
 from lib_onediff.api.auth import protection
+from lib_onediff.api.bodies import SentenceRoute, json_answer, refusal
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo.generation_tab import checked, make_images
 from lib_onediff.demo.modules import processing, script_callbacks, scripts, shared
+from lib_onediff.demo.page import make_images
 
 # The fields of a request that are a generation's, as A1111 has them when they are left out.
 FIELDS = {
@@ -37,7 +37,6 @@ def generate(body: dict[str, Any]) -> Any:
     """The answer to a generation. Raises Refusal."""
     runner = scripts.scripts_txt2img
     fields = {name: body.get(name, usual) for name, usual in FIELDS.items()}
-    fields = checked(fields)
     arguments = script_arguments(body.get("alwayson_scripts", {}), runner)
     overrides = body.get("override_settings", {})
     with turn:

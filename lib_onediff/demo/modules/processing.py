@@ -1,20 +1,28 @@
-"""A generation: its parameters, the loop over its batches, and the hooks that scripts have in it."""
+"""A generation: its parameters, the loop over its batches, the hooks that scripts have in it, its samplers, and
+infotext: the text in an image that says how it was made, and reading it back."""
 from __future__ import annotations
 
+import contextlib
+import json
 import random
+import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import gradio as gr
 import torch
 from PIL import Image
 from torch import Tensor
 
 from ...core.refusal import Refusal
 from . import shared
-from .infotext_utils import quote
-from .sd_samplers import make_scheduler
 
 MOST_TOKENS = 77
+# A tokenizer compares all parts of a word with each other again and again.
+LONGEST_PROMPT = 2000
+SIDE_STEP = 8
+PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+SIZE = re.compile(r"^(\d+)x(\d+)$")
 
 
 @dataclass(repr=False)
@@ -112,6 +120,11 @@ def check_numbers(network: str, values: Tensor) -> None:
 def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     """Make the images of p. The caller holds call_queue.queue_lock. Without a model of its own, p takes the loaded one.
     Raises Refusal."""
+    for name, side in (("width", p.width), ("height", p.height)):
+        if side % SIDE_STEP:
+            raise Refusal(f"{name} is {side}; it must be a multiple of {SIDE_STEP}.")
+    if max(len(p.prompt), len(p.negative_prompt)) > LONGEST_PROMPT:
+        raise Refusal(f"A prompt must have {LONGEST_PROMPT} characters at most.")
     p.sd_model = p.sd_model or shared.sd_model
     seed = random.SystemRandom().randrange(2**32) if p.seed == -1 else p.seed
     p.all_seeds = [seed + index for index in range(p.batch_size * p.n_iter)]
@@ -149,6 +162,52 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     return processed
 
 
+# --- samplers: A1111's by name, each with the noise schedule that "Automatic" stands for there ------------------------
+
+
+class Sampler(NamedTuple):
+    """A diffusers class and its arguments. own_noise: it draws its noise from seeds."""
+
+    scheduler: str
+    arguments: dict[str, Any] = {}
+    own_noise: bool = False
+
+
+MULTISTEP, KARRAS = "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}
+SAMPLERS = {
+    "Euler": Sampler("EulerDiscreteScheduler"),
+    "Euler a": Sampler("EulerAncestralDiscreteScheduler"),
+    "DPM++ 2M": Sampler(MULTISTEP, {"algorithm_type": "dpmsolver++", **KARRAS}),
+    "DPM++ SDE": Sampler("DPMSolverSDEScheduler", KARRAS, own_noise=True),
+    "DPM++ 2M SDE": Sampler(MULTISTEP, {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
+    "LMS": Sampler("LMSDiscreteScheduler"),
+    "Heun": Sampler("HeunDiscreteScheduler"),
+    "DDIM": Sampler("DDIMScheduler"),
+    "PLMS": Sampler("PNDMScheduler", {"skip_prk_steps": True}),
+    "UniPC": Sampler("UniPCMultistepScheduler"),
+    "LCM": Sampler("LCMScheduler"),
+}
+
+
+def make_scheduler(name: str, base_config: dict[str, Any], seeds: list[int]) -> Any:
+    """A fresh diffusers scheduler for a sampler, with the model's own training schedule and prediction type. Raises
+    Refusal when there is no such sampler.
+
+    base_config: the configuration of the scheduler that the model came with. seeds: one per image of the batch.
+    """
+    import diffusers
+
+    if name not in SAMPLERS:
+        raise Refusal(f"There is no sampler {name!r} here; there are {', '.join(SAMPLERS)}.")
+    sampler = SAMPLERS[name]
+    own_noise = {"noise_sampler_seed": seeds} if sampler.own_noise else {}
+    arguments = {"use_karras_sigmas": False, **sampler.arguments, **own_noise}
+    return getattr(diffusers, sampler.scheduler).from_config(base_config, **arguments)
+
+
+# --- infotext ---------------------------------------------------------------------------------------------------------
+
+
 def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
     """The infotext of one image of the batch."""
     parameters = {
@@ -164,3 +223,54 @@ def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
     named = ", ".join(f"{name}: {quote(value)}" for name, value in parameters.items() if value is not None)
     negative = f"\nNegative prompt: {p.negative_prompt}" if p.negative_prompt else ""
     return f"{p.prompt}{negative}\n{named}".strip()
+
+
+def quote(text: Any) -> Any:
+    """A value as it stands in infotext: in quotes when it has a comma, a colon or a line break."""
+    if any(mark in str(text) for mark in ",\n:"):
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def parse_generation_parameters(infotext: str) -> dict[str, Any]:
+    """Infotext as a mapping: "Prompt", "Negative prompt", and what the last line names; sizes as "Size-1", "Size-2"."""
+    *lines, last = infotext.strip().split("\n")
+    if len(PARAMETER.findall(last)) < 3:
+        lines, last = [*lines, last], ""
+    prompt, _, negative = "\n".join(lines).partition("Negative prompt:")
+    result: dict[str, Any] = {"Prompt": prompt.strip(), "Negative prompt": negative.strip()}
+    for name, value in PARAMETER.findall(last):
+        if value.startswith('"'):
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
+        size = SIZE.match(str(value))
+        result.update(zip((f"{name}-1", f"{name}-2"), size.groups(), strict=True) if size else {name: value})
+    return result
+
+
+def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
+    """Have button read the infotext in the component text into fields, pairs of a component and what fills it.
+
+    That is the name of an infotext parameter, or a function of all of them; None leaves the component as it is.
+    """
+    def paste(infotext: str) -> list[Any]:
+        parameters = parse_generation_parameters(infotext or "")
+        values = [target(parameters) if callable(target) else parameters.get(target) for _, target in fields]
+        return [
+            gr.update() if value is None else gr.update(value=as_in(component, value))
+            for value, (component, _) in zip(values, fields, strict=True)
+        ]
+
+    button.click(
+        paste, inputs=[text], outputs=[component for component, _ in fields], show_progress="hidden",
+        api_visibility="private",
+    )
+
+
+def as_in(component: Any, value: Any) -> Any:
+    """A value of the kind that a component has; numbers are left as they are where they are none."""
+    if not isinstance(component.value, (int, float)) or isinstance(value, bool):
+        return value
+    with contextlib.suppress(ValueError):
+        return float(value)
+    return component.value

@@ -20,33 +20,57 @@ from ...core.leaves import LayerNorm
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...core.settings import SAGE, Settings
-from ...weights.contents import Place, Reader
+from ...weights.contents import PIECE, WORD, Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
-from ..torch.attention import Attention
+from ..torch.attention import Attention, SageAttention, why_no_sage
 from ..torch.device import refuse_without_gpu
-from ..torch.sage import SageAttention, why_no_sage
-from .kernels.attention import DTYPES
-from .kernels.contents import sums_of
-from .kernels.driver import why_nothing_is_kept
 from .kernels.launch_config import Launches
-from .kernels.launching import is_ahead, why_not
+from .kernels.launching import launch, why_not
+from .kernels.tokens import ATTENTION_DTYPES as DTYPES
 from .low_bit.choice import LowBit
 from .tuning import load_candidates, load_kernels, tune_gated, tune_half_sums, tune_kernels
 
 log = logging.getLogger("onediff")
+# Of one program that sums contents, and of one of its loads.
+WORDS, BLOCK, WARPS = 1 << 13, 1024, 4
 
 
 def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
     """See weights.contents.Reader."""
     try:
-        launch = sums_of(places, part)
-        if launch is not None:
+        sums = sums_of(places, part)
+        if sums is not None:
             # It is loaded now.
-            launch()
-        return launch
+            sums()
+        return sums
     except Exception:
         log.exception("the contents of weights are read by PyTorch's operators")
         return None
+
+
+def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
+    """Launches the sums of these places, (places,) in int64 on their device, as long as their memory is there; None
+    where this kernel cannot read them: on several devices, or not in whole words."""
+    device = places[0].device
+    if any(place.device != device or place.nbytes % WORD or place.address % WORD for place in places):
+        return None
+    counts, steps = [place.nbytes // WORD for place in places], [place.step(part) for place in places]
+    stretches = [
+        (index, start) for index, (count, step) in enumerate(zip(counts, steps, strict=True))
+        for start in range(0, -(-count // (PIECE * step)) * PIECE, WORDS)
+    ]
+    on_device = lambda numbers: torch.tensor(numbers, dtype=torch.int64, device=device)  # noqa: E731
+    table = [on_device(numbers) for numbers in ([place.address for place in places], counts, steps)]
+    table += [on_device([index for index, _ in stretches]), on_device([start for _, start in stretches])]
+
+    def read() -> Tensor:
+        sums = torch.zeros(len(counts), dtype=torch.int64, device=device)
+        launch(
+            "contents.sum_words", (len(stretches),), *table, sums, warps=WARPS, PIECE=PIECE, BLOCK=BLOCK, WORDS=WORDS
+        )
+        return sums
+
+    return read
 
 
 class Native(Device):
@@ -123,9 +147,6 @@ class Native(Device):
     def _load(self, network: Network, low_bit: Collection[Kind]) -> str:
         """In the worker's thread. Returns why it is not possible."""
         began = time.perf_counter()
-        warning = why_nothing_is_kept() if len(self._loading) == 1 and is_ahead(network.device) else ""
-        if warning:
-            log.warning("OneDiff: %s", warning)
         try:
             with on_card(network.device):
                 load_kernels(network.users, network.dtype, network.device, self._launches, low_bit)

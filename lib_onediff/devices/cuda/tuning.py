@@ -27,8 +27,7 @@ from ...core.leaves import (
 from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
 from ...weights import low_bit
 from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
-from .kernels import attention as native_attention
-from .kernels import group_norm, images, products, rounding
+from .kernels import images, products, rounding
 from .kernels import launch_config as cuts
 from .kernels import tokens as native_tokens
 from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
@@ -63,8 +62,8 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
     for shape_class, side in SIDES.items() if widest else ():
         image = make(BATCH, widest, side, side).to(memory_format=torch.channels_last)
         given = image, None, vector, vector, GROUPS, EPS, True, None, (None, None)
-        yield Trial(cuts.STATISTICS, shape_class, partial(group_norm.group_norm, *given))
-        measured = partial(group_norm.group_norm, *given, cuts.STATISTICS.candidates[0])
+        yield Trial(cuts.STATISTICS, shape_class, partial(images.group_norm, *given))
+        measured = partial(images.group_norm, *given, cuts.STATISTICS.candidates[0])
         yield Trial(cuts.APPLICATION, shape_class, measured)
         added = image, image, vector, torch.empty_like(image)
         yield Trial(cuts.ADDITION, shape_class, partial(images.add_and_measure, *added))
@@ -123,7 +122,7 @@ def launches_of(
 def head_widths(users: Iterable[Any], dtype: torch.dtype) -> Mapping[int, int]:
     """How many heads cross attentions have, by their width; of those that there is a kernel for."""
     heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
-    widths = native_attention.WIDTHS if dtype in native_attention.DTYPES else ()
+    widths = native_tokens.ATTENTION_WIDTHS if dtype in native_tokens.ATTENTION_DTYPES else ()
     return {width: heads[width] for width in widths if width in heads}
 
 
@@ -158,7 +157,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> T
     """By our kernel, or by torch's, as the configuration says."""
     if config == cuts.LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
-    return native_attention.attention(query, key, value, config)
+    return native_tokens.attention(query, key, value, config)
 
 
 # --- products in eight bits -------------------------------------------------------------------------------------------
@@ -278,7 +277,7 @@ def low_bit_launches(
                 launches.of(kernel, size, dtype) for kernel in (cuts.ADDITION, cuts.STATISTICS, cuts.APPLICATION)
             )
             images.measure(image, adding, bounded=True)
-            group_norm.group_norm(
+            images.group_norm(
                 image, None, vector, vector, groups, EPS, True, None, (None, None), measuring, applying, kind, False
             )
 
@@ -290,7 +289,7 @@ def low_bit_launches(
         for features in (cuts.FEED_FORWARD * norm.width, norm.width):
             rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
 
-    norms = {group_norm.join_block(one.channels // one.groups): one for one in users if isinstance(one, GroupNorm)}
+    norms = {images.join_block(one.channels // one.groups): one for one in users if isinstance(one, GroupNorm)}
     return [
         *(partial(blocks_of, norm) for norm in norms_of(users, AdaptiveNorm)),
         *(partial(tokens_of, width) for width in widths(users)),

@@ -27,7 +27,7 @@ from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ..cuda.graphs.capture import Output
-from ..cuda.graphs.inputs import mapped, own_inputs
+from ..cuda.graphs.inputs import mapped, own_inputs, tensors_of
 from ..torch import operators as torch_ops
 from .gate import OneFlowGate, brief
 
@@ -63,7 +63,7 @@ class OneFlowRunner:
         from .operators import run_graph
 
         with self.running, environment(self.variables):
-            return run_graph(self.graph, tensors_of(call))[0]
+            return run_graph(self.graph, contiguous(call))[0]
 
 
 class OneFlow(Device):
@@ -127,7 +127,7 @@ class OneFlow(Device):
         if identity not in self._graphs:
             self._refuse_another(weights)
             build = forward_of(self._output, binding.layout, call)
-            self._graphs[identity] = self._worker.submit(self._compile, build, present(weights), tensors_of(call))
+            self._graphs[identity] = self._worker.submit(self._compile, build, present(weights), contiguous(call))
         making = self._graphs[identity]
         if not (waits or making.done()):
             raise Refusal(COMPILING)
@@ -188,7 +188,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
-    """The forward for calls like this one, as a function of OneFlow's tensors: the weights, then what tensors_of names.
+    """The forward for calls like this one, as a function of OneFlow's tensors: the weights, then what contiguous gives.
     """
     # The graph stays, and none of this call's tensors with it.
     nothing: Any = torch.empty(0)
@@ -203,11 +203,9 @@ def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
     return build
 
 
-def tensors_of(call: Call) -> list[Tensor]:
-    """What a graph takes, contiguous."""
-    tensors: list[Tensor] = []
-    mapped(own_inputs(call, torch.contiguous_format), tensors.append)
-    return tensors
+def contiguous(call: Call) -> list[Tensor]:
+    """What a graph takes."""
+    return tensors_of(own_inputs(call, torch.contiguous_format))
 
 
 def present(weights: Weights) -> Weights:

@@ -1,18 +1,33 @@
-"""Anima as a family."""
+"""Anima as a family, and its forward pass, as pure functions of tensors against a set of operators.
+
+The arithmetic is that of Cosmos-Predict2's transformer (NVIDIA 2025) as Forge Neo has it. What differs is only how many
+products it takes: what all places make of the timestep is one GEMM and one batched one, and so is what an attention
+projects of the same tokens.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as functional
+from torch import Tensor
 
-from ...core.affine import Weights
+from ...core.affine import Affine, Weights
 from ...core.call import Call
 from ...core.family import AttentionShapes
-from ...core.operators import Operators
-from . import forward
-from .layout import AnimaLayout, refuse_call
-from .read_forge import is_anima, read_anima
+from ...core.leaves import names_of
+from ...core.operators import Operators, Rows, Stream, Turns
+from ...core.refusal import Refusal
+from .layout import (
+    AdaptiveBlock,
+    AnimaLayout,
+    NormedCrossAttention,
+    NormedSelfAttention,
+    Positions,
+    is_anima,
+    read_anima,
+)
 
 # To how many tokens the host fills shorter prompts up.
 FEWEST_TOKENS = 512
@@ -23,15 +38,20 @@ class Animas:
 
     # The timestep is the share of noise.
     layout, first_timestep = AnimaLayout, 1.0
-
-    def knows(self, module: nn.Module) -> bool:
-        return is_anima(module)
-
-    def read(self, module: nn.Module) -> AnimaLayout:
-        return read_anima(module)
+    knows, read = staticmethod(is_anima), staticmethod(read_anima)
 
     def refuse_call(self, layout: AnimaLayout, call: Call) -> None:
-        refuse_call(layout, call)
+        latent, context = call.latent, call.context
+        if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
+            taken = f"{layout.in_channels} channels, one image"
+            raise Refusal(f"the latent is {tuple(latent.shape)}, but Anima takes {taken}")
+        if context.dim() != 3 or context.shape[-1] != layout.context_width:
+            taken = f"{layout.context_width} values a token"
+            raise Refusal(f"the prompt is {tuple(context.shape)}, but Anima takes {taken}")
+        if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
+            raise Refusal("latent, timestep and prompt are of different batches")
+        if call.y is not None or call.control is not None or call.image_prompts:
+            raise Refusal("Anima takes no label, ControlNet or image prompt")
 
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
@@ -41,10 +61,25 @@ class Animas:
         return Call(latent, torch.full((batch,), self.first_timestep / 2, device=latent.device), context)
 
     def output(self, layout: AnimaLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
-        return forward.forward(layout, weights, ops, call)
+        """For latents of any size."""
+        height, width = call.latent.shape[-2:]
+        dtype = weights[layout.patches.path].weight.dtype
+        tokens, rows, columns = patches_of(layout, weights, ops, call.latent.to(dtype))
+        modulations, (shift, factor) = modulations_of(layout, weights, ops, call.timestep, dtype)
+        turns = turns_of(layout.positions, rows, columns, tokens.device)
+        blocks = Blocks(weights, ops, call.context.to(dtype), turns, call.upcast_attention)
+        # In float16 a residual stream overflows.
+        stream = Stream(tokens.float() if dtype == torch.float16 else tokens)
+        for number, block in enumerate(layout.blocks):
+            stream = blocks.through(block, stream, modulations[3 * number:3 * number + 3])
+        out = weights[layout.out.path]
+        _, normed = ops.layer_norm(stream, Affine(factor, shift), layout.out_norm, out)
+        return image_of(layout, ops.linear(normed, out), rows, columns)[..., :height, :width].to(call.latent.dtype)
 
     def units(self, layout: AnimaLayout, call: Call) -> list[tuple[str, ...]]:
-        return layout.units()
+        apart = ("blocks", "out")
+        first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in apart))
+        return [first, *(names_of(block) for block in layout.blocks), names_of(layout.out)]
 
     def deepest(self, layout: AnimaLayout) -> int:
         return 0
@@ -54,3 +89,113 @@ class Animas:
         pixels, heads = -(-height // layout.patch) * -(-width // layout.patch), layout.blocks[0].self_attention.heads
         own, other = ((batch, heads, count, layout.width // heads) for count in (pixels, call.context.shape[1]))
         return [(own, own), (own, other)]
+
+
+def patches_of(
+    layout: AnimaLayout, weights: Weights, ops: Operators, latent: Tensor
+) -> tuple[Tensor, int, int]:
+    """Tokens, (batch, rows * columns, width), and how many rows and columns of patches there are. What is beyond the
+    edges is the opposite edge; the padding mask says of nothing that it is none of the image."""
+    patch = layout.patch
+    (batch, channels, _, height, width) = latent.shape
+    image = functional.pad(latent[:, :, 0], (0, -width % patch, 0, -height % patch), mode="circular")
+    rows, columns = image.shape[-2] // patch, image.shape[-1] // patch
+    image = torch.cat([image, image.new_zeros(batch, 1, *image.shape[-2:])], dim=1)
+    pieces = image.view(batch, channels + 1, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+    return ops.linear(pieces.reshape(batch, rows * columns, -1), weights[layout.patches.path]), rows, columns
+
+
+def image_of(layout: AnimaLayout, tokens: Tensor, rows: int, columns: int) -> Tensor:
+    """(batch, out channels, 1, height, width) of what the last layer gives."""
+    patch = layout.patch
+    pieces = tokens.view(len(tokens), rows, columns, patch, patch, layout.out_channels).permute(0, 5, 1, 3, 2, 4)
+    return pieces.reshape(len(tokens), layout.out_channels, 1, rows * patch, columns * patch)
+
+
+def modulations_of(
+    layout: AnimaLayout, weights: Weights, ops: Operators, timestep: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Shift, factor and gate of every layer, (layers, batch, 3 * width), and shift and factor, (batch, width) each, of
+    the output. The network gives factors less one."""
+    time, width, layers = layout.time, layout.width, 3 * len(layout.blocks)
+    waves = ops.sinusoids(timestep, time).to(dtype)
+    shared = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
+    embedding = ops.silu(ops.rms_norm(waves, weights[layout.time_norm.path], layout.time_norm))
+    down = ops.linear(embedding, weights[layout.downs.name]).view(len(waves), layers + 1, -1).transpose(0, 1)
+    own = raised(down[:layers], weights[layout.ups.name]) + shared
+    last = ops.linear(down[layers], weights[layout.out_up.path]) + shared[:, :2 * width]
+    for found in (own, last):
+        found[..., width:2 * width] += 1
+    return own, (last[:, :width], last[:, width:])
+
+
+def raised(down: Tensor, ups: Affine) -> Tensor:
+    """(layers, batch, rank), each by its own rows of the weight: (layers, batch, rows)."""
+    product, rank = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT), 0
+    if ups.low_rank is None:
+        return product
+    for row, up in ups.low_rank.ups:
+        layer, part = row // product.shape[-1], ups.low_rank.down[rank:rank + up.shape[1]]
+        product[layer] += functional.linear(functional.linear(down[layer], part), up)
+        rank += up.shape[1]
+    return product
+
+
+def turns_of(positions: Positions, rows: int, columns: int, device: torch.device) -> Turns:
+    """Of rows * columns tokens."""
+    angles = []
+    for count, width, theta in zip((1, rows, columns), positions.widths, positions.thetas, strict=True):
+        exponents = (torch.arange(0, width, 2, device=device).float() / width).to(positions.rounded)
+        frequencies = 1.0 / theta ** exponents.to(torch.float16)
+        angles.append(torch.outer(torch.arange(count, dtype=torch.float32, device=device), frequencies))
+    time, down, across = angles
+    together = torch.cat([
+        time[:, None].expand(rows, columns, -1), down[:, None].expand(-1, columns, -1),
+        across[None].expand(rows, -1, -1),
+    ], dim=-1).flatten(0, 1)
+    return together.cos(), together.sin()
+
+
+class Blocks:
+    """What all blocks of a call share. context: the prompt, (batch, tokens, width)."""
+
+    def __init__(self, weights: Weights, ops: Operators, context: Tensor, turns: Turns, upcast_attention: bool) -> None:
+        self._weights, self._ops = weights, ops
+        self._context, self._turns, self._upcast = context, turns, upcast_attention
+
+    def through(self, block: AdaptiveBlock, stream: Stream, modulations: Tensor) -> Stream:
+        """The stream behind a block. modulations: (3, batch, 3 * width)."""
+        weights, ops, own, cross = self._weights, self._ops, block.self_attention, block.cross_attention
+        into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
+        at_self, at_cross, at_feed_forward = modulations
+        stream, normed = self._normed(block, stream, at_self, weights[own.query_key_value.name])
+        attended = self._self_attention(own, normed)
+        stream = ops.add_linear(stream, attended, weights[own.out.path], gate_of(at_self))
+        stream, normed = self._normed(block, stream, at_cross, weights[cross.query.path])
+        attended = self._cross_attention(cross, normed)
+        stream = ops.add_linear(stream, attended, weights[cross.out.path], gate_of(at_cross))
+        stream, normed = self._normed(block, stream, at_feed_forward, into)
+        return ops.add_linear(stream, ops.gelu_linear(normed, into, out), out, gate_of(at_feed_forward))
+
+    def _normed(self, block: AdaptiveBlock, stream: Stream, modulation: Tensor, reader: Affine) -> tuple[Stream, Rows]:
+        shift, factor, _ = modulation.chunk(3, dim=-1)
+        return self._ops.layer_norm(stream, Affine(factor, shift), block.norm, reader)
+
+    def _self_attention(self, own: NormedSelfAttention, normed: Rows) -> Tensor:
+        weights, ops = self._weights, self._ops
+        norms = [(weights[norm.path], norm) for norm in (own.query_norm, own.key_norm)]
+        projected = ops.linear(normed, weights[own.query_key_value.name])
+        query, key, value = ops.normed_heads(projected, own.heads, (*norms, None), self._turns)
+        return ops.attention(query, key, value, self._upcast).transpose(1, 2).flatten(2)
+
+    def _cross_attention(self, own: NormedCrossAttention, normed: Rows) -> Tensor:
+        weights, ops = self._weights, self._ops
+        for_query, for_key = ((weights[norm.path], norm) for norm in (own.query_norm, own.key_norm))
+        [query] = ops.normed_heads(ops.linear(normed, weights[own.query.path]), own.heads, (for_query,), None)
+        projected = ops.linear(self._context, weights[own.key_value.name])
+        key, value = ops.normed_heads(projected, own.heads, (for_key, None), None)
+        return ops.attention(query, key, value, self._upcast).transpose(1, 2).flatten(2)
+
+
+def gate_of(modulation: Tensor) -> Tensor:
+    return modulation.chunk(3, dim=-1)[2]

@@ -10,10 +10,10 @@ from ...core.affine import Weights
 from ...core.call import Call
 from ...core.family import AttentionShapes
 from ...core.operators import Operators
+from ...core.refusal import Refusal
 from . import forward
-from .layout import UNetLayout, refuse_call
-from .read_diffusers import is_diffusers_unet, read_diffusers
-from .read_ldm import is_ldm_unet, read_ldm
+from .layout import UNetLayout
+from .read import is_diffusers_unet, is_ldm_unet, read_diffusers, read_ldm
 
 # How loud the noise is that stands for a prompt: at 1 the softmaxes of some models choose between two tokens that are
 # nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
@@ -32,7 +32,22 @@ class UNets:
         return read_ldm(module) if is_ldm_unet(module) else read_diffusers(module)
 
     def refuse_call(self, layout: UNetLayout, call: Call) -> None:
-        refuse_call(layout, call)
+        latent, context = call.latent, call.context
+        if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
+            raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
+        if not latent.numel():
+            raise Refusal("the latent is empty")
+        if context.dim() != 3 or context.shape[2] != layout.context_width:
+            taken = f"a width of {layout.context_width}"
+            raise Refusal(f"the context is {tuple(context.shape)}, but this UNet takes {taken}")
+        if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
+            raise Refusal("latent, timestep and context have different batch sizes")
+        if (call.y is None) != (layout.label is None):
+            raise Refusal("y is missing" if call.y is None else "y is given, but this UNet takes none")
+        if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
+            raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")
+        if call.timestep_condition is not None and layout.time.condition is None:
+            raise Refusal("a guidance embedding is given, but this UNet takes none")
 
     def example(
         self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]

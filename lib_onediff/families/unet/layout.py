@@ -1,6 +1,6 @@
 """What a UNet is: a tree of stages that says which parameter does what, without holding any parameter.
 
-The same tree describes ldm, sgm, Forge and diffusers modules; read_ldm.py and read_diffusers.py fill it in.
+The same tree describes ldm, sgm, Forge and diffusers modules; read.py fills it in.
 A path is the dotted name of a leaf module inside the host's UNet.
 """
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from ...core.call import Call
 from ...core.leaves import (
     Convolution,
     CrossAttention,
@@ -186,25 +185,6 @@ class UNetLayout:
     def architecture(self) -> str:
         """A digest that two UNets share exactly when they are the same network up to their weights and names."""
         return digest_without(self, ("path", "name", "family", "foreign"))
-
-
-def refuse_call(layout: UNetLayout, call: Call) -> None:
-    """See core.family.Family."""
-    latent, context = call.latent, call.context
-    if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
-        raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
-    if not latent.numel():
-        raise Refusal("the latent is empty")
-    if context.dim() != 3 or context.shape[2] != layout.context_width:
-        raise Refusal(f"the context is {tuple(context.shape)}, but this UNet takes a width of {layout.context_width}")
-    if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
-        raise Refusal("latent, timestep and context have different batch sizes")
-    if (call.y is None) != (layout.label is None):
-        raise Refusal("y is missing" if call.y is None else "y is given, but this UNet takes none")
-    if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
-        raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")
-    if call.timestep_condition is not None and layout.time.condition is None:
-        raise Refusal("a guidance embedding is given, but this UNet takes none")
 
 
 def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:

@@ -20,9 +20,8 @@ from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method, refuse_global_hooks
 from ...weights.watch import no_object
 from ..changed_modules import ChangedModules, foreign_forward, is_brought
-from ..contract import WebUI, random_state_kept
+from ..contract import Need, WebUI, check_needs, random_state_kept
 from ..hooks import ForwardPatches, UNetHooks, VaeHooks, serve_call
-from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
 from .layers import CASTS, LorasOnTheFly, apply_wanted_networks, check_layers, wanted_networks
 from .patches import TRUSTED, does_nothing_now, patches_of, replaced_concatenation

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
@@ -11,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import Call, PromptRows
+from ...core.call import Call, Control, PromptRows, half_of, rows_within
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ...families.unet.read_diffusers import PROCESSOR_OF, attentions_of, foreign_parts
+from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.watch import no_object
-from .call import arguments_of_prompt, control_of, rows_of_prompt
 from .instance_forward import InstanceForward, attached, only_moves, put_on, take_off
 from .loras import LoraReader
 from .patches import Within, within
@@ -28,6 +28,21 @@ from .schedule import announce_samplings, reference_to
 log = logging.getLogger("onediff")
 
 UNET, UPCASTING = "UNet2DConditionModel", "AttnProcessor"
+# These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
+# diffusers or of somebody else, may have three predictions an image, or another order.
+TWO_HALVES = frozenset({
+    "StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline",
+    "StableDiffusionDepth2ImgPipeline", "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionXLInpaintPipeline", "StableDiffusionControlNetPipeline", "StableDiffusionControlNetImg2ImgPipeline",
+    "StableDiffusionControlNetInpaintPipeline", "StableDiffusionXLControlNetPipeline",
+    "StableDiffusionXLControlNetImg2ImgPipeline", "StableDiffusionXLControlNetInpaintPipeline",
+    "StableDiffusionAdapterPipeline", "StableDiffusionXLAdapterPipeline",
+})
+NO_PIPELINE = "the UNet was compiled without its pipeline (compile_pipe knows it)"
+NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
+ODD_BATCH = "the call has another number of rows than a prompt and a negative prompt for each image"
+# What of a call is for all rows, whatever its size.
+FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
 class DiffusersForward(InstanceForward):
@@ -131,6 +146,38 @@ class DiffusersForward(InstanceForward):
         return found
 
 
+def attach(unet: nn.Module, settings: Settings | None = None) -> None:
+    """Serve this UNet's calls by our forward where it can; settings override the runtime's. Safe to call twice.
+
+    A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
+    """
+    put_on(unet, DiffusersForward, "this UNet's")
+    runtime.adopt(unet, settings, HostTraits(
+        functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
+    ))
+
+
+def follow(unet: nn.Module, pipe: Any) -> None:
+    """Let an attached UNet know which pipeline uses it: its samplings, for DeepCache, and its guidance."""
+    note_pipeline(unet, reference_to(pipe))
+    announce_samplings(pipe, unet)
+
+
+def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
+    """Let an attached UNet know which pipeline calls it, for what depends on its guidance."""
+    if (forward := attached(unet)) is not None:
+        forward.pipeline = pipeline
+
+
+def detach(unet: nn.Module) -> None:
+    """Undo attach: the UNet has its own forward and ordinary parameters with the same values again."""
+    take_off(unet)
+    runtime.release(unet)
+
+
+# --- a call ----------------------------------------------------------------------------------------
+
+
 @lru_cache(maxsize=8)
 def names_of(kind: type, forward: Callable[..., Any]) -> tuple[str, ...]:
     """What this class's forward takes besides the module. Raises Refusal where it is not the one of diffusers' UNet."""
@@ -173,30 +220,65 @@ def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) 
     return sample
 
 
-def attach(unet: nn.Module, settings: Settings | None = None) -> None:
-    """Serve this UNet's calls by our forward where it can; settings override the runtime's. Safe to call twice.
+def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
+    """The prompts' rows of a call that this pipeline makes. pipe: None where nobody knows it."""
+    if pipe is None:
+        raise Refusal(NO_PIPELINE)
+    kind = type(pipe)
+    if kind.__name__ not in TWO_HALVES or kind.__module__.partition(".")[0] != "diffusers":
+        raise Refusal(f"{kind.__name__} may order its rows in another way")
+    # A pipeline has it from its first image on.
+    if not hasattr(pipe, "_guidance_scale") or not getattr(pipe, "do_classifier_free_guidance", False):
+        raise Refusal(NO_GUIDANCE)
+    if latent.shape[0] % 2:
+        raise Refusal(ODD_BATCH)
+    return half_of(latent.shape[0], is_first=False)
 
-    A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
+
+def arguments_of_prompt(given: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """The arguments of UNet2DConditionModel.forward for these rows alone."""
+    batch = given["sample"].shape[0]
+    return {name: value if name in FOR_ALL_ROWS else rows_within(value, rows, batch) for name, value in given.items()}
+
+
+def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
+    """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them."""
+    if inside is None and middle is None and down is not None:
+        raise Refusal("a T2I adapter passes its residuals in the old way")
+    adapter, waiting = adapter_slots(unet, list(inside or ()))
+    after_middle: list[Tensor | None] = []
+    if waiting and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample):
+        after_middle.append(waiting[0])
+    output: tuple[Tensor | None, ...] = ()
+    if down is not None and middle is not None:  # the host ignores one without the other
+        output = tuple(reversed(tuple(down)))
+        after_middle.append(middle)
+    if not (adapter or after_middle or output):
+        return None
+    return Control(adapter, tuple(after_middle), output)
+
+
+def adapter_slots(unet: Any, waiting: list[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """A T2I adapter's residuals in our input slots, and those that no down block takes.
+
+    Each down block takes one: after its last attention, or after all of a block without attention.
     """
-    put_on(unet, DiffusersForward, "this UNet's")
-    runtime.adopt(unet, settings, HostTraits(
-        functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
-    ))
+    if not waiting:
+        return (), []
+    slots: list[Tensor | None] = [None]
+    for block in unet.down_blocks:
+        resnets, downsamplers = len(block.resnets), len(block.downsamplers or ())
+        stage = len(slots) + resnets - 1
+        if not getattr(block, "has_cross_attention", False):
+            stage += downsamplers
+        slots += [None] * (resnets + downsamplers)
+        if waiting:
+            slots[stage] = waiting.pop(0)
+    return tuple(slots), waiting
 
 
-def follow(unet: nn.Module, pipe: Any) -> None:
-    """Let an attached UNet know which pipeline uses it: its samplings, for DeepCache, and its guidance."""
-    note_pipeline(unet, reference_to(pipe))
-    announce_samplings(pipe, unet)
-
-
-def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
-    """Let an attached UNet know which pipeline calls it, for what depends on its guidance."""
-    if (forward := attached(unet)) is not None:
-        forward.pipeline = pipeline
-
-
-def detach(unet: nn.Module) -> None:
-    """Undo attach: the UNet has its own forward and ordinary parameters with the same values again."""
-    take_off(unet)
-    runtime.release(unet)
+def deepest_shape(unet: Any, sample: Tensor) -> tuple[int, ...]:
+    """The shape of the middle block's output: a T2I adapter's last residual is added there if it has that shape."""
+    reduction = 2 ** sum(len(block.downsamplers or ()) for block in unet.down_blocks)
+    height, width = (math.ceil(side / reduction) for side in sample.shape[-2:])
+    return sample.shape[0], unet.config.block_out_channels[-1], height, width

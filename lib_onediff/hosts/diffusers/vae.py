@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ...families.vae.read import is_diffusers
+from ...families.vae import is_diffusers
 from ...runtime.runtime import runtime
 from ...weights.scan import refuse_replaced
 from .instance_forward import InstanceForward, put_on, take_off, unwrapped

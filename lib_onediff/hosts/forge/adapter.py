@@ -23,13 +23,12 @@ from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES, shares_storage
 from ...weights.scan import Casts, HostTraits, refuse_replaced
 from ..changed_modules import ChangedModules, foreign_forward, is_brought
-from ..contract import NOT_IN_USE, Result, WebUI
+from ..contract import NOT_IN_USE, Need, Result, WebUI, check_needs
 from ..hooks import UNetHooks, VaeHooks, serve_call
-from ..needs import Need, check_needs
 from ..sampler_schedule import sampling_of
 from .call import HostCall, unet_call
 from .image_prompts import image_prompts_of
-from .networks import NETWORKS, HostNetwork, LoadedNetwork
+from .networks import NETWORKS, HostNetwork
 from .weight_functions import PLACED, LayerFunctions, cast_to_input
 
 
@@ -96,7 +95,8 @@ class Forge(WebUI):
 
     def __init__(self, release: str) -> None:
         super().__init__(release)
-        self._networks = [LoadedNetwork(one) for one in self.networks if one is self.networks[0] or one.is_there]
+        # Of its own: each remembers what it has found in this host.
+        self._networks = [replace(one) for one in self.networks if one is self.networks[0] or one.is_there]
         self.network_classes = tuple(one.kind.__name__ for one in self._networks)
         self.models = " and ".join(dict.fromkeys(one.models for one in self._networks))
         traits = HostTraits(
@@ -186,7 +186,7 @@ class Forge(WebUI):
         prompts = () if changed else image_prompts_of(unet, given.options, given.x)
         return unet_call(unet, given, network.attention.upcasts(given.x.dtype), network.names_read, prompts, changed)
 
-    def _loaded(self, unet: Any) -> LoadedNetwork:
+    def _loaded(self, unet: Any) -> HostNetwork:
         """What is known of a network's kind; of the first one's for None."""
         return next((one for one in self._networks if isinstance(unet, one.kind)), self._networks[0])
 

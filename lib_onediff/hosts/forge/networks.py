@@ -3,25 +3,85 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
-from ..contract import UNETS
-from ..needs import Need, lack_of
-from .attention import EXACT, PREFIX, HostAttention
+from ..contract import UNETS, Need, lack_of
 from .call import UNET_PARAMETERS, names_read_by
 
 UNET, ANIMA = "backend.nn.unet", "backend.nn.anima"
+PREFIX = "attention_"
+EXACT = "pytorch"
+# Exact too, with scores in float32 where the host wants that.
+UPCASTING = {"basic", "split", "sub_quad"}
 
 
-class HostNetwork(NamedTuple):
+class HostAttention(NamedTuple):
+    """The attention that the user has chosen for a host, which its network calls by a global name.
+
+    functions: the module with a host's attention functions. caller, name: the module and the global name by which
+    its UNet calls the chosen one."""
+
+    functions: str
+    caller: str
+    name: str
+
+    def chosen(self) -> Any:
+        """The function that the UNet calls now."""
+        return getattr(importlib.import_module(self.caller), self.name)
+
+    @property
+    def kind(self) -> str:
+        """ "pytorch", "sage", "comfy_kitchen_int8": the name of the chosen one, as far as it tells anything."""
+        return str(getattr(self.chosen(), "__name__", "unknown")).removeprefix(PREFIX)
+
+    def unused(self) -> str | None:
+        """What people call the attention that the user has chosen for the host, where it may round more than ours."""
+        kind = self.kind
+        return None if kind == EXACT or kind in UPCASTING else f"{kind} attention".replace("_", " ").capitalize()
+
+    def upcasts(self, dtype: torch.dtype) -> bool:
+        """Whether the host computes the UNet's attention scores in float32 when its inputs are of dtype."""
+        if self.kind not in UPCASTING:
+            return False
+        functions = importlib.import_module(self.functions)
+        precision = getattr(functions, "get_attn_precision", None)
+        if precision is None:
+            # Classic has a flag of the module instead.
+            return getattr(functions, "_ATTN_PRECISION", None) == "fp32"
+        # Forge's takes the wanted precision alone; Neo's and ldm_patched's take the type of the inputs too.
+        takes = precision.__code__.co_argcount
+        return bool(precision(*(None, dtype)[:takes]) == torch.float32)
+
+    def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The host's forward with PyTorch's attention in place of one that may round its inputs, such as to 8 bits."""
+        if self.unused() is None:
+            return host
+
+        def with_exact_attention() -> Tensor:
+            caller, chosen = importlib.import_module(self.caller), self.chosen()
+            setattr(caller, self.name, getattr(importlib.import_module(self.functions), PREFIX + EXACT))
+            try:
+                return host()
+            finally:
+                setattr(caller, self.name, chosen)
+
+        return with_exact_attention
+
+
+@dataclass(frozen=True)
+class HostNetwork:
     """A kind of network.
 
     module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
     attention. helpers: other global functions that it calls, each with the module whose code it must be. models: whose
-    network it is, in words. check: raises Refusal where what the host does at a call is not among its arguments.
+    network it is, in words. refuse: raises Refusal where what the host does at a call is not among its arguments.
     """
 
     module: str
@@ -30,7 +90,7 @@ class HostNetwork(NamedTuple):
     attention: HostAttention
     helpers: Mapping[str, str]
     models: str = UNETS
-    check: Callable[[], object] = lambda: None
+    refuse: Callable[[], object] = lambda: None
 
     def needs(self) -> tuple[Need, ...]:
         return (
@@ -44,28 +104,30 @@ class HostNetwork(NamedTuple):
         """Whether this release has it as we know it."""
         return not any(map(lack_of, self.needs()))
 
+    @cached_property
+    def code(self) -> Any:
+        """Its module, in a host that has it."""
+        return importlib.import_module(self.module)
 
-class LoadedNetwork:
-    """A kind of network that the running host has. kind: its class."""
-
-    def __init__(self, network: HostNetwork) -> None:
-        self._network, self._code = network, importlib.import_module(network.module)
-        self.kind: type = getattr(self._code, network.name)
-        self.parameters, self.attention, self.models = network.parameters, network.attention, network.models
+    @cached_property
+    def kind(self) -> type:
+        """Its class."""
+        found: type = getattr(self.code, self.name)
+        return found
 
     @cached_property
     def names_read(self) -> frozenset[str]:
         """Every name by which it may ask for an option or another argument; those of its forward are among them."""
-        return names_read_by(self._code, importlib.import_module(self.attention.functions)) | {*self.parameters}
+        return names_read_by(self.code, importlib.import_module(self.attention.functions)) | {*self.parameters}
 
     def check(self) -> None:
         """Raise Refusal where a call now is not what its arguments say."""
         attention = self.attention
-        called = [(name, getattr(self._code, name), owner) for name, owner in self._network.helpers.items()]
+        called = [(name, getattr(self.code, name), owner) for name, owner in self.helpers.items()]
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
             if origin(function) != owner:
                 raise Refusal(f"{name} of the WebUI's model was replaced by {author(function)}")
-        self._network.check()
+        self.refuse()
 
 
 def refuse_references() -> None:

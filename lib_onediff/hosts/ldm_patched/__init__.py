@@ -3,12 +3,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..contract import WebUI
+from ..contract import WebUI, check_needs
 from ..forge.adapter import Forge, patcher_of, version_and_release
-from ..forge.attention import HostAttention
 from ..forge.call import UNET_PARAMETERS
-from ..forge.networks import HostNetwork
-from ..needs import check_needs
+from ..forge.networks import HostAttention, HostNetwork
 
 UNET = "ldm_patched.ldm.modules.diffusionmodules.openaimodel"
 ATTENTION = "ldm_patched.ldm.modules.attention"

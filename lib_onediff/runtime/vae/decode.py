@@ -19,8 +19,7 @@ from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
-from ...families.vae.forward import Decoding
-from ...families.vae.layout import DecoderLayout
+from ...families.vae import DecoderLayout, Decoding
 from ...weights.contents import digest_of_values
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, blame, judge, rounding_limit, time_host

@@ -34,13 +34,10 @@ def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
     )
 
 
-def tensors_of(call: Call) -> list[Tensor | None]:
+def tensors_of(call: Call) -> list[Tensor]:
     """What a graph reads, in an order that depends on the shape alone."""
-    tensors: list[Tensor | None] = [call.latent, call.timestep, call.timestep_condition, call.context, call.y]
-    if call.control is not None:
-        for part in fields(Control):
-            tensors += getattr(call.control, part.name)
-    tensors += [prompt.key_values for prompt in call.image_prompts]
+    tensors: list[Tensor] = []
+    mapped(call, tensors.append)
     return tensors
 
 
@@ -48,11 +45,10 @@ def bytes_of(inputs: Call) -> int:
     """What a graph's own inputs hold, what it writes at a cut among them: who reads it shares it."""
     cut = inputs.cut
     written = cut.memory.bytes if cut is not None and not cut.reads else 0
-    return sum(tensor.nbytes for tensor in tensors_of(inputs) if tensor is not None) + written
+    return sum(tensor.nbytes for tensor in tensors_of(inputs)) + written
 
 
 def copy_inputs(source: Call, target: Call) -> None:
     # Calls of one shape have the same tensors.
     for given, own in zip(tensors_of(source), tensors_of(target), strict=True):
-        if own is not None and given is not None:
-            own.copy_(given)
+        own.copy_(given)

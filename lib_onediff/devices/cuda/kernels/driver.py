@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,20 +89,3 @@ def driver_here() -> Driver:
         return Driver(ctypes.CDLL(LIBRARY))
     except (OSError, AttributeError) as error:
         raise Refusal(f"NVIDIA's driver cannot be loaded ({error})") from None
-
-
-def why_nothing_is_kept() -> str:
-    """Why the driver translates our kernels anew in every process, in one sentence; "" where it keeps them on the
-    disk."""
-    if os.environ.get("CUDA_CACHE_DISABLE", "0") != "0":
-        return "CUDA_CACHE_DISABLE is set: the driver prepares OneDiff's kernels anew at every start, for seconds"
-    try:
-        usual = Path(os.environ["APPDATA"], "NVIDIA") if "APPDATA" in os.environ else Path.home() / ".nv"
-        folder = Path(os.environ.get("CUDA_CACHE_PATH") or usual / "ComputeCache")
-        there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    except (OSError, RuntimeError) as error:
-        # A user without a home, or a folder that may not be looked into.
-        return f"{error}: the driver may prepare OneDiff's kernels anew at every start, for seconds"
-    if os.access(there, os.W_OK):
-        return ""
-    return f"{there} cannot be written: the driver prepares OneDiff's kernels anew at every start, for seconds"

@@ -29,8 +29,6 @@ from ...torch import operators as torch_ops
 from ...torch.attention import FEW_KEYS, sums_in_half
 from ...torch.operators import bias_or_zeros, channels_last
 from ..low_bit import float8
-from . import attention as native_attention
-from . import group_norm as native_group_norm
 from . import images as native_images
 from . import launch_config as cuts
 from . import products, rounding
@@ -151,7 +149,7 @@ class NativeOperators:
             self._exact_norms = 0 if kind is not None else self._exact_norms + 1
         # Where they were measured on the way.
         measured = self._strips.get(first), None if second is None else self._strips.get(second)
-        return native_group_norm.group_norm(
+        return native_images.group_norm(
             first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
             measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first), kind,
         )
@@ -212,12 +210,12 @@ class NativeOperators:
         return native_tokens.materialize(updated(stream), config)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
-        given = query, key, value
-        width, few = query.shape[3], key.shape[2] <= FEW_KEYS and query.dtype in native_attention.DTYPES and not upcast
-        if few and width in native_attention.WIDTHS and all(map(native_attention.heads_lie_beside, given)):
+        given, width = (query, key, value), query.shape[3]
+        few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast
+        if few and width in native_tokens.ATTENTION_WIDTHS and all(map(native_tokens.heads_lie_beside, given)):
             config = self._launches.of(attention_kernel(width), str(width), query.dtype)
             if config != cuts.LIBRARY:
-                return native_attention.attention(*given, config)
+                return native_tokens.attention(*given, config)
         return self._attention(query, key, value, upcast)
 
     def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
@@ -276,7 +274,7 @@ class NativeOperators:
         config = self._cut(cuts.ADDITION, output)
         bounded = self._exact_norms < SOON
         measured = native_images.add_and_measure(image, update, bias, output, config, bounded)
-        if output.shape[2] * output.shape[3] > native_group_norm.SMALL_IMAGE_PIXELS:
+        if output.shape[2] * output.shape[3] > native_images.SMALL_IMAGE_PIXELS:
             self._strips[output] = measured
 
     def _cut(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
@@ -288,7 +286,7 @@ class NativeOperators:
         """In which kind the norm of such an image is written; None: the convolution that reads it is in the model's
         type."""
         batch, channels, height, width = shape
-        pixels, few = height * width, groups <= native_group_norm.MOST_GROUPS
+        pixels, few = height * width, groups <= native_images.MOST_GROUPS
         if reader is None or not reader.low_bit or pixels < FEWEST_PIXELS or not few:
             return None
         product = Product(batch * pixels, KERNEL**2 * channels, len(reader.weight), GROUP_NORMED, (height, width))

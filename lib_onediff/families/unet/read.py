@@ -1,7 +1,9 @@
-"""Read diffusers' UNet2DConditionModel."""
+"""Read UNets: the ldm family's (CompVis' and Stability's ldm, which are A1111's SD1/SD2, sgm's SDXL, Forge's UNet,
+ldm_patched's), and diffusers' UNet2DConditionModel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -10,9 +12,13 @@ from torch import nn
 
 from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
 from ...core.refusal import Refusal
-from ..leaf_reader import LeafReader
-from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, UNetLayout, Upsample
+from ..leaf_reader import LeafReader, is_genuine
+from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
 
+BLOCK = "BasicTransformerBlock"
+UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
+# The Forge family tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
+FAMILIES_THAT_RESIZE_BEFORE = {"forge", "ldm_patched"}
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
 # These compute plain softmax attention; any other processor may compute something else.
@@ -25,6 +31,126 @@ PROCESSOR_OF = attrgetter("processor")
 FREEU_FACTORS = ("s1", "s2", "b1", "b2")
 
 
+def read_transformer(
+    transformer: Any, read_block: Callable[[Any, LeafReader], TransformerBlock], leaves: LeafReader
+) -> SpatialTransformer:
+    return SpatialTransformer(
+        norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
+        # Not by indices: A1111 turns SDXL into SSD-1B by deleting members of the list.
+        blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
+        project_out=leaves.linear(transformer.proj_out),
+    )
+
+
+# --- the ldm family's -------------------------------------------------------------------------------------------------
+
+
+def is_ldm_unet(unet: nn.Module) -> bool:
+    return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
+
+
+def is_block(kind: type) -> bool:
+    """Whether a class is a transformer block's, or derived from one."""
+    return any(base.__name__ == BLOCK for base in kind.__mro__)
+
+
+@lru_cache(maxsize=64)
+def is_derived_block(kind: type) -> bool:
+    """Whether somebody has derived a class from a transformer block's: token merging does so."""
+    return is_block(kind) and not (kind.__name__ == BLOCK and is_genuine(kind))
+
+
+def read_ldm(unet: Any) -> UNetLayout:
+    """The layout of an ldm, sgm or Forge UNet module. Raises Refusal with the reason."""
+    refuse_ldm_variants(unet)
+    leaves = LeafReader(unet)
+    family = family_of(unet)
+
+    def stage(module: Any) -> Stage:
+        return tuple(read_layer(layer, leaves, family) for layer in module.children())
+
+    time = TimeEmbedding(
+        channels=unet.model_channels, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None,
+        first=leaves.linear(unet.time_embed[0]), second=leaves.linear(unet.time_embed[2]),
+    )
+    layout = UNetLayout.of(
+        input_stages=tuple(map(stage, unet.input_blocks)), middle_stage=stage(unet.middle_block),
+        output_stages=tuple(map(stage, unet.output_blocks)), family=family, time=time, label=ldm_label(unet, leaves),
+        out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),
+        foreign=tuple(sorted({
+            f"{kind.__module__}.{kind.__name__}" for kind in map(type, unet.modules()) if is_derived_block(kind)
+        })),
+    )
+    leaves.refuse_unclaimed()
+    return layout
+
+
+def family_of(unet: nn.Module) -> str:
+    if type(unet).__name__ == "IntegratedUNet2DConditionModel":
+        return "forge"
+    return type(unet).__module__.partition(".")[0]
+
+
+def refuse_ldm_variants(unet: Any) -> None:
+    if getattr(unet, "predict_codebook_ids", False):
+        raise Refusal("it predicts codebook ids, not noise")
+    if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
+        raise Refusal("its time embedding is not two linear layers")
+
+
+def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    if unet.num_classes is None:
+        return None
+    label = unet.label_emb
+    layers = list(label[0]) if isinstance(label, nn.Sequential) and isinstance(label[0], nn.Sequential) else []
+    if [type(layer).__name__ for layer in layers] != ["Linear", "SiLU", "Linear"]:
+        raise Refusal("its label embedding is not two linear layers (a class-conditional model?)")
+    return LabelEmbedding(leaves.linear(layers[0]), leaves.linear(layers[2]))
+
+
+def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
+    kind = leaves.kind(layer)
+    if kind == "ResBlock":
+        return ldm_residual_block(layer, leaves)
+    if kind == "SpatialTransformer":
+        return read_transformer(layer, ldm_block, leaves)
+    if kind in ("Downsample", "Upsample"):
+        leaves.require(layer, use_conv=True, dims=2)
+    if kind == "Downsample":
+        return Downsample(leaves.convolution(layer.op))
+    if kind == "Upsample":
+        return Upsample(leaves.convolution(layer.conv), resize_before=family in FAMILIES_THAT_RESIZE_BEFORE)
+    if isinstance(layer, nn.Conv2d):
+        return leaves.convolution(layer)
+    raise leaves.unknown(layer)
+
+
+def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    variants = ("updown", "use_scale_shift_norm", "skip_t_emb", "exchange_temb_dims")
+    found = [name for name in variants if getattr(block, name, False)]
+    if found:
+        raise Refusal(f"{leaves.path(block)} is a residual block with {found[0]}")
+    identity = isinstance(block.skip_connection, nn.Identity)
+    return ResidualBlock(
+        in_norm=leaves.group_norm(block.in_layers[0]), in_convolution=leaves.convolution(block.in_layers[2]),
+        embedding=leaves.linear(block.emb_layers[1]),
+        out_norm=leaves.group_norm(block.out_layers[0]), out_convolution=leaves.convolution(block.out_layers[3]),
+        skip=None if identity else leaves.linear(block.skip_connection),
+    )
+
+
+def ldm_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    path = leaves.path(block)
+    if not is_block(type(block)):
+        raise leaves.unknown(block)
+    if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
+        raise Refusal(f"{path} is a transformer block of another kind")
+    return leaves.transformer_block(block)
+
+
+# --- diffusers' -------------------------------------------------------------------------------------------------------
+
+
 def is_diffusers_unet(unet: nn.Module) -> bool:
     return type(unet).__name__ == "UNet2DConditionModel" and hasattr(unet, "down_blocks")
 
@@ -32,7 +158,7 @@ def is_diffusers_unet(unet: nn.Module) -> bool:
 def read_diffusers(unet: Any) -> UNetLayout:
     """The layout of a UNet2DConditionModel. Raises Refusal with the reason."""
     leaves = LeafReader(unet, reads_loras=True)
-    refuse_variants(unet, leaves)
+    refuse_diffusers_variants(unet, leaves)
     processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
     down: list[list[Any]] = []
     for block in unet.down_blocks:
@@ -50,7 +176,7 @@ def read_diffusers(unet: Any) -> UNetLayout:
         input_stages=((leaves.convolution(unet.conv_in),), *(leaves.layers(READERS, stage) for stage in down)),
         middle_stage=leaves.layers(READERS, middle),
         output_stages=tuple(leaves.layers(READERS, stage) for stage in up),
-        family="diffusers", time=read_time(unet, leaves), label=read_label(unet, leaves),
+        family="diffusers", time=diffusers_time(unet, leaves), label=diffusers_label(unet, leaves),
         out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
         foreign=foreign_parts(unet, set(map(type, processors))),
     )
@@ -89,7 +215,7 @@ def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
     return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
 
 
-def refuse_variants(unet: Any, leaves: LeafReader) -> None:
+def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
     config = unet.config
     text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
     if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
@@ -109,7 +235,7 @@ def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
         raise Refusal(f"{where} is {leaves.kind(activation)}, not SiLU")
 
 
-def read_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
+def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
     projection, embedding = unet.time_proj, unet.time_embedding
     require_silu(embedding.act, "the time embedding's activation", leaves)
     leaves.require(embedding, post_act=None)
@@ -121,7 +247,7 @@ def read_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
     )
 
 
-def read_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     if unet.config.addition_embed_type is None:
         return None
     embedding = unet.add_embedding
@@ -140,7 +266,7 @@ def modules_of(block: Any, leaves: LeafReader) -> list[list[Any]]:
     return list(map(list, zip(resnets, attentions or [None] * len(resnets), strict=True)))
 
 
-def read_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
     leaves.require(layer, use_conv=True, norm=None, padding=1)
     return Downsample(leaves.convolution(layer.conv))
 
@@ -150,7 +276,7 @@ def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
-def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     leaves.require(block, upsample=None, downsample=None, time_embedding_norm="default", skip_time_act=False)
     leaves.require(block, output_scale_factor=1.0)
     require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
@@ -162,16 +288,12 @@ def read_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     )
 
 
-def read_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
+def diffusers_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
     leaves.require(transformer, is_input_continuous=True)
-    return SpatialTransformer(
-        norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
-        blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
-        project_out=leaves.linear(transformer.proj_out),
-    )
+    return read_transformer(transformer, diffusers_block, leaves)
 
 
-def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+def diffusers_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     if leaves.kind(block) != "BasicTransformerBlock" or block.attn2 is None:
         raise leaves.unknown(block)
     leaves.require(block, norm_type="layer_norm", pos_embed=None, only_cross_attention=False)
@@ -196,6 +318,6 @@ def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = Fals
 
 
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
-    "ResnetBlock2D": read_residual_block, "Transformer2DModel": read_transformer, "Downsample2D": read_downsample,
-    "Upsample2D": read_upsample,
+    "ResnetBlock2D": diffusers_residual_block, "Transformer2DModel": diffusers_transformer,
+    "Downsample2D": diffusers_downsample, "Upsample2D": read_upsample,
 }

@@ -1,0 +1,128 @@
+"""What the REST API is sent, and how it answers: JSON that any client can read, and one sentence for what is wrong.
+
+The bodies are written for pydantic 1 and 2 alike, and strict: neither true nor "1" is a number.
+"""
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field, StrictBool, conint, constr
+from starlette.exceptions import HTTPException
+
+from ..core.logs import readable
+from ..core.sizes import TOKEN_CHOICES, TOKENS
+
+LONGEST_NAME, LONGEST_SIZES = 200, 4000
+SECONDS_TO_WAIT, MOST_SECONDS_TO_WAIT = 30, 600
+LARGEST_NUMBER = 2**31 - 1
+
+Resolution = constr(strict=True, min_length=1, max_length=20)
+ModelName = constr(strict=True, min_length=1, max_length=LONGEST_NAME)
+SizesText = constr(strict=True, min_length=1, max_length=LONGEST_SIZES)
+Whole = conint(strict=True, ge=1, le=LARGEST_NUMBER)
+Seconds = conint(strict=True, ge=1, le=MOST_SECONDS_TO_WAIT)
+WAIT = f"How many seconds to wait for an image in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them the answer is 409."
+# What pydantic 2 puts into the place of an error for a field that may be of several kinds.
+KINDS = ("constrained-", "list[", "str", "nullable[")
+log = logging.getLogger("onediff")
+
+
+class Body(BaseModel, extra="forbid"):
+    """A request; a field that it does not have is refused."""
+
+
+class SizeBody(Body):
+    """One size in pixels; batch counts the images that are made at once."""
+
+    width: Whole = Field(..., description="Pixels, a multiple of 8.")
+    height: Whole = Field(..., description="Pixels, a multiple of 8.")
+    batch: Whole = Field(1, description="Images at once.")
+
+
+class PrewarmBody(Body):
+    """What to make ready."""
+
+    sizes: SizesText | list[SizeBody] = Field(
+        ..., description='"1024x1024, 832x1216 x2" (x2: two images at once), or a list of objects.',
+    )
+    tokens: Whole = Field(TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75.")
+    order: Literal["first", "last"] = Field("last", description="Before or behind the sizes that wait already.")
+
+
+class PurgeBody(Body):
+    """What to purge: one of resolutions (of all models, or of one model), model, disk and all."""
+
+    resolutions: list[Resolution] | None = Field(None, description='Such as ["512x512"], as GET shapes names them.')
+    model: ModelName | None = Field(None, description="As GET shapes names it; alone: every resolution of it.")
+    disk: StrictBool = Field(False, description="What is kept on the disk; graphs in memory live on.")
+    all: StrictBool = Field(False, description="Every resolution of every model, and the disk.")
+    wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)
+
+
+class PinBody(Body):
+    """A pinned resolution keeps its graphs when another model needs memory, also after a restart."""
+
+    resolution: Resolution = Field(..., description='Such as "512x512", as GET shapes names it.')
+    model: ModelName = Field(..., description="As GET shapes names it.")
+    pinned: StrictBool = Field(True, description="false: no longer pinned.")
+
+
+class ReleaseBody(Body):
+    """How long to wait."""
+
+    wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)
+
+
+class SentenceRoute(APIRoute):
+    """A route that answers everything that is wrong with {"detail": one sentence}, the same in every WebUI.
+
+    Their own handlers fail over values that are no JSON (NaN, half a surrogate pair) and drop headers.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_sentences(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                return refusal(422, sentence_of(error))
+            except HTTPException as error:
+                return refusal(error.status_code, str(error.detail), error.headers)
+            except Exception:
+                log.exception("a fault of ours in %s", self.path)
+                return refusal(500, "A fault of OneDiff, please report it; the WebUI's console shows more.")
+
+        return handle_with_sentences
+
+
+def json_answer(content: Any, status: int = 200) -> Response:
+    """Plain values as JSON; numbers that JSON lacks (NaN, infinity) become null. Fast: no model looks at them."""
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    return Response(json.dumps(finite), status, media_type="application/json")
+
+
+def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
+    """{"detail": sentence}."""
+    answer = json_answer({"detail": readable(sentence)}, status)
+    answer.headers.update(headers or {})
+    return answer
+
+
+def sentence_of(error: RequestValidationError) -> str:
+    """The most precise of what is wrong with a request."""
+    places = [
+        ([part for part in found["loc"][1:] if not str(part).startswith(KINDS)], found["msg"])
+        for found in error.errors()
+    ]
+    place, message = max(places, key=lambda found: len(found[0]))
+    # Where JSON ends early, the place is a number of letters.
+    if not place or isinstance(place[0], int):
+        return f"The request body is not usable: {message}."
+    return f"{'.'.join(map(str, place))}: {message}."

@@ -1,0 +1,325 @@
+"""Decoders and encoders of VAEs: what they are, how they are read, and their forward.
+
+A layout is a row of layers that says which parameter does what, without holding any. The same row describes ldm's,
+sgm's, Forge's and diffusers' modules. The mathematics is that of Decoder and Encoder in CompVis' latent-diffusion,
+ldm/modules/diffusionmodules/model.py (Rombach et al., 2022), without the time embedding, which those of an autoencoder
+do not have.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from ..core.affine import Affine
+from ..core.leaves import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, descriptions, digest_without
+from ..core.operators import Operators
+from ..core.refusal import Refusal
+from .leaf_reader import LeafReader
+from .unet.layers import join_heads, split_heads
+from .unet.layout import Downsample, Upsample
+from .unet.read import check_attention, is_plain, read_upsample, require_silu
+
+HALVES = ("Decoder", "Encoder")
+DIFFUSERS_LEVELS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D"}
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """As the UNet's, but nothing is embedded between the two convolutions."""
+
+    in_norm: GroupNorm
+    in_convolution: Convolution
+    out_norm: GroupNorm
+    out_convolution: Convolution
+    skip: Linear | None
+
+
+@dataclass(frozen=True)
+class PixelAttention:
+    """Every pixel attends to every pixel; the result is added to the image. projections: of queries, keys and values.
+    """
+
+    norm: GroupNorm
+    projections: tuple[Linear, ...]
+    out: Linear
+    heads: int
+
+
+# Downsample: unlike the UNet's, the image gets a row and a column of zeros, below and to the right.
+Layer = ResidualBlock | PixelAttention | Upsample | Downsample
+
+
+@dataclass(frozen=True)
+class DecoderLayout:
+    """The whole network: a convolution, layers one after the other, a norm with SiLU, a convolution.
+
+    An encoder is one too: what it takes is an image, and what it makes the mean and the spread of a latent.
+    """
+
+    family: str
+    in_convolution: Convolution
+    layers: tuple[Layer, ...]
+    out_norm: GroupNorm
+    out_convolution: Convolution
+
+    @property
+    def model_name(self) -> str:
+        """A name for people; nothing depends on it."""
+        return "VAE encoder" if self.encodes else "VAE decoder"
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it makes latents of images."""
+        return self.reduction > 1
+
+    @property
+    def reduction(self) -> int:
+        """How many pixels wide a pixel of its output is; 1 for a decoder."""
+        return 1 << sum(isinstance(layer, Downsample) for layer in self.layers)
+
+    def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
+        """Every description of a module that holds parameters, each once."""
+        parts = (self.in_convolution, self.layers, self.out_norm, self.out_convolution)
+        return list(descriptions(parts, (Linear, Convolution, GroupNorm, LayerNorm)))
+
+    @property
+    def kernel_users(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
+        """Every description that decides which kernels are needed."""
+        return self.leaves()
+
+    def fusions(self) -> list[FusedLinear]:
+        """Nothing needs to lie together: the few linear layers are a hundredth of the work."""
+        return []
+
+    @cached_property
+    def architecture(self) -> str:
+        """A digest that two decoders share exactly when they are the same network up to their weights and names."""
+        return digest_without(self, ("path", "family", "resize_before"))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def is_ldm(half: nn.Module) -> bool:
+    """Whether a module is a decoder or an encoder of the ldm family."""
+    return type(half).__name__ in HALVES and hasattr(half, "mid")
+
+
+def is_diffusers(half: nn.Module) -> bool:
+    """Whether a module is a decoder or an encoder of diffusers' AutoencoderKL."""
+    return type(half).__name__ in HALVES and hasattr(half, "mid_block")
+
+
+def read_ldm(half: Any) -> DecoderLayout:
+    """The layout of an ldm, sgm or Forge Decoder or Encoder. Raises Refusal with the reason."""
+    middle, levels = [half.mid.block_1, half.mid.attn_1, half.mid.block_2], range(half.num_resolutions)
+    if hasattr(half, "up"):
+        if half.give_pre_end:
+            raise Refusal("it is set to return its last features, not an image (give_pre_end)")
+        if half.tanh_out:
+            raise Refusal("it ends in a tanh")
+        up = (ldm_level(half.up[at], half.num_res_blocks + 1, "upsample", at > 0) for at in reversed(levels))
+        modules = [*middle, *chain(*up)]
+    else:
+        down = (ldm_level(half.down[at], half.num_res_blocks, "downsample", at < levels[-1]) for at in levels)
+        modules = [*chain(*down), *middle]
+    return layout_of(type(half).__module__.partition(".")[0], half, modules, half.norm_out, LeafReader(half))
+
+
+def ldm_level(level: Any, count: int, resample: str, resamples: bool) -> list[Any]:
+    """The modules of one resolution, in the order of the host's forward. count: of its residual blocks."""
+    attentions = list(level.attn) or [None] * count
+    if not len(level.block) == len(attentions) == count:
+        raise Refusal("one of its resolutions has another number of layers than it says")
+    return [*chain(*zip(level.block, attentions, strict=True)), *([getattr(level, resample)] if resamples else [])]
+
+
+def read_diffusers(half: Any) -> DecoderLayout:
+    """The layout of an AutoencoderKL's Decoder or Encoder. Raises Refusal with the reason."""
+    leaves = LeafReader(half)
+    require_silu(half.conv_act, "the output's activation", leaves)
+    middle = half.mid_block
+    if leaves.kind(middle) != "UNetMidBlock2D":
+        raise leaves.unknown(middle)
+    first, *others = middle.resnets
+    # No attention is None.
+    modules = [first, *chain(*zip(middle.attentions, others, strict=True))]
+    if hasattr(half, "up_blocks"):
+        modules = [*modules, *chain(*(diffusers_level(block, "upsamplers", leaves) for block in half.up_blocks))]
+    else:
+        modules = [*chain(*(diffusers_level(block, "downsamplers", leaves) for block in half.down_blocks)), *modules]
+    return layout_of("diffusers", half, modules, half.conv_norm_out, leaves)
+
+
+def diffusers_level(block: Any, resamplers: str, leaves: LeafReader) -> list[Any]:
+    if leaves.kind(block) not in DIFFUSERS_LEVELS:
+        raise leaves.unknown(block)
+    attentions = list(getattr(block, "attentions", ())) or [None] * len(block.resnets)
+    return [*chain(*zip(block.resnets, attentions, strict=True)), *(getattr(block, resamplers) or ())]
+
+
+# --- what both have ---------------------------------------------------------------------------------------------------
+
+
+def layout_of(family: str, half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader) -> DecoderLayout:
+    """modules: those that the host calls between the first convolution and the last norm, in this order."""
+    layout = DecoderLayout(
+        family, leaves.convolution(half.conv_in), leaves.layers(READERS, modules), leaves.group_norm(out_norm),
+        leaves.convolution(half.conv_out),
+    )
+    leaves.refuse_unclaimed()
+    return layout
+
+
+def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
+    return ResidualBlock(
+        in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
+        out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
+        skip=None if skip is None else leaves.linear(skip),
+    )
+
+
+def downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    """A layer that pads an image below and to the right by itself, before its convolution."""
+    convolution = leaves.convolution(layer.conv)
+    if (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
+        raise leaves.unknown(layer, "its convolution is of another kind")
+    return Downsample(convolution)
+
+
+# --- the ldm family's layers ------------------------------------------------------------------------------------------
+
+
+def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    changes = block.in_channels != block.out_channels
+    if changes and block.use_conv_shortcut:
+        raise Refusal(f"{leaves.path(block)} has a 3x3 convolution in its shortcut")
+    return residual_block(block, block.nin_shortcut if changes else None, leaves)
+
+
+def ldm_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
+    projected = tuple(map(leaves.linear, (attention.q, attention.k, attention.v)))
+    return PixelAttention(leaves.group_norm(attention.norm), projected, leaves.linear(attention.proj_out), heads=1)
+
+
+def ldm_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    leaves.require(layer, with_conv=True)
+    return downsample(layer, leaves)
+
+
+def ldm_upsample(layer: Any, leaves: LeafReader) -> Upsample:
+    leaves.require(layer, with_conv=True)
+    return Upsample(leaves.convolution(layer.conv), resize_before=True)
+
+
+# --- diffusers' layers ------------------------------------------------------------------------------------------------
+
+
+def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    leaves.require(block, upsample=None, downsample=None, time_emb_proj=None, output_scale_factor=1.0)
+    require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
+    return residual_block(block, block.conv_shortcut, leaves)
+
+
+def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    leaves.require(layer, use_conv=True, norm=None, padding=0)
+    return downsample(layer, leaves)
+
+
+def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
+    check_attention(attention, leaves, is_residual=True)
+    processor = type(attention.processor)
+    if not is_plain(processor):
+        raise Refusal(f"the attention processor {processor.__name__} is set, which may compute something else")
+    projected = tuple(map(leaves.linear, (attention.to_q, attention.to_k, attention.to_v)))
+    return PixelAttention(
+        leaves.group_norm(attention.group_norm), projected, leaves.linear(attention.to_out[0]), attention.heads
+    )
+
+
+READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
+    "ResnetBlock": ldm_residual_block, "Upsample": ldm_upsample, "Downsample": ldm_downsample,
+    # The same, by torch's operators and by xformers'.
+    "AttnBlock": ldm_attention, "MemoryEfficientAttnBlock": ldm_attention,
+    "ResnetBlock2D": diffusers_residual_block, "Attention": diffusers_attention, "Upsample2D": read_upsample,
+    "Downsample2D": diffusers_downsample,
+}
+
+
+# --- the forward ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What every layer needs besides its image.
+
+    fold_biases: a convolution's bias goes into the norm or the addition that follows. It saves an operator that runs
+    both in one a pass over the image, and costs PyTorch's own operators one.
+    """
+
+    weights: Mapping[str, Affine]
+    ops: Operators
+    upcast_attention: bool
+    fold_biases: bool
+
+    def run(self, layout: DecoderLayout, latent: Tensor) -> Tensor:
+        """The image of a latent, (batch, channels, h, w) -> (batch, colours, factor h, factor w), in its dtype; or
+        of an encoder's image what its latent is drawn from, (batch, colours, h, w) -> (batch, 2 channels, ...).
+
+        The latent is what the host hands to its decoder: scaled, and past the 1x1 convolution in front of it.
+        """
+        image = self._convolution(latent, layout.in_convolution)
+        for layer in layout.layers:
+            if isinstance(layer, ResidualBlock):
+                image = self._residual_block(layer, image)
+            elif isinstance(layer, PixelAttention):
+                image = self._attention(layer, image)
+            elif isinstance(layer, Downsample):
+                image = self._downsample(layer, image)
+            else:
+                image = self._upsample(layer, image)
+        image = self.ops.group_norm(image, self.weights[layout.out_norm.path], layout.out_norm, silu=True)
+        return self._convolution(image, layout.out_convolution)
+
+    def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
+        ops, weights = self.ops, self.weights
+        hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
+        hidden, bias = self._unfinished_convolution(hidden, block.in_convolution)
+        shift = None if bias is None else bias.expand(image.shape[0], -1).contiguous()
+        hidden = ops.group_norm(hidden, weights[block.out_norm.path], block.out_norm, silu=True, shift=shift)
+        hidden, bias = self._unfinished_convolution(hidden, block.out_convolution)
+        skip = image if block.skip is None else ops.pointwise(image, weights[block.skip.path])
+        return ops.residual_add(skip, hidden, bias)
+
+    def _attention(self, attention: PixelAttention, image: Tensor) -> Tensor:
+        ops, weights = self.ops, self.weights
+        height, width = image.shape[-2:]
+        tokens = ops.image_to_tokens(ops.group_norm(image, weights[attention.norm.path], attention.norm, silu=False))
+        projected = (ops.linear(tokens, weights[part.path]) for part in attention.projections)
+        query, key, value = (split_heads(part, attention.heads) for part in projected)
+        mixed = join_heads(ops.attention(query, key, value, self.upcast_attention))
+        update = ops.linear(mixed, weights[attention.out.path])
+        return ops.residual_add(image, ops.tokens_to_image(update, height, width), None)
+
+    def _upsample(self, layer: Upsample, image: Tensor) -> Tensor:
+        image = self.ops.resize(image, image.shape[-2] * 2, image.shape[-1] * 2)
+        return self._convolution(image, layer.convolution)
+
+    def _downsample(self, layer: Downsample, image: Tensor) -> Tensor:
+        return self._convolution(functional.pad(image, (0, 1, 0, 1)), layer.convolution)
+
+    def _convolution(self, image: Tensor, shape: Convolution) -> Tensor:
+        return self.ops.convolution(image, self.weights[shape.path], shape)
+
+    def _unfinished_convolution(self, image: Tensor, shape: Convolution) -> tuple[Tensor, Tensor | None]:
+        """A convolution, and the bias that is still to be added to it."""
+        if not self.fold_biases:
+            return self._convolution(image, shape), None
+        weight, bias = self.weights[shape.path][:2]
+        return self.ops.convolution(image, Affine(weight, None), shape), bias

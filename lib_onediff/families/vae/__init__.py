@@ -1,1 +1,0 @@
-"""The VAE's network: layout, readers and forward, as in model/."""
