@@ -18,7 +18,7 @@ PACKAGE = __name__.partition(".")[0]
 HOSTS_OWN = "/sdapi/v1/txt2img"
 # Since gradio 5 with a prefix.
 LOGIN_CHECK = f"{getattr(getattr(gr, 'route_utils', None), 'API_PREFIX', '')}/login_check"
-NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not know."
+NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not support."
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
 LOG_IN = "Log in on the WebUI's page first, and send its cookie; or start the WebUI with --api-auth."
 

@@ -23,12 +23,12 @@ READING = ("GET", "HEAD")
 ONES_OWN = ("same-origin", "none")
 # A page that a browser takes for nobody's: a sandboxed frame, a file.
 NOBODY = "null"
-FOREIGN_PAGE = "A page of another site may not use this API; --cors-allow-origins lets it."
+FOREIGN_PAGE = "Pages of other sites may not use this API; --cors-allow-origins allows them."
 # What of a WebUI's command line lets others than this machine reach it, or gives it a name that we cannot know.
 OPEN_TO_OTHERS = ("listen", "server_name", "share", "ngrok", "subpath")
 FOREIGN_REQUEST = "A page of another site may not use this server."
-UNKNOWN_NAME = "This server does not go by the name {}; --allowed-hosts, or Ray Serve's allowed_hosts, adds it."
-NO_FETCHING = "This host fetches no addresses."
+UNKNOWN_NAME = "This server is not called {}: add the name with --allowed-hosts, or Ray Serve's allowed_hosts."
+NO_FETCHING = "This server downloads nothing from addresses."
 # To these a link on another site's page may lead: they show the page and change nothing.
 LINKED = ("/", "/docs")
 # Of somebody who has not logged in no more is read than a login takes.

@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 Status = Callable[[], dict[str, Any]]
 PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
 MOST_PENDING = 500
-NOT_KNOWN = "Whether this process is ready is not known: a fault of OneDiff, see the WebUI's console."
-SWITCHED_OFF = "OneDiff is switched off in the settings, so nothing can be made ready."
-NO_RESOLUTION = f"No such resolution is known; GET {PREFIX}/shapes names all."
+NOT_KNOWN = "OneDiff cannot tell whether this process is ready: see the WebUI's console."
+SWITCHED_OFF = "OneDiff is switched off in the settings, so nothing can be pre-warmed."
+NO_RESOLUTION = f"OneDiff does not know this resolution; GET {PREFIX}/shapes lists all."
 WHAT_TO_PURGE = (
     'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
     '{"disk": true} and {"all": true}.'

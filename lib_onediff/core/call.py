@@ -19,8 +19,8 @@ Block = tuple[str, int, int]
 SELF_ATTENTION, CROSS_ATTENTION = "attn1", "attn2"
 FULL, CACHED = "full", "cached"
 # Why the prompt's rows of a call are not known, in words for the user, whatever the host.
-APART = "prompt and negative prompt come in calls of their own, or without the negative one"
-OTHER_ROWS = "the call has other rows than those of prompt and negative prompt (tiles?)"
+APART = "prompt and negative prompt come in separate calls, or there is no negative prompt"
+OTHER_ROWS = "the call has rows besides those of prompt and negative prompt (tiles?)"
 # Why they cannot be computed alone.
 PATCHED = "other extensions compute within the UNet"
 

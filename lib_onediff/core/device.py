@@ -107,15 +107,15 @@ class Device(abc.ABC):
         """Raise Refusal with the reason for inputs that it does not compute."""
 
     @abc.abstractmethod
-    def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
-        """By which it computes. wide_norms: the host has norms in float32. attention: as Lossy.attention."""
+    def operators(self, wide_norms: bool = False) -> Operators:
+        """By which it computes. wide_norms: the host has norms in float32."""
 
     def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:
         """Have the kernels that a network needs loaded. time_ms: and measured by it, for seconds. Raises Refusal where
         that fails, and torch.cuda.OutOfMemoryError."""
 
     def tune(self, network: Network, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
-        """Measure what is the fastest for a call with these attentions, where that is not known; whether it was so."""
+        """Measure what is the fastest for a call with these attentions, where that is not known. Returns whether it was measured."""
         return False
 
     def runner(self, managed: Any, key: Any, call: Call, waits: bool) -> Any:

@@ -20,17 +20,15 @@ class Lossy(NamedTuple):
     """What is computed less exactly than the model's type allows, because the user asked for it.
 
     low_bit: as settings.Settings.low_bit; "" where every product is exact. only: whether the GPU holds the weights of
-    those products in eight bits alone. attention: whose self attention it is; "" for an exact one.
+    those products in eight bits alone.
     """
 
     low_bit: str = ""
     only: bool = False
-    attention: str = ""
 
     def __str__(self) -> str:
         """For users, behind the backend's name."""
-        low_bit = "8-bit only" if self.only else "8-bit" if self.low_bit else ""
-        return ", ".join(filter(None, (low_bit, self.attention)))
+        return "8-bit only" if self.only else "8-bit" if self.low_bit else ""
 
 
 EXACT = Lossy()

@@ -82,7 +82,7 @@ def compare(first: Any, second: Any) -> ImageComparison:
         ) from error
     one, other = pixels_of(first), pixels_of(second)
     if one.shape != other.shape:
-        raise ValueError("Only images of one size can be compared.")
+        raise ValueError("Only images of the same size can be compared.")
     labs = color.rgb2lab(one), color.rgb2lab(other)
     before, after = (colours_of(measure.block_reduce(lab, (SQUARE, SQUARE, 1), np.mean)) for lab in labs)
     # Of less than rounding makes there is no change.

@@ -22,12 +22,12 @@ FEW_STEP_MODEL = (
 )
 # Of the distance to the next step: so far may a timestep be from where its step begins.
 NEAR = 0.05
-UNANNOUNCED = "nobody says when a sampling begins and ends (own loops: with lib_onediff.sampling(unet): ...)"
+UNANNOUNCED = "nobody says when a sampling begins and ends (in your own loop, use lib_onediff.sampling(unet))"
 UNKNOWN_TIMES = (
     "nobody says at which timesteps the steps begin (own loops: with lib_onediff.sampling(unet, timesteps=...): ...)"
 )
 UNEQUAL_TIMES = "the images of this batch are at different steps"
-OTHER_SAMPLER = "it is for the samplers Euler and DDIM (without added noise)"
+OTHER_SAMPLER = "it works with the samplers Euler and DDIM (without added noise)"
 UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"
 # A call that makes a shape ready is a step of a sampling that is long enough for anything.
 WARM_UP_TIMES = range(1000, 0, -1)

@@ -25,7 +25,7 @@ GONE = frozenset({
     *(f"deepcache_hires_{name}" for name in ("center", "depth", "end", "interval", "power", "schedule", "start")),
 })
 # By (option, value), what the value is called today.
-VALUES = {("backend", "inductor"): "auto"}
+VALUES = {("backend", "inductor"): "auto", ("low_bit", "sage"): "off"}
 SWITCHED_ON = ("True", "on")
 HOST_KEY_PREFIX = "onediff_"
 # Where a user finds the switch; its label stands in Settings below.
@@ -44,8 +44,6 @@ MOST_FORECAST = 4
 # One GPU computes; the next one that has room; or this one.
 ONE_GPU = "off"
 SECOND_GPUS = (ONE_GPU, "auto", *map(str, range(8)))
-# Of Low-bit: the attention of the package sageattention, and exact products.
-SAGE = "sage"
 WITHOUT_KERNELS = {"backend": ("cudagraph", "oneflow", "eager")}
 
 
@@ -194,17 +192,17 @@ class Settings:
         group=EXPERT, choices=("auto", "native", "cudagraph", "oneflow", "eager"), per_run=True,
     )
     low_bit: str = option(
-        "off", "Low-bit", "Layers in 8 bits: faster, lossy. auto: where faster. sage: attention by SageAttention.",
-        group=EXPERT, choices=("off", "auto", "int8", "fp8", SAGE), per_run=True, no_effect_when=WITHOUT_KERNELS,
+        "off", "Low-bit", "Layers in 8 bits: faster, lossy. auto: where faster.",
+        group=EXPERT, choices=("off", "auto", "int8", "fp8"), per_run=True, no_effect_when=WITHOUT_KERNELS,
     )
     low_bit_budget: float = option(
         0.02, "Low-bit error budget", "Maximum error; layers above it stay 16-bit. 0.12: all layers in 8 bits.",
         group=EXPERT, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005,
-        no_effect_when={"low_bit": ("off", SAGE), "low_bit_only": (True,)},
+        no_effect_when={"low_bit": ("off",), "low_bit_only": (True,)},
     )
     low_bit_only: bool = option(
         False, "Low-bit only", "Small cards: keeps weights that do not fit in VRAM there in 8 bits. Lossy.",
-        group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off", SAGE)},
+        group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",)},
     )
     skip_negative_after: int = option(
         0, "Skip the negative prompt after (% of steps)", "0: never. Faster, lossy.",

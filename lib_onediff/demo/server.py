@@ -102,7 +102,7 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
 
 
 def refuse(request: httpx.Request) -> NoReturn:
-    raise httpx.ConnectError("This host fetches no addresses.", request=request)
+    raise httpx.ConnectError("This server downloads nothing from addresses.", request=request)
 
 
 async def fetch_none(url: str) -> NoReturn:

@@ -14,7 +14,7 @@ from ..core.card import TuningCache, card_name
 from ..core.device import Candidates, Device, Network
 from ..core.operators import Operators
 from ..core.refusal import Refusal
-from ..core.settings import SAGE, Settings
+from ..core.settings import Settings
 from ..core.version import NEWEST_TORCH, release
 from ..weights.contents import Reader
 from .cuda.graphs.capture import Output
@@ -100,9 +100,9 @@ class Devices:
         """Of the first that has one."""
         return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
 
-    def operators(self, name: str, wide_norms: bool = False, attention: str = "") -> Operators:
+    def operators(self, name: str, wide_norms: bool = False) -> Operators:
         """Of the device of a shape's key; see Device.operators."""
-        return self.named(name).operators(wide_norms, attention)
+        return self.named(name).operators(wide_norms)
 
     def measure_anew(self) -> None:
         """Trust nothing that was measured before."""
@@ -144,5 +144,5 @@ class Devices:
             layout = read(present)
             # Loading may take longer than a host wants to keep it.
             del present
-            low_bit = "" if settings.low_bit in ("off", SAGE) else settings.low_bit
+            low_bit = "" if settings.low_bit == "off" else settings.low_bit
             first.prepare(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit))

@@ -68,5 +68,5 @@ def read(
                 return reader(module)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         # A member that every module of this class has is missing or of another kind: not the network we know.
-        raise Refusal(f"this {kind.__name__} is built differently from those we know ({error})") from error
+        raise Refusal(f"this {kind.__name__} is built in a way that OneDiff does not know ({error})") from error
     raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a {what} that OneDiff knows")

@@ -136,7 +136,7 @@ def ldm_level(level: Any, count: int, resample: str, resamples: bool) -> list[An
     """The modules of one resolution, in the order of the host's forward. count: of its residual blocks."""
     attentions = list(level.attn) or [None] * count
     if not len(level.block) == len(attentions) == count:
-        raise Refusal("one of its resolutions has another number of layers than it says")
+        raise Refusal("one of its resolutions has more or fewer layers than its configuration says")
     return [*chain(*zip(level.block, attentions, strict=True)), *([getattr(level, resample)] if resamples else [])]
 
 

@@ -36,7 +36,7 @@ WAITING = "waiting for the image that is being made"
 DECODING = "checking the VAE's decode"
 CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
 LOADING = "The WebUI is loading its checkpoint."
-NO_CHECKPOINT = "Sizes are to be made ready, and no checkpoint is loaded yet: ask for one size by POST prewarm."
+NO_CHECKPOINT = "Sizes wait to be pre-warmed, but no checkpoint is loaded yet: ask for one size by POST prewarm."
 
 
 @dataclass
@@ -176,7 +176,7 @@ class WarmUp:
         Raises ValueError with a sentence for a length that cannot be, and where OneDiff is switched off.
         """
         if not self._runtime.settings.enabled:
-            raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be made ready.")
+            raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be pre-warmed.")
         check_tokens(tokens)
         wanted = [(size, self._webui.call_shapes(size.batch, tokens)) for size in sizes]
         with self._lock:

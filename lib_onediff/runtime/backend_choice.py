@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.call import Call
 from ..core.device import Candidates
-from ..core.key import EXACT, Lossy
+from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
-from ..core.settings import MOST_LOW_BIT_ERROR, SAGE, Settings
+from ..core.settings import MOST_LOW_BIT_ERROR, Settings
 from ..devices.registry import AUTO
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.streaming import RING
@@ -29,12 +28,11 @@ from .services import Services
 from .verify import relative_error
 
 log = logging.getLogger("onediff")
-NO_ROOM = "there is no GPU memory for the weights in eight bits, or to measure what they do"
-NONE_IN_MAIN_MEMORY = "Low-bit only is for weights that wait in main memory, and all of these are on the GPU"
+NO_ROOM = "there is not enough GPU memory for the 8-bit weights, or to measure their error"
+NONE_IN_MAIN_MEMORY = "Low-bit only is for weights in main memory, and all of these are on the GPU"
 CHANGES_AT_EACH_CALL = "Low-bit rests: the WebUI applies something to the weights that may change at each call"
-SAGE_ATTENTION = "SageAttention"
-TOO_LATE = "what Low-bit does to this checkpoint is measured where an image begins earlier, not in its last steps"
-NOT_FINITE = "what Low-bit does here cannot be measured: the exact output has NaN or infinite values"
+TOO_LATE = "Low-bit's error on this checkpoint is measured in an image that begins earlier, not in its last steps"
+NOT_FINITE = "Low-bit's error cannot be measured here: the exact output has NaN or infinite values"
 
 
 class BackendChoice:
@@ -58,7 +56,7 @@ class BackendChoice:
         applied = managed.bound.on_the_fly.applied
         if managed.kinds:
             candidates = self._that_cast(candidates, managed.kinds, settings, call)
-        if settings.low_bit in ("off", SAGE):
+        if settings.low_bit == "off":
             self._graphs.drop_low_bit(managed)
             managed.low_bit_choice = None
         elif applied is not None and not applied.lasting:
@@ -66,7 +64,7 @@ class BackendChoice:
             candidates = candidates._replace(reason=CHANGES_AT_EACH_CALL)
         else:
             candidates = self._with_low_bit(managed, settings, call, candidates)
-        return with_sage(candidates, call) if settings.low_bit == SAGE else candidates
+        return candidates
 
     def _that_cast(self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: Call) -> Candidates:
         """Those that compute with weights which a host casts or changes at each use."""
@@ -104,18 +102,6 @@ class BackendChoice:
         return found._replace(reason="; ".join(lacks), lossy=tuple(tried))
 
 
-def with_sage(found: Candidates, call: Call) -> Candidates:
-    """The same, with self attention by SageAttention beside what is tried first, or the reason why not."""
-    first_device: Any = found.devices[0]
-    lack: str | None = f"{SAGE_ATTENTION} needs the native backend"
-    if first_device.traits.takes_lossy:
-        lack = first_device.why_not_lossy(SAGE, call.latent.device, call.latent.dtype)
-    if lack is not None:
-        return found._replace(reason="; ".join(filter(None, (found.reason, lack))))
-    first, *_ = (*found.lossy, EXACT)
-    return found._replace(lossy=(first._replace(attention=SAGE_ATTENTION), *found.lossy))
-
-
 class LowBitRoute:
     """Whoever calls holds the runtime's lock."""
 
@@ -124,7 +110,7 @@ class LowBitRoute:
         self._devices, self._families = services.devices, services.families
 
     def tune(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> bool:
-        """Measure which products in eight bits pay, where that is not known; whether it was so."""
+        """Measure which products in eight bits pay, where that is not known. Returns whether it was measured."""
         return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, self._services.time_ms(call))
 
     def fit(

@@ -214,7 +214,7 @@ class Cache:
         return max(0, before - self._services.history.size_bytes())
 
     def release_memory(self) -> int:
-        """Drop every graph and empty torch's caches; what was proved stays proved. Returns the bytes given back.
+        """Drop every graph and empty torch's caches; what was checked stays checked. Returns the bytes given back.
 
         To be called while no image is being made; see hosts.webui.WebUI.exclusively.
         """

@@ -17,7 +17,7 @@ from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.policy import Answer, Host, Served
 from ..core.precision import Flags, flags_for, our_modes
 from ..core.refusal import Refusal
-from ..core.settings import SAGE, Settings
+from ..core.settings import Settings
 from ..core.table import Entry, State, Stopwatch
 from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice, LowBitRoute
@@ -85,7 +85,7 @@ class OneCard:
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             if host is None:
-                raise Refusal("it was not checked yet")
+                raise Refusal("it is not checked yet")
             # Outside our modes: the host's forward must run exactly as the host would run it.
             prove(
                 entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
@@ -126,7 +126,7 @@ class OneCard:
         are in eight bits, what some devices compile."""
         managed, settings, device, key = self._managed, self._settings, call.latent.device, served.entry.key
         looks_again = self._devices.named(key.backend).traits.decides_anew or (
-            settings.low_bit not in ("off", SAGE) and not managed.low_bit_is_decided(key.lossy)
+            settings.low_bit != "off" and not managed.low_bit_is_decided(key.lossy)
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
             return
@@ -238,7 +238,7 @@ class OneCard:
 
     def _plainly(self, entry: Entry, call: Call) -> Tensor:
         managed, lossy = self._managed, entry.key.lossy
-        ops = self._devices.operators(entry.key.backend, managed.has_wide_norms, lossy.attention)
+        ops = self._devices.operators(entry.key.backend, managed.has_wide_norms)
         source = managed.source(lossy, call)
         return self._families.output(source.layout, source.weights(), ops, call)
 
@@ -273,7 +273,7 @@ class OneCard:
             log.exception("%s (%s)", entry.no_graph, entry.key)
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
-        """Measure what is the fastest for this call, where that is not known; whether it was so."""
+        """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
         layout, low_bit = self._managed.bound.layout, self._route.low_bit
         attentions = self._families.of(layout).attentions(layout, call)
         network, time_ms = network_of(self._managed, call, key.lossy), self._services.time_ms(call)
@@ -292,8 +292,6 @@ def refuse_lossy(call: Call, device: Device, lossy: Lossy) -> None:
     if call.patches is not None and lossy != EXACT:
         # Its operators hand each other more than tensors.
         raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
-    if lossy.attention and call.upcast_attention:
-        raise Refusal(f"{lossy.attention} is not for attention in float32")
 
 
 def sampling_now(bound: BoundUNet) -> int | None:

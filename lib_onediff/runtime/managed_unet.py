@@ -26,7 +26,7 @@ from .low_bit_errors import Choice
 MEBIBYTE = 1 << 20
 # In a sampling: for weights in eight bits, for a graph, and once more for either.
 MOST_ASKED = 3
-EIGHT_BITS = " (Low-bit with Low-bit only keeps most of them on the GPU, in eight bits)"
+EIGHT_BITS = " (Low-bit and Low-bit only keep most of them on the GPU, in 8 bits)"
 
 
 class ManagedUNet:
@@ -74,7 +74,7 @@ class ManagedUNet:
         binding = self.bound.binding
         self._families.of(binding.layout).refuse_call(binding.layout, call)
         if binding.layout.foreign and call.patches is None and not call.additions:
-            raise Refusal(f"others compute within the UNet: {', '.join(binding.layout.foreign)}")
+            raise Refusal(f"other extensions have replaced parts of the UNet: {', '.join(binding.layout.foreign)}")
         autocast = autocast_dtype(call.latent.device.type)
         # Where the host casts its weights at each use, autocast takes inputs of any type to the same.
         casts_inputs = binding.cast_to is not None and autocast == binding.cast_to

@@ -20,7 +20,7 @@ from .verify import blame, computed_twice, relative_error, rounding_limit, state
 log = logging.getLogger("onediff")
 # A function may return another shape at some of a sampling's steps: graphs are recorded so many times in vain.
 MOST_MISFITS = 4
-WITHIN_FUNCTION = "a function of another extension calls the UNet while it runs within it"
+WITHIN_FUNCTION = "another extension's function inside the UNet calls the UNet again"
 
 
 class PatchedRoute:

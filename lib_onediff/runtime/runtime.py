@@ -32,7 +32,7 @@ from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
 log = logging.getLogger("onediff")
-NOT_HANDED_OVER = "this UNet was not handed to OneDiff"
+NOT_HANDED_OVER = "OneDiff was not given this UNet"
 
 
 class Runtime:

@@ -34,11 +34,11 @@ from .stepping import Stepping
 
 log = logging.getLogger("onediff")
 AUTO = "auto"
-NO_SECOND = "PyTorch sees one GPU alone"
+NO_SECOND = "PyTorch sees only one GPU"
 GIBIBYTE = 2**30
 ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
-FULL = "out of memory on {}: until the weights or the option change, one GPU computes"
+FULL = "out of memory on {}: one GPU computes until the weights or the option change"
 
 
 def second_card(option: str, first: torch.device, needs: int, cards: Card) -> torch.device:
@@ -55,7 +55,7 @@ def second_card(option: str, first: torch.device, needs: int, cards: Card) -> to
         if index >= len(all_cards):
             raise Refusal(f"there is no GPU {index}: PyTorch sees {len(all_cards)}, 0 to {len(all_cards) - 1}")
         if all_cards[index] == first:
-            raise Refusal(f"GPU {index} is the one that computes already")
+            raise Refusal(f"GPU {index} already computes")
         others = [all_cards[index]]
     rooms = [(card, cards.room(card)) for card in others]
     for card, room in rooms:
@@ -323,5 +323,5 @@ def refuse_kinds(managed: ManagedUNet) -> None:
 def served_of(answer: Answer) -> Served:
     """How we have computed a card's rows. Raises Refusal where nobody has: a policy has answered."""
     if answer.served is None:
-        raise Refusal("a step that is not computed is for one GPU")
+        raise Refusal("steps that compute nothing run on one GPU")
     return answer.served

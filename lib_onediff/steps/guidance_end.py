@@ -19,7 +19,7 @@ from ..core.settings import Settings
 from ..core.table import PROMPT_ALONE, Stopwatch
 
 NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
-SEVERAL_CALLS = "a step has calls of prompt and negative prompt, and others"
+SEVERAL_CALLS = "a step has other calls besides those of prompt and negative prompt"
 UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latents"
 ROUNDING = 1e-6
 

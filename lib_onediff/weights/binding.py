@@ -216,7 +216,7 @@ class Binding:
                 kind = type(parameter.data)
                 if kind is not Tensor or parameter.dtype not in known:
                     found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
-                    raise Refusal(f"{path} is stored as {found}, which we do not run")
+                    raise Refusal(f"{path} is stored as {found}, which OneDiff does not run")
                 if parameter.is_meta:
                     raise Refusal("its parameters are not loaded (they are on the meta device)")
                 if parameter.device not in (device, MAIN_MEMORY):

@@ -102,7 +102,7 @@ class BoundUNet:
         """The weights for a call. left_out: the layers whose matrices nobody asks for."""
         binding, streaming, applied = self.binding, self.streaming, self.on_the_fly.applied
         if binding.away and streaming is None:
-            raise Refusal("what weights are copied to was given back with the graphs' memory")
+            raise Refusal("the buffers for copied weights were freed with the graphs' memory")
         if streaming is None or self._units_of is None:
             return self.on_the_fly.source(binding, binding.weights)
         units = self._units_of(binding.layout, call)
@@ -166,7 +166,7 @@ class BoundUNet:
         """Count edits of values since the last time. Raises Refusal where the weights lie elsewhere by now."""
         changed = self._begin_contents()()
         if self._parameters is None:
-            raise Refusal("the weights are not where the last look has found them")
+            raise Refusal("the weights have moved since they were last looked at")
         # Last: it tells of each edit once.
         if self._parameters.were_edited() or changed:
             self.edition += 1

@@ -141,7 +141,7 @@ class OnTheFly:
         if applied is not None:
             return Source(binding.layout, dtype, lambda: AppliedWeights(stored(), applied, dtype))
         if self._is_needed:
-            raise Refusal("what is applied to the weights on the fly was given back with the graphs' memory")
+            raise Refusal("the changes of weights that are applied at each call were freed with the graphs' memory")
         return Source(binding.layout, dtype, stored)
 
     def merged(self, binding: Binding, name: str) -> Affine:

@@ -49,7 +49,7 @@ class Weather:
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
     """Let the devices of a GPU serve on this machine, native by these operators, which need no kernels."""
     native, graphs = runtime.devices.named(NATIVE), runtime.devices.named(CUDAGRAPH)
-    monkeypatch.setitem(native._made, NATIVE, operators)  # type: ignore[attr-defined]
+    monkeypatch.setattr(native, "_operators", operators)  # type: ignore[attr-defined]
     for device in (native, graphs):
         monkeypatch.setattr(device, "refuse", lambda *given: None)
     monkeypatch.setattr(native, "why_not", lambda device: None)

@@ -54,8 +54,8 @@ def now() -> tuple[str, str]:
     return ", ".join(filter(None, (status["backend"], status["lossy"]))), status["route"]
 
 
-def entry_of(low_bit: str, only: bool = False, attention: str = "") -> Entry:
-    lossy = Lossy(low_bit, only, attention)
+def entry_of(low_bit: str, only: bool = False) -> Entry:
+    lossy = Lossy(low_bit, only)
     [entry] = [entry for entry in runtime.table.entries() if entry.key.lossy == lossy and entry.key.backend == NATIVE]
     return entry
 
@@ -168,4 +168,4 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     ours.forget()
     launches = Launches(TuningCache())
     operators = NativeOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.best)
-    monkeypatch.setitem(runtime.devices.named(NATIVE)._made, NATIVE, operators)
+    monkeypatch.setattr(runtime.devices.named(NATIVE), "_operators", operators)

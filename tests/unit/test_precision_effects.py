@@ -43,9 +43,9 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
 
 
 def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """These can be imported beside what is there, OneFlow and SageAttention only if they are among them."""
+    """These can be imported beside what is there, OneFlow only if it is among them."""
     find = importlib.util.find_spec
-    known = {"oneflow", "sageattention"}
+    known = {"oneflow"}
     there = lambda name, *rest: (find("torch") if name in names else None) if name in known else find(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", there)
     monkeypatch.setattr(effects, "find_spec", there)
@@ -60,7 +60,6 @@ def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     ("vae_precision", "bf16", NONE, None), ("backend", "native", NONE, None),
     ("low_bit", "auto", NONE, "an NVIDIA GPU"), ("low_bit", "int8", AMD, "AMD"), ("low_bit", "off", NONE, None),
     ("low_bit", "int8", TURING, None), ("low_bit", "int8", PASCAL, "capability 7.5"), ("low_bit", "fp8", TURING, "8.9"),
-    ("low_bit", "sage", NVIDIA, "sageattention"),
     ("low_bit_only", True, NONE, "an NVIDIA GPU"), ("low_bit_only", False, NONE, None),
     ("second_gpu", "off", NONE, None), ("second_gpu", "auto", NONE, "no GPU"),
     ("second_gpu", "auto", NVIDIA, "one GPU"),

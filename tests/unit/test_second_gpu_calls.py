@@ -147,7 +147,7 @@ THREE = [torch.device("cuda", index) for index in range(3)]
 
 @pytest.mark.parametrize(("option", "first", "rooms", "expected"), [
     ("auto", 0, (9, 9, 9), 1), ("auto", 1, (9, 9, 9), 0), ("auto", 0, (9, 1, 9), 2), ("2", 0, (9, 9, 9), 2),
-    ("0", 0, (9, 9, 9), "GPU 0 is the one that computes already"),
+    ("0", 0, (9, 9, 9), "GPU 0 already computes"),
     ("5", 0, (9, 9, 9), "there is no GPU 5: PyTorch sees 3, 0 to 2"),
     ("2", 0, (9, 9, 1), "the weights take 4.0 GiB, cuda:2 has room for 1.0 GiB"),
     ("auto", 0, (9, 1, -2), "the weights take 4.0 GiB, cuda:1 has room for 1.0 GiB, cuda:2 has room for 0.0 GiB"),

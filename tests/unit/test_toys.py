@@ -98,7 +98,7 @@ class ToyDevice(Eager):
         if call.latent.shape[-1] > 16:
             raise Refusal("it is too wide for a toy")
 
-    def operators(self, wide_norms: bool = False, attention: str = "") -> Any:
+    def operators(self, wide_norms: bool = False) -> Any:
         self.calls += 1
         return torch_ops
 

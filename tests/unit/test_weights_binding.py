@@ -137,7 +137,7 @@ def test_a_lora_merged_into_some_of_the_layers_in_inference_mode() -> None:
      "its parameters are not loaded .they are on the meta device."),
     (lambda unet: unet.to_empty(device="meta"), "its parameters are not loaded"),
     (lambda unet: unet.mid_block.resnets[0].conv1.to(torch.float8_e4m3fn),
-     "mid_block.resnets.0.conv1 is stored as float8_e4m3fn, which we do not run"),
+     "mid_block.resnets.0.conv1 is stored as float8_e4m3fn, which OneDiff does not run"),
 ], ids=["mixed", "partly meta", "meta", "float8"])
 def test_what_we_cannot_run_is_refused_in_one_line_and_left_alone(spoil: Callable, reason: str) -> None:
     unet = diffusers_unet()
@@ -157,7 +157,7 @@ def test_what_the_host_casts_to_one_type_may_be_stored_in_several() -> None:
             layer.to(torch.float8_e4m3fn)
     before = {name: value.float() for name, value in values(unet).items()}
     binding = Binding(unet, FAMILIES.read(unet))
-    with pytest.raises(Refusal, match="is stored as float8_e4m3fn, which we do not run"):
+    with pytest.raises(Refusal, match="is stored as float8_e4m3fn, which OneDiff does not run"):
         binding.bind()
     binding.cast_to = torch.float16
     binding.bind()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from ...core.guard import first_line
 from ...core.leaves import LayerNorm
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ...core.settings import SAGE, Settings
+from ...core.settings import Settings
 from ...weights.contents import PIECE, WORD, Place, Reader
 from ...weights.low_bit import KINDS_OF, Kind
-from ..torch.attention import Attention, SageAttention, why_no_sage
+from ..torch.attention import Attention
 from ..torch.device import refuse_without_gpu
 from .kernels.launch_config import Launches
 from .kernels.launching import launch, why_not
@@ -86,7 +86,7 @@ class Native(Device):
         # Why our kernels cannot run on a device.
         self.why_not = cache(why_not)
         # Our own, by the name of their attention where it is lossy.
-        self._made: dict[str, Operators] = {}
+        self._operators: Operators | None = None
         # By the kind of network: why its kernels cannot be loaded, "" where they were. Not an exception: its traceback
         # would keep the UNet that was being called.
         self._loading: dict[Hashable, Future[str]] = {}
@@ -102,20 +102,17 @@ class Native(Device):
 
     def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a choice of settings.low_bit changes nothing for a model of this dtype on a device; None if it does."""
-        lack = self.why_not(device)
-        return lack or (why_no_sage if option == SAGE else partial(self.low_bit.why_not, option))(device, dtype)
+        return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
     def contents_reader(self, device: torch.device) -> Reader | None:
         return None if device.type != "cuda" or self.why_not(device) is not None else read_contents
 
-    def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
+    def operators(self, wide_norms: bool = False) -> Operators:
         """wide_norms: our kernels always round once."""
         with self._lock:
-            name = attention or self.name
-            if name not in self._made:
-                exact = self.attention
-                self._made[name] = self.low_bit.operators(SageAttention(exact) if attention else exact)
-        return self._made[name]
+            if self._operators is None:
+                self._operators = self.low_bit.operators(self.attention)
+        return self._operators
 
     def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:
         kind = self._kind(network)

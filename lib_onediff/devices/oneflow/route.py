@@ -44,7 +44,7 @@ TOO_MANY = (
 FAILED = "OneFlow failed to compile ({}), and a second try could end the WebUI: restart it to use OneFlow"
 COMPILING = "OneFlow is compiling for this shape, in the background"
 COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
-STRIDED = "OneFlow reads weights in their usual order alone, and {} lies channels-last"
+STRIDED = "OneFlow needs weights in their usual order, and {} is channels-last"
 # What OneFlow reads.
 ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
 ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
@@ -107,13 +107,13 @@ class OneFlow(Device):
         if call.patches is not None:
             raise Refusal("OneFlow runs no functions of other extensions")
         if call.cut is not None:
-            raise Refusal("OneFlow computes whole UNets, and no parts of them for DeepCache")
+            raise Refusal("OneFlow computes only whole UNets, not DeepCache's partial ones")
         if call.additions:
             raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
         if call.latent.dim() != IMAGE_DIMENSIONS:
-            raise Refusal("OneFlow computes UNets alone")
+            raise Refusal("OneFlow computes only UNets")
 
-    def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
+    def operators(self, wide_norms: bool = False) -> Operators:
         """A graph has its own; what is launched beside it is PyTorch's."""
         return torch_ops
 

@@ -1,10 +1,8 @@
 """Attention by the implementation that was measured to be the fastest on this GPU."""
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch.backends import cuda as switches
 
 from ...core.device import TimeMs
 from ...core.precision import our_modes, switch_of
-from ...core.version import written
 from ..cuda.kernels.launch_config import Kernel, Launches, Trial, random_on, tuned
 
 log = logging.getLogger("onediff")
@@ -48,10 +45,6 @@ WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
 # Between two exact implementations at random inputs, relative to the output's norm; a wrong one is off by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
 # The package by Zhang et al. 2024, where the user has installed it.
-SAGE_PACKAGE = "sageattention"
-SAGE_DTYPES = (torch.float16, torch.bfloat16)
-OLDEST_SAGE_CAPABILITY = (8, 0)
-WIDEST_SAGE_HEAD = 128
 Shape = tuple[int, ...]
 
 
@@ -200,32 +193,3 @@ def random_inputs(
 
     tensors = split(keys, parts) if parts == 3 else [*split(queries, 1), *split(keys, 2)]
     return tensors[0], tensors[1], tensors[2]
-
-
-def why_no_sage(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why SageAttention cannot serve a model of this dtype on a device, in one sentence; None if it can."""
-    if importlib.util.find_spec(SAGE_PACKAGE) is None:
-        return f"SageAttention needs the package {SAGE_PACKAGE}, which is not installed"
-    if dtype not in SAGE_DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        return f"SageAttention is for models in float16 or bfloat16, and this one is in {name}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_SAGE_CAPABILITY:
-        return f"SageAttention needs a GPU of compute capability {written(OLDEST_SAGE_CAPABILITY)} or higher"
-    return None
-
-
-class SageAttention:
-    """As Attention, by SageAttention and lossy. Cross attention, wide heads and what is computed in float32 stay exact.
-    """
-
-    def __init__(self, exact: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> None:
-        self._exact = exact
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False) -> Tensor:
-        narrow = query.shape[3] <= WIDEST_SAGE_HEAD and query.dtype in SAGE_DTYPES
-        if upcast or not narrow or key.shape[2] <= FEW_KEYS or key.shape[2] != query.shape[2]:
-            return self._exact(query, key, value, upcast)
-        from sageattention import sageattn
-
-        output: Tensor = sageattn(query, key, value, tensor_layout="HND", is_causal=False)
-        return output

@@ -18,7 +18,7 @@ class Eager(Device):
     def __init__(self) -> None:
         self._wide_norms = torch_ops.WideNorms()
 
-    def operators(self, wide_norms: bool = False, attention: str = "") -> Operators:
+    def operators(self, wide_norms: bool = False) -> Operators:
         return self._wide_norms if wide_norms else torch_ops
 
 

@@ -198,7 +198,7 @@ def read_positions(embedder: Any) -> Positions:
     for rounded in (torch.float32, torch.bfloat16, torch.float16):
         if all(is_range(buffer, rounded) for buffer in (time, space)):
             return Positions(widths, (at_time, at_height, at_width), rounded)
-    raise Refusal("its positions have other frequencies than those we know")
+    raise Refusal("its positions have frequencies that OneDiff does not know")
 
 
 def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:

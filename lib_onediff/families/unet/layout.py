@@ -94,7 +94,7 @@ class UNetLayout:
         if not isinstance(first, Convolution):
             raise Refusal("its first layer is no convolution")
         if len(input_stages) != len(others["output_stages"]):
-            raise Refusal("it has as many skips as no output takes")
+            raise Refusal("its skip connections do not match its output blocks")
         attention = next(descriptions((others["middle_stage"], input_stages), CrossAttention), None)
         if attention is None:
             raise Refusal("it has no cross attention")

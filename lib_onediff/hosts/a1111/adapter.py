@@ -144,7 +144,7 @@ class A1111(WebUI):
                 raise Refusal("the UNet is called without a timestep or a context")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
-                raise Refusal(f"the UNet is called with more than we know ({names})")
+                raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({names})")
             self._check_state(unet)
             if owner is not None:
                 raise Refusal(f"{owner} calls the UNet from a forward of its own")

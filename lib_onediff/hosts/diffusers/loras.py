@@ -80,14 +80,14 @@ class LoraReader:
         whole: whether no attention is computed by the host's modules, which do not know the scale."""
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
             # diffusers forgets the weights of adapters after a scale of 0.
-            raise Refusal("the pipeline's LoRA scale is 0, or no number")
+            raise Refusal("the pipeline's LoRA scale is 0 or not a number")
         if scale != 1:
             # Some releases of diffusers begin to scale after these.
             early = [unet.conv_in, *unet.time_embedding.children()]
             if unet.config.addition_embed_type is not None:
                 early += unet.add_embedding.children()
             if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
-                raise Refusal("the pipeline scales LoRAs, of which some are computed by diffusers")
+                raise Refusal("the pipeline scales LoRAs, and diffusers computes some of them")
         self.scale = float(scale)
 
 
@@ -124,4 +124,4 @@ def refuse_others(layer: Any) -> None:
             fits = fits and all(getattr(down, name) == getattr(within, name) for name in names)
         # Where a layer has no bias, ours has no place for a LoRA's.
         if not fits or down.bias is not None or (up.bias is not None and within.bias is None):
-            raise Refusal(f"the LoRA {name} is built differently from those we know")
+            raise Refusal(f"the LoRA {name} is built in a way that OneDiff does not know")

@@ -135,10 +135,10 @@ def image_prompts(
     """What each IP-Adapter of these processors adds. image_tokens: see UNetPatches. Raises Refusal where diffusers has
     to run them, or to refuse their inputs."""
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
-        raise Refusal("they are not where an image prompt is")
+        raise Refusal("they are not at an image prompt's layers")
     counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
     if counts != {len(image_tokens)}:
-        raise Refusal("adapters, images and scales are not equally many")
+        raise Refusal("adapters, images and scales differ in number")
     return tuple(image_prompt(processors, latent, index, tokens) for index, tokens in enumerate(image_tokens))
 
 

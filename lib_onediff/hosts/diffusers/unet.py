@@ -40,7 +40,7 @@ TWO_HALVES = frozenset({
 })
 NO_PIPELINE = "the UNet was compiled without its pipeline (compile_pipe knows it)"
 NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
-ODD_BATCH = "the call has another number of rows than a prompt and a negative prompt for each image"
+ODD_BATCH = "the call does not have one row of the prompt and one of the negative prompt for each image"
 # What of a call is for all rows, whatever its size.
 FOR_ALL_ROWS = ("cross_attention_kwargs",)
 

@@ -47,15 +47,15 @@ def read_image_prompts(
 ) -> tuple[ImagePrompt, ...]:
     """As image_prompts_of. functions: what stands for cross attentions, by place. Raises Refusal with the reason."""
     if not all(has_known_source(kind.__call__) for kind in set(map(type, functions.values()))):
-        raise Refusal("they are no IP-Adapters that we know")
+        raise Refusal("they are not IP-Adapters that OneDiff knows")
     # Whether each part of the batch is of the prompt (0) or the negative one (1).
     order, first = tuple(options.get("cond_or_uncond") or ()), next(iter(functions.values()))
     count, rows = len(first.weights), latent.shape[0]
     if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
-        raise Refusal("rows or adapters are not equally many everywhere")
+        raise Refusal("layers have different numbers of rows or adapters")
     places = {key: queries_at(unet, key) for key in functions}
     if options.get("ad_params") is not None or not all(places.values()):
-        raise Refusal("they are not where an image prompt is")
+        raise Refusal("they are not at an image prompt's layers")
     of_rows, sigmas = [part for part in order for _ in range(rows // len(order))], options.get("sigmas")
     return tuple(image_prompt(functions, places, index, of_rows, latent, sigmas) for index in range(count))
 
@@ -72,7 +72,7 @@ def image_prompt(
     # "original" is the one way in which the host's page uses them.
     is_plain = first.weight_type[index].startswith("original") and not first.unfold_batch[index]
     if not same or not is_plain or first.masks[index] is not None:
-        raise Refusal("an adapter has settings that only the host knows")
+        raise Refusal("an adapter has settings that only the WebUI knows")
     if cond.shape[0] != 1 or uncond.shape != cond.shape:
         raise Refusal(f"image tokens are {tuple(cond.shape)} and {tuple(uncond.shape)}")
     tokens = torch.cat([cond, uncond])

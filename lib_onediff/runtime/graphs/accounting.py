@@ -117,7 +117,7 @@ class GraphRecord(NamedTuple):
 
 
 class PoolKey(NamedTuple):
-    """Whose graphs share a memory pool. architecture: None for that of none."""
+    """Whose graphs share a memory pool. architecture: None for a graph of no network."""
 
     device: torch.device
     architecture: str | None

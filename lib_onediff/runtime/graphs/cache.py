@@ -38,7 +38,7 @@ class GraphCache:
 
     def __init__(
         self, holdings: Holdings, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet],
-        operators_of: Callable[[str, bool, str], Operators],
+        operators_of: Callable[[str, bool], Operators],
     ) -> None:
         self._now, self._table, self._managed = holdings, table, managed
         self._operators_of = operators_of
@@ -107,7 +107,7 @@ class GraphCache:
     def _make(self, managed: ManagedUNet, entry: Entry, call: Call) -> None:
         key = entry.key
         before = self._now.made.bytes(key.device, key.architecture)
-        operators = self._operators_of(key.backend, managed.has_wide_norms, key.lossy.attention)
+        operators = self._operators_of(key.backend, managed.has_wide_norms)
         runner = self._now.made.prepare(
             key.architecture, managed.source(key.lossy, call), operators, own_inputs(call), entry.needs
         )

@@ -145,7 +145,7 @@ class DecoderRoute:
         known = self._decoders.get(asked.decoder)
         if known is None:
             # Or another thread has switched OneDiff off meanwhile.
-            raise Refusal("this VAE was not handed to OneDiff")
+            raise Refusal("OneDiff was not given this VAE")
         settings, why_off = self._services.run_settings or (known[1] or self._services.settings, "")
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)

@@ -200,7 +200,7 @@ class LowBit:
         self._ask_again()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
-        """Measure which of this call's products gain by eight bits, where that is not known; whether it was so.
+        """Measure which of this call's products gain by eight bits, where that is not known. Returns whether it was measured.
         time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype, device, measured = call.latent.dtype, call.latent.device, False
