@@ -115,7 +115,8 @@ class Device(abc.ABC):
         that fails, and torch.cuda.OutOfMemoryError."""
 
     def tune(self, network: Network, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
-        """Measure what is the fastest for a call with these attentions, where that is not known. Returns whether it was measured."""
+        """Measure what is the fastest for a call with these attentions, where that is not known. Returns whether it was
+        measured."""
         return False
 
     def runner(self, managed: Any, key: Any, call: Call, waits: bool) -> Any:

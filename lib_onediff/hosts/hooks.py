@@ -202,7 +202,8 @@ class VaeHooks(ForwardPatches):
         try:
             refuse_replaced(type(decoder), beneath_ours=original)
             if kwargs:
-                raise Refusal(f"the VAE is called with arguments that OneDiff does not know ({', '.join(sorted(kwargs))})")
+                names = ", ".join(sorted(kwargs))
+                raise Refusal(f"the VAE is called with arguments that OneDiff does not know ({names})")
             self._check(decoder)
         except Refusal as refusal:
             return runtime.vae.decode(decoder, z, host, upcasts, str(refusal))

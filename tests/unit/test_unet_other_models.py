@@ -88,4 +88,5 @@ def test_an_ip_adapter_that_a_call_does_not_bring_is_the_hosts() -> None:
     call, output = a_call(unet), random(2, 4, 8, 8)
     with torch.no_grad():
         assert runtime.run(unet, call, lambda: output) is output
-    assert lib_onediff.status()["reason"] == "other extensions have replaced parts of the UNet: an IP-Adapter's image prompt"
+    reason = "other extensions have replaced parts of the UNet: an IP-Adapter's image prompt"
+    assert lib_onediff.status()["reason"] == reason

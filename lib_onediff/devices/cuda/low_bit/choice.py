@@ -200,8 +200,8 @@ class LowBit:
         self._ask_again()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
-        """Measure which of this call's products gain by eight bits, where that is not known. Returns whether it was measured.
-        time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
+        """Measure which of this call's products gain by eight bits, where that is not known. Returns whether it was
+        measured. time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype, device, measured = call.latent.dtype, call.latent.device, False
         every = set() if self.everywhere else set(self._products_of(lossy, layout, call).values())
