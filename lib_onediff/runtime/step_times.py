@@ -56,7 +56,7 @@ class StepTimes:
             return None
         if ms > SLOWER_THAN_USUAL * best["ms"]:
             usual = f"{ms:.3g} ms, usually {best['ms']:.3g} ms"
-            return Slower(f"slower than usual ({usual}): something else may use this device", True)
+            return Slower(f"slower than usual ({usual}): something else may use this device, or it is hot", True)
         before = read(best.get("before"))
         if before is None or best["ms"] <= SLOWER_SINCE * before["ms"]:
             return None
