@@ -1,6 +1,6 @@
-"""Who may use the REST API: whoever may use the WebUI's own, and where that asks nobody, whoever may use its page.
+"""Who may use the REST API: those who may use the WebUI's own and, where that asks nobody, those who may use its page.
 
-No page of another site may use either: gradio runs our events on the WebUI's page for whoever sends a request.
+No page of another site may use either: gradio runs our events on the WebUI's page for anyone who sends a request.
 """
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class PurgeBody(Body):
     """What to purge: one of resolutions (of all models, or of one model), model, disk and all."""
 
     resolutions: list[Resolution] | None = Field(None, description='Such as ["512x512"], as GET shapes names them.')
-    model: ModelName | None = Field(None, description="As GET shapes names it; alone: every resolution of it.")
+    model: ModelName | None = Field(None, description="As GET shapes names it; without resolutions: all of them.")
     disk: StrictBool = Field(False, description="What is kept on the disk; graphs in memory live on.")
     all: StrictBool = Field(False, description="Every resolution of every model, and the disk.")
     wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)

@@ -101,7 +101,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if (options.url is not None) != (options.command == "webui"):
         parser.error("webui takes an address, and the other commands none")
     if options.share and (options.command != "webui" or options.set):
-        parser.error("--share is of webui alone, and without --set")
+        parser.error("--share goes with webui, and without --set")
     if options.share and not options.share.is_dir():
         parser.error(f"--share: {options.share} is no folder")
     try:

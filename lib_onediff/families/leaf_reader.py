@@ -185,7 +185,7 @@ class LeafReader:
         if not type(module).__module__.startswith("peft."):
             return module
         if not (self._reads_loras and is_lora(type(module))):
-            raise self.unknown(module, "of what peft puts around layers, plain LoRAs of a UNet alone are read")
+            raise self.unknown(module, "of peft's layers, only plain LoRAs of a UNet are read")
         return layer_within(module)
 
     def unknown(self, module: Any, why: str = "") -> Refusal:

@@ -106,7 +106,7 @@ class ResolutionRow:
     only when its largest goes, so it is no sum, and neither do rows add up. needs is what its largest graph takes.
     Times are those of the shape that is used most, because shapes of different batch sizes have no common step: means
     over all steps of its last image, of which some may have computed less. The VAE's shapes stand last, below every
-    model of their resolution, and count in none of that.
+    model of their resolution, and do not count in these.
     """
 
     resolution: str

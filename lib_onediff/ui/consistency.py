@@ -71,7 +71,7 @@ def report(facts: Facts) -> str:
 def parse(text: str) -> Facts:
     """The facts in a report, which may stand in other text, indented or quoted with ">".
 
-    Raises ValueError with a sentence for a text that is none.
+    Raises ValueError with a sentence for any other text.
     """
     lines = iter([line.strip().lstrip("> \t") for line in str(text).splitlines()])
     if TITLE not in lines:

@@ -112,7 +112,7 @@ def package_version(name: str) -> str:
 
 
 def switch(path: str) -> str:
-    """What a switch of torch says, or what a function of it returns. PyTorch raises where it has none of that name
+    """What a switch of torch says, or what a function of it returns. PyTorch raises where it has no such name
     (torch 2.1 asserts it), and where newer switches contradict it."""
     try:
         value = operator.attrgetter(path)(torch)

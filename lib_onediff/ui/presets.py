@@ -72,5 +72,5 @@ def preset_of(name: str) -> Preset:
 
 
 def with_preset(settings: Settings, name: str) -> Settings:
-    """Settings with a preset's values. Raises ValueError with a sentence for a name that is none."""
+    """Settings with a preset's values. Raises ValueError with a sentence for an unknown name."""
     return replace(settings, **preset_of(name).all_values)

@@ -1,4 +1,4 @@
-"""Taking away what OneDiff keeps in a WebUI's files, for whoever uninstalls it."""
+"""Remove what OneDiff keeps in a WebUI's files, for users who uninstall it."""
 from __future__ import annotations
 
 import json
