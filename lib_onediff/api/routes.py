@@ -87,7 +87,7 @@ class Routes:
         self._exclusively, self._turn = exclusively, threading.Lock()
 
     def status(
-        self, probe: bool = Query(False, description="Answer 503 while not ready, for probes that read the status only."),
+        self, probe: bool = Query(False, description="Answer 503 while not ready, for probes that read no body."),
     ) -> Response:
         """What the last UNet call was, by which route it went and why, and whether what is to be ready is so.
 
