@@ -119,7 +119,8 @@ def perceptual_distance() -> Distance:
     try:
         lpips: Any = importlib.import_module("lpips")
         network = lpips.LPIPS(verbose=False)
-    except Exception:  # its torchvision may not fit torch, and may not get its weights
+    except (ImportError, OSError, RuntimeError):
+        # Its torchvision may not fit torch, and may not get its weights.
         return lambda one, other: None
     return lambda one, other: float(network(lpips.im2tensor(one), lpips.im2tensor(other)))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from .call import Call, CutMemory, PromptRows
+from .refusal import Refusal
 from .sampling import Position, Sampling
 from .settings import Settings
 from .table import Entry
@@ -17,6 +18,7 @@ from .table import Entry
 Host = Callable[[], Tensor]
 # Which rows of a call are the prompt's. Raises Refusal where nobody knows. Asked only where it matters.
 Guidance = Callable[[], PromptRows]
+FAILED = "a fault of OneDiff"
 
 
 class Served(NamedTuple):
@@ -71,6 +73,16 @@ class StepMemory(Protocol):
 Memory = TypeVar("Memory", bound=StepMemory)
 
 
+class Broken:
+    """In the place of what a policy keeps: it has failed, and rests for the rest of this walk."""
+
+    def __init__(self, walk: object) -> None:
+        self.walk = walk
+
+    def bytes(self) -> int:
+        return 0
+
+
 @dataclass(frozen=True)
 class Moment:
     """A call within its sampling, as policies are asked about it.
@@ -106,11 +118,14 @@ class Moment:
         return self.find()
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
-        """What a policy keeps for this network, made anew at every new walk."""
+        """What a policy keeps for this network, made anew at every new walk. Raises Refusal where it has failed in this
+        one."""
         memory: Any = self.memories.get(name)
         if memory is None or memory.walk != self.position.walk:
             memory = self.memories[name] = make()
             memory.walk = self.position.walk
+        if isinstance(memory, Broken):
+            raise Refusal(FAILED)
         return memory
 
 

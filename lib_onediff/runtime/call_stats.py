@@ -166,10 +166,11 @@ class CallStats:
                 self.show()
             images = [self.image]
         self.host = host
+        step = Step(kind, own, host)
         for image in images:
-            image.steps[Step(kind, own, host)] += 1
-            if self.entry is not None and not is_apart:
+            if step not in image.steps and self.entry is not None and not is_apart:
                 image.places.add((self.entry.model, self.entry.key.resolution))
+            image.steps[step] += 1
 
     def _count_call(self, route: str) -> None:
         entry = self.entry

@@ -8,7 +8,7 @@ import torch
 
 from ..core.call import Call
 from ..core.guard import Guard, HostFunction
-from ..core.policy import Answer, Compute, Guidance, Host, Moment, Served, StepPolicy
+from ..core.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import Sampling
 from ..core.settings import Settings
@@ -41,8 +41,9 @@ class Around:
             if host is not None and id(error) == host.raised:
                 raise
             rest(policy, self._guard.note(policy.title, error))
-            # What it kept may be wrong: it begins anew.
-            moment.memories.pop(policy.name, None)
+            walk = getattr(moment.memories.get(policy.name), "walk", None)
+            if walk is not None:
+                moment.memories[policy.name] = Broken(walk)
         return self._inner(call, host)
 
     def check(self, call: Call, served: Served) -> None:

@@ -223,7 +223,7 @@ def test_warming_makes_the_shape_of_the_call_to_come(host: AnimaHost, tokens: in
     ("blocks.0.mlp.activation", "blocks.0.mlp.activation", nn.GELU("tanh")),
     ("expected SiLU", "blocks.1.adaln_modulation_mlp.0", nn.GELU()),
     ("no padding mask", "x_embedder.proj", nn.Sequential(nn.Identity(), nn.Linear(4 * CHANNELS, WIDTH, bias=False))),
-    ("other frequencies", "pos_embedder.dim_spatial_range", torch.ones(5)),
+    ("frequencies that OneDiff does not know", "pos_embedder.dim_spatial_range", torch.ones(5)),
     ("do not know, such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
 ])
 def test_a_module_that_we_do_not_know_is_refused(host: AnimaHost, reason: str, path: str, value: Any) -> None:

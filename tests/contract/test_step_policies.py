@@ -164,9 +164,9 @@ def test_half_of_the_steps(host: Host, images: int) -> None:
 
 @family
 @pytest.mark.parametrize(("marks", "options", "reason"), [
-    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "calls of their own"), ([1], {}, "calls of their own"),
+    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "separate calls"), ([1], {}, "separate calls"),
     ([1, 0], {"sigmas": None}, "does not say"), ([1, 0], {"cond_or_uncond": None}, "does not say"),
-    ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "other rows"),
+    ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "rows besides"),
 ])
 def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dict[str, Any], reason: str) -> None:
     guided = Guided(host, 1, marks)
@@ -177,7 +177,7 @@ def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dic
 
 @a1111
 @pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
-    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "calls of their own"), (1, 1, 3, "other rows"),
+    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "separate calls"), (1, 1, 3, "rows besides"),
     (1, 1, 2, "other prompts"), (0, 0, 2, "does not make this call"),
 ])
 def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: int, reason: str) -> None:

@@ -71,7 +71,7 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     for time in STEPS:
         call = ours.call(time)
         assert ours.run(call)[0] == ours.run(call, refusing("several prompts"))[0] == WHOLE
-    assert ours.run(ours.call(1.0))[0] == WHOLE and "and others" in ours.reason
+    assert ours.run(ours.call(1.0))[0] == WHOLE and "other calls besides" in ours.reason
     ours.begin()
     assert ours.sample() == steps(1)
 

@@ -102,7 +102,7 @@ def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, mon
         patch.setattr(low_bit, "empty_like", full)
         for _ in range(2):
             served(unet, half_call(unet))
-            assert now()[0] == EXACT and "no GPU memory for the weights in eight bits" in reason()
+            assert now()[0] == EXACT and "not enough GPU memory for the 8-bit weights" in reason()
     assert len(tries) == 1, "not at every step"
     runtime.begin_sampling(unet)
     served(unet, half_call(unet))

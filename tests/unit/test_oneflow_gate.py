@@ -56,7 +56,7 @@ def tried(folder: Path, seconds: float = 120.0) -> str | None:
 
 @pytest.mark.parametrize(("python", "system", "processor", "said"), [
     ((3, 13), "linux", "x86_64", ["Python 3.10", "3.13"]), (None, "win32", "AMD64", ["Linux", "AMD64"]),
-    (None, "linux", "aarch64", ["Linux", "aarch64"]), (None, "linux", "x86_64", ["not installed", "README"]),
+    (None, "linux", "aarch64", ["Linux", "aarch64"]), (None, "linux", "x86_64", ["not installed", ".readme/hosts.md"]),
 ])
 def test_where_it_is_not(
     monkeypatch: pytest.MonkeyPatch, machine: Path, python: tuple[int, int] | None, system: str, processor: str,

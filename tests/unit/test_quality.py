@@ -46,7 +46,7 @@ def test_the_same_image_in_every_form() -> None:
 
 @pytest.mark.parametrize("other, part", [
     (torch.zeros(128, 160), "An image is"), (torch.zeros(128, 160, 3), "of uint8, not"),
-    (torch.zeros(128, 152, 3, dtype=torch.uint8), "of one size"),
+    (torch.zeros(128, 152, 3, dtype=torch.uint8), "of the same size"),
 ])
 def test_what_cannot_be_compared_gets_a_sentence(other: Tensor, part: str) -> None:
     with pytest.raises(ValueError, match=part):

@@ -144,7 +144,7 @@ def test_the_door_and_the_loader_need_no_gradio() -> None:
     pytest.importorskip("diffusers")
     code = (
         "import sys; sys.modules['gradio'] = None;"
-        "import lib_onediff.api.answers, lib_onediff.api.gate, lib_onediff.hosts.diffusers.model_folder"
+        "import lib_onediff.api.bodies, lib_onediff.api.gate, lib_onediff.hosts.diffusers.model_folder"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

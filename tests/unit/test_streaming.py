@@ -281,7 +281,7 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
     for _ in range(2):
         assert relative_error(served(eight, call), diffusers_output(eight, call)) < 0.05
     assert (lib_onediff.status()["lossy"] == "8-bit only") is takes, reason()
-    assert takes or "no GPU memory for the weights in eight bits" in reason()
+    assert takes or "not enough GPU memory for the 8-bit weights" in reason()
 
 
 def test_a_lora_beside_the_layers_is_rounded_with_their_weights(eight: Any, computer: Computer) -> None:

@@ -89,7 +89,7 @@ def why_no_package() -> str | None:
         here = f"{written(sys.version_info[:2])} for {platform.system()} on {platform.machine()}"
         return f"OneFlow exists for Python {written(PYTHON)} for Linux on x86-64, and this is {here}"
     if find_spec("oneflow") is None:
-        return "OneFlow is not installed, and never is by itself: .readme/hosts.md says how"
+        return "OneFlow is not installed: .readme/hosts.md says how"
     version = metadata.version("oneflow")
     if release(version)[:2] != ONEFLOW:
         return f"OneDiff can use OneFlow {written(ONEFLOW)}, and the one here is {version}: pip install oneflow==0.9.0"
