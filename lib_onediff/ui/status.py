@@ -79,7 +79,8 @@ def gain_of(status: dict[str, Any]) -> float | None:
     image = status.get("image") or {}
     took, alone = image.get("seconds"), image.get("host_seconds")
     ratio: float | None = status["ratio"]
-    return alone / took if took and alone is not None and ratio is not None else ratio
+    is_load = bool(status.get("slower")) and ratio is None
+    return alone / took if took and alone is not None and not is_load else ratio
 
 
 def status_html(status: dict[str, Any]) -> str:

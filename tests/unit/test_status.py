@@ -54,3 +54,11 @@ def test_it_says_where_onediff_is_switched_off() -> None:
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())
     assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
+
+
+def test_an_image_says_how_fast_it_was_where_steps_cannot_and_nothing_does_under_another_load() -> None:
+    made = {**STATUS, "ratio": None, "image": {"seconds": 2.0, "host_seconds": 5.0, "steps": {"whole": 20}}}
+    assert "2.0 s/image (WebUI 5.0 s), 12.3 ms/step (WebUI 24.7 ms), 2.5x faster" in status.summary_html(made)
+    loaded = {**made, "slower": "slower than usual (45 ms, usually 30 ms)"}
+    assert "faster" not in status.summary_html(loaded) + status.status_html(loaded)
+    assert "not compared" in status.status_html(loaded) and "slower than usual" in status.status_html(loaded)
