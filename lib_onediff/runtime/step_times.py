@@ -36,12 +36,11 @@ class StepTimes:
 
     def note(self, entries: Iterable[Entry]) -> None:
         """Remember how long steps took; call it between images."""
-        known = self._history.times()
         for entry in entries:
             name, ms = time_name(entry), entry.own.settled_ms
             if not self._versions or ms is None:
                 continue
-            best = read(known.get(name))
+            best = read(self._history.time_of(name))
             if best is None:
                 self._history.time(name, {"ms": ms, "by": self._versions})
             elif best["by"] != self._versions:
@@ -51,7 +50,7 @@ class StepTimes:
 
     def slower(self, entry: Entry) -> Slower | None:
         """How steps of this shape take longer than they did; None where they do not, or nobody knows."""
-        best, ms = read(self._history.times().get(time_name(entry))), entry.own.settled_ms
+        best, ms = read(self._history.time_of(time_name(entry))), entry.own.settled_ms
         if best is None or ms is None or best["by"] != self._versions:
             return None
         if ms > SLOWER_THAN_USUAL * best["ms"]:

@@ -210,9 +210,9 @@ class History:
         """Remember what was measured to be best. Raises TypeError if JSON cannot hold it."""
         self._find(TUNED, name, value)
 
-    def times(self) -> dict[str, Any]:
-        """How long steps took, by name; see runtime.step_times."""
-        return self._findings[TIMES].copy()
+    def time_of(self, name: str) -> Any:
+        """How long steps of this name took, None where that is not known; see runtime.step_times."""
+        return self._findings[TIMES].get(name)
 
     def time(self, name: str, value: dict[str, Any]) -> None:
         """Remember how long a step took."""

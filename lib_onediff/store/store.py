@@ -33,6 +33,7 @@ SCHEMA = (
 LIMITS = (
     ("history", "last_used", "1", 3000), ("finding", "rowid", "kind = 'verdict'", 5000),
     ("finding", "rowid", "kind = 'tuned'", 5000),
+    ("finding", "rowid", "kind = 'time'", 5000),
 )
 # Parts of SQLite's messages where the disk refuses, not the file. Python 3.10 knows its result codes by text alone.
 REFUSALS = ("is locked", "locking protocol", "is full", "readonly", "unable to open", "disk I/O")

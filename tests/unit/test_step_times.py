@@ -8,7 +8,7 @@ from test_history import KEY
 
 from lib_onediff.core.table import Entry, State, Verdict
 from lib_onediff.runtime.rows import rows_of
-from lib_onediff.runtime.step_times import StepTimes
+from lib_onediff.runtime.step_times import StepTimes, time_name
 
 VERSIONS = {"torch": "2.9.0", "the driver": "580.1"}
 
@@ -66,9 +66,10 @@ def test_an_update_that_makes_steps_slower_is_named(tmp_path: Path) -> None:
 def test_a_purge_forgets_it_and_what_others_wrote_is_nothing(tmp_path: Path) -> None:
     times = process(tmp_path)
     times.note([entry_at(30.0)])
-    (name,) = times._history.times()
+    name = time_name(entry_at(30.0))
+    assert times._history.time_of(name)["ms"] == 30.0
     times._history.forget({"512x512"}, "SD1", {"sd1"})
-    assert times._history.times() == {}
+    assert times._history.time_of(name) is None
     for value in ({"ms": "30", "by": {}}, [1], {"ms": -1.0, "by": {}}, None):
         times._history.time(name, value)
         assert times.slower(entry_at(90.0)) is None
