@@ -187,10 +187,10 @@ class ManagedUNet:
             self.low_bit = None
             self.bound.drop_applied()
 
-    def make_room(self, size: int) -> bool:
+    def make_room(self, size: int, is_urgent: bool = False) -> bool:
         """Have the host take so many bytes of weights off the GPU, where it keeps a part of them in main memory anyway.
-        Returns whether it has."""
-        if self.bound.streaming is None or self.asked_for_room >= MOST_ASKED:
+        is_urgent: or else the host itself would run out of memory. Returns whether it has."""
+        if (self.bound.streaming is None and not is_urgent) or self.asked_for_room >= MOST_ASKED:
             return False
         self.asked_for_room += 1
         unet = self.bound.module

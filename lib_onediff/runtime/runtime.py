@@ -5,6 +5,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..weights.watch import no_object
 from .cache import Cache
 from .call_stats import HOST
 from .card_route import CardRoute
+from .graphs.cache import no_room
 from .managed_unet import ManagedUNet
 from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
@@ -33,6 +35,8 @@ from .vae.route import DecoderRoute
 
 log = logging.getLogger("onediff")
 NOT_HANDED_OVER = "OneDiff was not given this UNet"
+# Bytes that a step of the largest UNet takes beside its weights, where the host cuts nothing.
+HOST_NEEDS = 1 << 30
 
 
 class Runtime:
@@ -257,7 +261,10 @@ class Runtime:
             self.free_graphs()
         self.call_stats.note(HOST, reason)
         self._leave_as_found(unet)
-        return self.pressure.run_host(host)
+        managed = self.managed_unet(unet)
+        # Our layout has left memory in pieces that the host would have in one.
+        room = no_room if managed is None else partial(managed.make_room, HOST_NEEDS, is_urgent=True)
+        return self.pressure.run_host(host, room)
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""

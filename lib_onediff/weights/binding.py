@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -110,7 +111,9 @@ class Binding:
         for leaf in self._leaves.values():
             for parameter in () if leaf() is None else self._parameters(leaf):
                 if parameter is not None and shares_storage(parameter):
-                    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+                    # Where the card is full, it goes on sharing: the host does not mind.
+                    full = suppress(torch.cuda.OutOfMemoryError)
+                    with full, torch.no_grad(), torch.inference_mode(parameter.is_inference()):
                         parameter.data = parameter.detach().clone()
 
     def turn_convolutions_back(self) -> int:
@@ -128,7 +131,7 @@ class Binding:
         if weight.is_contiguous(memory_format=memory_format):
             return 0
         with torch.no_grad(), torch.inference_mode(weight.is_inference()):
-            weight.data = weight.detach().contiguous(memory_format=memory_format)
+            weight.data = turned(weight.detach(), memory_format)
         self._turned.add(path)
         return weight.numel() * weight.element_size()
 
@@ -308,3 +311,12 @@ def joined_affine(fusion: FusedLinear, affines: Weights) -> Affine:
     if weight is None or (biases and (bias is None or len(biases) < len(members))):
         raise Refusal(f"the layers of {fusion.name} no longer lie together")
     return Affine(weight, bias)
+
+
+def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """The same values, (out, in, height, width), in this order; in the memory that they have where the card is full."""
+    try:
+        return weight.contiguous(memory_format=memory_format)
+    except torch.cuda.OutOfMemoryError:
+        values = weight.cpu().contiguous(memory_format=memory_format)
+        return weight.as_strided(values.shape, values.stride()).copy_(values)

@@ -1,6 +1,7 @@
 """Room on the GPU before a sampling and around a capture, and the most memory that a capture has in use at a time."""
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.capture import PIECE, most_in_use
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
-from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.runtime import HOST_NEEDS, runtime
 
 CLOSE = 1e-5
 GIBIBYTE = 2**30
@@ -85,6 +86,31 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
         output = runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call))
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
+
+
+def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
+    unet: nn.Module, weather: Weather, card: PretendedCard
+) -> None:
+    call, asked = a_call(unet, seed=3), list[int]()
+    served(unet, call)
+    managed = runtime.managed_unet(unet)
+    assert managed is not None
+
+    def host() -> Tensor:
+        if not asked:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return diffusers_output(unet, call)
+
+    traits = managed.bound.host_traits
+    managed.bound.host_traits = replace(traits, make_room=lambda unet, size: not asked.append(size))
+    with torch.no_grad():
+        output = runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
+    assert torch.equal(output, diffusers_output(unet, call)) and asked == [HOST_NEEDS]
+    managed.bound.host_traits = replace(traits, make_room=lambda unet, size: False)
+    asked.clear()
+    runtime.free_graphs()
+    with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
+        runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
 
 
 def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: PretendedCard) -> None:

@@ -184,3 +184,26 @@ def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None
     unet.save_pretrained(tmp_path / "folder")
     loaded = UNet2DConditionModel.from_pretrained(tmp_path / "folder", cross_attention_dim=CONTEXT_WIDTH)
     assert same(before, values(loaded))
+
+
+def test_weights_are_given_back_on_a_card_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = diffusers_unet(**SDXL)
+    before, binding = values(unet), Binding(unet, FAMILIES.read(unet))
+    binding.bind(True)
+    ordered, full = Tensor.contiguous, iter(range(10**6))
+
+    def contiguous(tensor: Tensor, **given: object) -> Tensor:
+        # The first attempt of each.
+        if given and next(full) % 2 == 0:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return ordered(tensor, **given)
+
+    def clone(tensor: Tensor) -> Tensor:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Tensor, "contiguous", contiguous)
+    monkeypatch.setattr(Tensor, "clone", clone)
+    binding.unbind()
+    monkeypatch.undo()
+    assert next(full) > 2 and same(before, values(unet))
+    assert all(parameter.is_contiguous() for parameter in unet.parameters())

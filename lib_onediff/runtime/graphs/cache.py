@@ -201,6 +201,10 @@ class GraphCache:
         self._shared_noticed = self._now.shared()
 
 
+def no_room() -> bool:
+    return False
+
+
 class MemoryPressure:
     """Asked wherever somebody else is about to need GPU memory; nothing of it is asked at every step."""
 
@@ -227,12 +231,13 @@ class MemoryPressure:
             wanted = pixels * VALUES_PER_DECODED_PIXEL * latent.element_size()
             self._relieve(PoolKey(latent.device, None), wanted)
 
-    def run_host(self, host: Callable[[], Result]) -> Result:
-        """What host() returns; once more without our graphs where it runs out of GPU memory beside them."""
+    def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] = no_room) -> Result:
+        """What host() returns; once more without our graphs where it runs out of GPU memory beside them. make_room: see
+        ManagedUNet.make_room."""
         try:
             return host()
         except torch.cuda.OutOfMemoryError:
-            if not self._now.devices():
+            if not make_room() and not self._now.devices():
                 raise
         # Only now is everything gone that the host had computed before it failed.
         log.warning("The GPU's memory is full: OneDiff gives its graphs up, and the WebUI tries once more.")
