@@ -86,18 +86,22 @@ class Contents:
         self._part = part
         is_read = reader is not None and self._places and self._places[0].device.type == "cuda"
         self._launch = reader(self._places, part) if reader is not None and is_read else None
+        self._odd: dict[int, Tensor] = {}
         self.known = self._begin()()
 
     def begin(self) -> Callable[[], bool]:
-        """Launch the reading. What is returned waits for it, and for nothing launched after it, and tells whether
-        anything has other values than when that was told last."""
+        """Launch the reading; main memory is read when it is told. What is returned waits for it, and for nothing
+        launched after it, and tells whether anything has other values than when that was told last."""
         try:
             read = self._begin()
         except ReferenceError:
             return lambda: True
 
         def changed() -> bool:
-            before, self.known = self.known, read()
+            try:
+                before, self.known = self.known, read()
+            except ReferenceError:
+                return True
             return not torch.equal(before, self.known)
 
         return changed
@@ -105,15 +109,14 @@ class Contents:
     def _begin(self) -> Callable[[], Tensor]:
         if not self._places:
             return lambda: torch.empty(0, dtype=torch.int64)
-        with torch.no_grad():
-            if self._launch is None:
-                found = torch.stack([sum_of(place, self._part) for place in self._places])
-            elif all(place.is_alive for place in self._places):
-                found = self._launch()
-            else:
-                raise ReferenceError("a tensor's memory is gone")
-        if not found.is_cuda:
-            return lambda: found
+        if self._launch is None and not any(place.device.type == "cuda" for place in self._places):
+            return self._sums
+        if self._launch is None:
+            found = self._sums()
+        elif all(place.is_alive for place in self._places):
+            found = self._launch()
+        else:
+            raise ReferenceError("a tensor's memory is gone")
         on_cpu = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         on_cpu.copy_(found, non_blocking=True)
         done = torch.cuda.Event()
@@ -125,18 +128,27 @@ class Contents:
 
         return wait
 
+    @torch.no_grad()
+    def _sums(self) -> Tensor:
+        """By torch's operators, (places,) in int64 where the first one is."""
+        return torch.stack([self._sum_of(place).to(self._places[0].device) for place in self._places])
 
-def sum_of(place: Place, part: int) -> Tensor:
-    """(), in int64: of the words of 32 bits, or of bytes where the memory does not come out even."""
-    words = place.bytes()
-    if place.nbytes % WORD == 0 and place.start % WORD == 0:
-        words = words.view(torch.int32)
-    step = place.step(part)
-    if step > 1:
-        whole = len(words) // (PIECE * step) * (PIECE * step)
-        words = words[:whole].view(-1, step, PIECE)[:, 0].flatten()
-    odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
-    return (words * odd).sum()
+    def _sum_of(self, place: Place) -> Tensor:
+        """(), in int64: of the words of 32 bits, or of bytes where the memory does not come out even."""
+        words = place.bytes()
+        if place.nbytes % WORD == 0 and place.start % WORD == 0:
+            words = words.view(torch.int32)
+        step = place.step(self._part)
+        if step > 1:
+            whole = len(words) // (PIECE * step) * (PIECE * step)
+            words = words[:whole].view(-1, step, PIECE)[:, 0].flatten()
+        count, device = len(words), words.device
+        odd = self._odd.get(count)
+        if odd is None or odd.device != device:
+            odd = torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
+            if device.type == "cpu":
+                self._odd[count] = odd
+        return (words * odd).sum()
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:

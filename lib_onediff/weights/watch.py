@@ -219,6 +219,8 @@ class Tree:
         of_kinds = ([name for name in space if name not in ANNOTATIONS] for space in self._kinds)
         global_hooks = [name for name in GLOBAL_HOOKS if name in everywhere]
         self._code = Names(self._spaces, [*of_kinds, *map(functions_in, spaces), global_hooks])
+        # As long as it stands, so do these.
+        self._digests: dict[frozenset[str], str] = {}
 
     def stands(self, root: nn.Module) -> bool:
         """Whether it computes as it did. A millisecond for SDXL's UNet."""
@@ -248,6 +250,9 @@ class Tree:
     def digest(self, left_out: Collection[str] = ()) -> str:
         """What tells the sources of this computation from others: classes, their code, and plain attributes but
         these."""
+        known = self._digests.get(frozenset(left_out))
+        if known is not None:
+            return known
         code = hashlib.sha256()
         for kind in self._sources:
             code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
@@ -257,7 +262,9 @@ class Tree:
                     if body is not None:
                         constants = [one for one in body.co_consts if isinstance(one, SAME_IN_ANY_PROCESS)]
                         code.update(f"{name} {body.co_names} {constants}".encode() + body.co_code)
-        return hashlib.sha256((self._attributes.digest(left_out) + code.hexdigest()).encode()).hexdigest()[:16]
+        together = (self._attributes.digest(left_out) + code.hexdigest()).encode()
+        digest = self._digests[frozenset(left_out)] = hashlib.sha256(together).hexdigest()[:16]
+        return digest
 
 
 def places_with(of: Callable[[dict[str, Any]], Any], states: Sequence[dict[str, Any]]) -> list[int]:
@@ -372,10 +379,11 @@ UNCOUNTED = -1
 
 def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was edited in place."""
-    try:
-        return list(map(VERSION, tensors))
-    except RuntimeError:  # an inference tensor counts none
-        return list(map(edit_count, tensors))
+    # Asking an inference tensor raises, which takes twenty times as long.
+    if not any(map(Tensor.is_inference, tensors)):
+        with suppress(RuntimeError):
+            return list(map(VERSION, tensors))
+    return list(map(edit_count, tensors))
 
 
 def edit_count(tensor: Any) -> int:
@@ -383,6 +391,6 @@ def edit_count(tensor: Any) -> int:
     if tensor is None:
         return 0
     try:
-        return int(tensor._version)
-    except (RuntimeError, AttributeError):
+        return UNCOUNTED if tensor.is_inference() else int(tensor._version)
+    except RuntimeError:  # one whose data is an inference tensor's
         return UNCOUNTED
