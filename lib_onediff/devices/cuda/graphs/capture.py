@@ -138,18 +138,18 @@ class CudaGraphs:
         """How long a run of work takes in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot
         be captured."""
         with torch.cuda.device(device):
-            stream = self._stream(device, dtype)
             try:
-                return time_in_graph(work, stream)
+                return time_in_graph(work, self._stream(device, dtype))
             except torch.cuda.OutOfMemoryError:
                 # A capture cannot ask torch for what it keeps unused.
                 Card.empty_cache()
-                return time_in_graph(work, stream)
+                return time_in_graph(work, self._stream(device, dtype))
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream()
-            give_workspaces(self._streams[device], dtype)
+            stream = torch.cuda.Stream()
+            give_workspaces(stream, dtype)
+            self._streams[device] = stream
         return self._streams[device]
 
     def _pool(self, device: torch.device, architecture: str, stream: torch.cuda.Stream) -> Pool:

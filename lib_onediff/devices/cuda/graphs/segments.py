@@ -46,12 +46,13 @@ class Address:
 
 
 class GraphRecording:
-    """Records CUDA graphs on a stream into a pool (None: one of each graph's own). What is between them runs on the
-    stream that is current when this is made."""
+    """Records CUDA graphs on a stream into a pool (None: a new one). What is between them runs on the stream that is
+    current when this is made."""
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream, piece: int = 0) -> None:
         """piece: bytes that the pool gets in one piece before."""
-        self._pool, self._stream, self._piece = pool, stream, piece
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._stream, self._piece = stream, piece
         self._host = torch.cuda.current_stream(stream.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -105,7 +106,17 @@ class GraphRecording:
             except BaseException:
                 with contextlib.suppress(RuntimeError):
                     self.stop()
+                self._forget()
                 raise
+
+    def _forget(self) -> None:
+        """After a failure, torch may believe that it records still. It would not give back what it keeps unused where a
+        host runs out of memory."""
+        name = "_cuda_endAllocateToPool"
+        end = getattr(torch._C, name, None) or getattr(torch._C, name.replace("To", "CurrentStreamTo"), None)
+        if end is not None:
+            with contextlib.suppress(RuntimeError, TypeError):
+                end(self._stream.device.index, self._pool)
 
 
 def time_in_graph(work: Callable[[], object], stream: torch.cuda.Stream) -> float:
