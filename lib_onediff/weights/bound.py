@@ -146,9 +146,9 @@ class BoundUNet:
             return None
         if lora is not None and lora() != self._lora:
             return None
-        changed, on_the_fly = self._begin_contents(), self.on_the_fly
+        on_the_fly = self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        found = during(work, unet, tree, parameters, changed)
+        found = during(work, unet, tree, parameters, self._contents)
         if found is None:
             return None
         result, were_edited = found
@@ -158,13 +158,9 @@ class BoundUNet:
             return None
         return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
 
-    def _begin_contents(self) -> Callable[[], bool]:
-        """See Contents.begin; nothing has changed where nobody asks for them: bool() is False."""
-        return bool if self._contents is None else self._contents.begin()
-
     def _look_for_edits(self) -> None:
         """Count edits of values since the last time. Raises Refusal where the weights lie elsewhere by now."""
-        changed = self._begin_contents()()
+        changed = self._contents is not None and self._contents.begin()()
         if self._parameters is None:
             raise Refusal("the weights have moved since they were last looked at")
         # Last: it tells of each edit once.

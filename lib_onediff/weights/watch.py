@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.refusal import Refusal
-from .contents import Place
+from .contents import Contents, Place
 
 Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
@@ -354,15 +354,16 @@ def guards_of(parameters: Sequence[Tensor]) -> Any:
 
 
 def during(
-    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, changed: Callable[[], bool]
+    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, contents: Contents | None
 ) -> tuple[Result, bool] | None:
     """What work() returns, a replay, and whether values were edited since that was asked last, as far as torch counts
-    that or changed() tells it. None where the module tree computes otherwise, or the parameters are others: that is
-    looked at once the replay is launched, but for what it would read from memory that is not there any more. Then it is
-    not."""
+    that or the contents of these parameters tell it. None where the module tree computes otherwise, or the parameters
+    are others: that is looked at once the replay is launched, but for what it would read from memory that is not there
+    any more. Then it is not."""
     found = parameters.lie_still()
     if found is None:
         return None
+    changed = bool if contents is None else contents.begin(are_alive=True)
     result = work()
     if not tree.stands(root):
         return None
