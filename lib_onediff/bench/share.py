@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import argparse
 import base64
-import importlib
 import io
 import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.quality import compare
+from ..core.quality import ImageComparison, compare
 from .images import STATUS, STEPS_TO_SETTLE, WebUI
 from .steps import Row, Size
 
@@ -29,7 +28,6 @@ MOST_IMAGES_UNTIL_READY = 5
 HINT = """
 Medians; in brackets how many times as fast as off, and how near: Exact to off, the others to Exact.
 To have it in OneDiff's table of cards, open an issue in its repository with {}."""
-Distance = Callable[[Any, Any], "float | None"]
 
 
 def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -37,7 +35,7 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
     Raises ValueError with a sentence where the WebUI does not answer, or OneDiff does not serve it.
     """
-    running, distance = WebUI(options.url), perceptual_distance()
+    running = WebUI(options.url)
     if "machine" not in running.ask(STATUS):
         raise ValueError("the WebUI runs an earlier OneDiff than this one: update it there, or restart the WebUI")
     # Some WebUIs load their checkpoint with the first image. Without scikit-image, that is said now and not at the end.
@@ -53,7 +51,7 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     side = next((side for name, side in SIDES.items() if status["model"].startswith(name)), LARGEST_SIDE)
     rows, lines = [], []
     for size in options.size or [(side, side)]:
-        made = list(measured(running, size, options, status["presets"], distance))
+        made = list(measured(running, size, options, status["presets"]))
         yield from made
         rows += made
         lines.append(line(facts, made))
@@ -65,11 +63,9 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     print("\n".join([joined(heads), joined(["---"] * len(heads)), *lines, HINT.format(files)]))
 
 
-def measured(
-    running: WebUI, size: Size, options: argparse.Namespace, presets: Sequence[str], distance: Distance
-) -> Iterator[Row]:
-    """The rows of a size. psnr_db (None: equal images), ssim and lpips (None: not installed) are medians: of the first
-    preset, which is exact, beside off, and of the others beside it."""
+def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
+    """The rows of a size. psnr_db (None: equal images) and ssim are medians: of the first preset, which is exact,
+    beside off, and of the others beside it."""
     exact = presets[0]
     chosen: dict[str, list[Any]] = {OFF: [False], **{name: [True, name] for name in presets}}
 
@@ -86,7 +82,7 @@ def measured(
                 break
     times: dict[str, list[float]] = {name: [] for name in chosen}
     calls: dict[str, Counter[str]] = {name: Counter() for name in chosen}
-    found: dict[str, list[Any]] = {name: [] for name in chosen}
+    found: dict[str, list[ImageComparison]] = {name: [] for name in presets}
     for seed in range(1, options.runs + 1):
         images = {}
         for name in chosen:
@@ -97,32 +93,18 @@ def measured(
             calls[name] += served
             images[name] = pixels(file)
         for name in presets:
-            pair = images[OFF if name == exact else exact], images[name]
-            found[name].append((compare(*pair), distance(*pair)))
+            found[name].append(compare(images[OFF if name == exact else exact], images[name]))
     off_s = statistics.median(times[OFF])
     for name in chosen:
         row: Row = {"size": f"{size[0]}x{size[1]}", "options": name, "image_s": statistics.median(times[name])}
         row["x_off"] = off_s / row["image_s"]
         if name != OFF:
-            compared, distances = zip(*found[name], strict=True)
             # Of two in the middle the worse: what is equal to one alone is not called equal.
-            psnr = statistics.median_low(each.psnr for each in compared)
+            psnr = statistics.median_low(each.psnr for each in found[name])
             row["psnr_db"] = psnr if math.isfinite(psnr) else None
-            row["ssim"] = statistics.median(each.ssim for each in compared)
-            row["lpips"] = None if None in distances else statistics.median(distances)
+            row["ssim"] = statistics.median(each.ssim for each in found[name])
         served_by = ", ".join(f"{count} {route}" for route, count in calls[name].items())
         yield {**row, "served_by": served_by, "all_s": times[name]}
-
-
-def perceptual_distance() -> Distance:
-    """LPIPS of two images, (height, width, 3) of uint8; None for any where the package lpips does not work."""
-    try:
-        lpips: Any = importlib.import_module("lpips")
-        network = lpips.LPIPS(verbose=False)
-    except (ImportError, OSError, RuntimeError):
-        # Its torchvision may not fit torch, and may not get its weights.
-        return lambda one, other: None
-    return lambda one, other: float(network(lpips.im2tensor(one), lpips.im2tensor(other)))
 
 
 def pixels(file: str) -> Any:
@@ -146,7 +128,6 @@ def cell(row: Row) -> str:
     told = [] if row["options"] == OFF else [
         f"{row['x_off']:.2f}x",
         *(["identical"] if row["psnr_db"] is None else [f"{row['psnr_db']:.1f} dB", f"SSIM {row['ssim']:.3f}"]),
-        *([] if row["lpips"] is None else [f"LPIPS {row['lpips']:.3f}"]),
     ]
     return f"{row['image_s']:.2f} s" + (f" ({', '.join(told)})" if told else "")
 
