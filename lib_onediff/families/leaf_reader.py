@@ -30,7 +30,7 @@ KNOWN_FORWARDS = {
     "sgm": {"GroupNorm32"},
     "backend": {f"ForgeOperations.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm", "RMSNorm")},
     "ldm_patched": {f"disable_weight_init.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
-    "diffusers": {"LoRACompatibleLinear", "LoRACompatibleConv"},
+    "diffusers": {"LoRACompatibleLinear", "LoRACompatibleConv", "RMSNorm"},
 }
 
 
@@ -62,6 +62,12 @@ class LeafReader:
         odd = next((name for name, value in wanted.items() if getattr(module, name) != value), None)
         if odd is not None:
             raise self.unknown(module, f"its {odd} is {getattr(module, odd)!s:.40}".partition("\n")[0])
+
+    def expect(self, kind: str, *modules: Any) -> None:
+        """Raise Refusal for the first of these that is of another kind."""
+        for module in modules:
+            if self.kind(module) != kind:
+                raise self.unknown(module, f"expected {kind}")
 
     def refuse_unclaimed(self) -> None:
         """Raise Refusal if the module has parameters that no description covers (an adapter's, say)."""

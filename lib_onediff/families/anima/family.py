@@ -1,8 +1,8 @@
 """Anima as a family, and its forward pass, as pure functions of tensors against a set of operators.
 
-The arithmetic is that of Cosmos-Predict2's transformer (NVIDIA 2025) as Forge Neo has it. What differs is only how many
-products it takes: what all places make of the timestep is one GEMM and one batched one, and so is what an attention
-projects of the same tokens.
+The arithmetic is that of Cosmos-Predict2's transformer (NVIDIA 2025) as Forge Neo and diffusers have it. What differs
+is only how many products it takes: what all places make of the timestep is one GEMM and one batched one, and so is what
+an attention projects of the same tokens.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import torch
 import torch.nn.functional as functional
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.affine import Affine, Weights
 from ...core.call import Call
@@ -26,7 +26,9 @@ from .layout import (
     NormedSelfAttention,
     Positions,
     is_anima,
+    is_cosmos,
     read_anima,
+    read_cosmos,
 )
 
 # To how many tokens the host fills shorter prompts up.
@@ -38,20 +40,25 @@ class Animas:
 
     # The timestep is the share of noise.
     layout, first_timestep = AnimaLayout, 1.0
-    knows, read = staticmethod(is_anima), staticmethod(read_anima)
+
+    def knows(self, module: nn.Module) -> bool:
+        return is_anima(module) or is_cosmos(module)
+
+    def read(self, module: nn.Module) -> AnimaLayout:
+        return read_anima(module) if is_anima(module) else read_cosmos(module)
 
     def refuse_call(self, layout: AnimaLayout, call: Call) -> None:
         latent, context = call.latent, call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
             taken = f"{layout.in_channels} channels, one image"
-            raise Refusal(f"the latent is {tuple(latent.shape)}, but Anima takes {taken}")
+            raise Refusal(f"the latent is {tuple(latent.shape)}, but {layout.model_name} takes {taken}")
         if context.dim() != 3 or context.shape[-1] != layout.context_width:
             taken = f"{layout.context_width} values a token"
-            raise Refusal(f"the prompt is {tuple(context.shape)}, but Anima takes {taken}")
+            raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
             raise Refusal("latent, timestep and prompt are of different batches")
         if call.y is not None or call.control is not None or call.image_prompts:
-            raise Refusal("Anima takes no label, ControlNet or image prompt")
+            raise Refusal(f"{layout.model_name} takes no label, ControlNet or image prompt")
 
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
@@ -95,13 +102,15 @@ def patches_of(
     layout: AnimaLayout, weights: Weights, ops: Operators, latent: Tensor
 ) -> tuple[Tensor, int, int]:
     """Tokens, (batch, rows * columns, width), and how many rows and columns of patches there are. What is beyond the
-    edges is the opposite edge; the padding mask says of nothing that it is none of the image."""
+    edges is the opposite edge; a padding mask that the latent does not bring says of nothing that it is none of the
+    image."""
     patch = layout.patch
-    (batch, channels, _, height, width) = latent.shape
+    batch, height, width = len(latent), *latent.shape[-2:]
+    channels = layout.patches.in_features // patch**2
     image = functional.pad(latent[:, :, 0], (0, -width % patch, 0, -height % patch), mode="circular")
     rows, columns = image.shape[-2] // patch, image.shape[-1] // patch
-    image = torch.cat([image, image.new_zeros(batch, 1, *image.shape[-2:])], dim=1)
-    pieces = image.view(batch, channels + 1, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+    image = torch.cat([image, image.new_zeros(batch, channels - layout.in_channels, *image.shape[-2:])], dim=1)
+    pieces = image.view(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
     return ops.linear(pieces.reshape(batch, rows * columns, -1), weights[layout.patches.path]), rows, columns
 
 
@@ -146,7 +155,7 @@ def turns_of(positions: Positions, rows: int, columns: int, device: torch.device
     angles = []
     for count, width, theta in zip((1, rows, columns), positions.widths, positions.thetas, strict=True):
         exponents = (torch.arange(0, width, 2, device=device).float() / width).to(positions.rounded)
-        frequencies = 1.0 / theta ** exponents.to(torch.float16)
+        frequencies = 1.0 / theta ** exponents.to(positions.frequencies)
         angles.append(torch.outer(torch.arange(count, dtype=torch.float32, device=device), frequencies))
     time, down, across = angles
     together = torch.cat([

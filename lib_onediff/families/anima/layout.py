@@ -1,5 +1,5 @@
 """What an Anima network is, which parameter does what without holding any; read from Forge Neo's module
-(backend.nn.anima)."""
+(backend.nn.anima) and from diffusers' CosmosTransformer3DModel."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -28,11 +28,17 @@ from ...core.leaves import (
     descriptions,
     digest_without,
 )
+from ...core.origins import package
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
 
 BASE = 10000.0
 PLACES = ("self_attn", "cross_attn", "mlp")
+# What diffusers' may have besides, by its configuration.
+VARIANTS = {
+    "extra_pos_embed_type": "learned positions", "use_crossattn_projection": "a projection of the prompt",
+    "img_context_dim_in": "a second attention, to images",
+}
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,13 @@ class Positions:
     """What turns queries and keys by their places: a rotary embedding in halves, by time, height and width.
 
     widths, thetas: how much of a head's width is turned by each, and the bases of its frequencies. rounded: the type to
-    which the host has rounded their exponents; it computes the frequencies in float16.
+    which the host has rounded their exponents. frequencies: the type in which it computes the frequencies.
     """
 
     widths: tuple[int, int, int]
     thetas: tuple[float, float, float]
     rounded: torch.dtype
+    frequencies: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class AnimaLayout:
         return tuple(descriptions(self, FusedLinear))
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- Forge Neo's ------------------------------------------------------------------------------------------------------
 
 
 def is_anima(network: nn.Module) -> bool:
@@ -166,9 +173,7 @@ def read_anima(network: Any) -> AnimaLayout:
     if patches.in_features != area * (network.in_channels + 1):
         raise Refusal("it takes no padding mask")
     pairs = [getattr(block, f"adaln_modulation_{place}") for block in network.blocks for place in PLACES]
-    for module in (embedder.activation, *(pair[0] for pair in (*pairs, final.adaln_modulation))):
-        if leaves.kind(module) != "SiLU":
-            raise leaves.unknown(module, "expected SiLU")
+    leaves.expect("SiLU", embedder.activation, *(pair[0] for pair in (*pairs, final.adaln_modulation)))
     layout = AnimaLayout(
         in_channels=network.in_channels, out_channels=network.out_channels, patch=network.patch_spatial, width=width,
         context_width=network.blocks[0].cross_attn.k_proj.weight.shape[1], patches=patches,
@@ -185,19 +190,17 @@ def read_anima(network: Any) -> AnimaLayout:
         out_norm=adaptive_norm(final.layer_norm, width, leaves), out=leaves.linear(final.linear),
     )
     leaves.refuse_unclaimed()
+    refuse_biases(network)
     return layout
 
 
 def read_positions(embedder: Any) -> Positions:
     """The exponents are buffers, which may have been rounded with the weights."""
     time, space = embedder.dim_temporal_range, embedder.dim_spatial_range
-    at_time, at_height, at_width = (
-        BASE * factor for factor in (embedder.t_ntk_factor, embedder.h_ntk_factor, embedder.w_ntk_factor)
-    )
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
     for rounded in (torch.float32, torch.bfloat16, torch.float16):
         if all(is_range(buffer, rounded) for buffer in (time, space)):
-            return Positions(widths, (at_time, at_height, at_width), rounded)
+            return Positions(widths, thetas_of(embedder), rounded, torch.float16)
     raise Refusal("its positions have frequencies that OneDiff does not know")
 
 
@@ -228,6 +231,98 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
         feed_forward_in=leaves.linear(block.mlp.layer1), feed_forward_out=leaves.linear(block.mlp.layer2),
         norm=norms.pop(),
     )
+
+
+# --- diffusers' -------------------------------------------------------------------------------------------------------
+
+
+def is_cosmos(network: nn.Module) -> bool:
+    kind = type(network)
+    return kind.__name__ == "CosmosTransformer3DModel" and package(kind.__module__) == "diffusers" and is_genuine(kind)
+
+
+def read_cosmos(network: Any) -> AnimaLayout:
+    """The layout of a CosmosTransformer3DModel (Cosmos-Predict2, Anima). Its masks are channels of the latent. Raises
+    Refusal with the reason."""
+    leaves = LeafReader(network, reads_loras=True)
+    time, final, rope = network.time_embed, network.norm_out, network.rope
+    for name, what in VARIANTS.items():
+        if network.config.get(name):
+            raise Refusal(f"it has {what} ({name})")
+    sizes = {tuple(part.patch_size) for part in (network.config, network.patch_embed, rope)}
+    (frames, patch, across), *others = sizes
+    if others or frames != 1 or patch != across:
+        raise Refusal(f"its patches are {' and '.join(map(str, sizes))}, not of one image and square")
+    places = [norm for block in network.transformer_blocks for norm in (block.norm1, block.norm2, block.norm3)]
+    for kind, *modules in (
+        ("CosmosPatchEmbed", network.patch_embed), ("CosmosEmbedding", time), ("Timesteps", time.time_proj),
+        ("CosmosTimestepEmbedding", time.t_embedder), ("CosmosRotaryPosEmbed", rope), ("CosmosAdaLayerNorm", final),
+        ("CosmosAdaLayerNormZero", *places), ("SiLU", *(one.activation for one in (time.t_embedder, *places, final))),
+    ):
+        leaves.expect(kind, *modules)
+    time_norm, patches, out = leaves.rms_norm(time.norm), leaves.linear(network.patch_embed.proj), network.proj_out
+    width, blocks = time_norm.width, tuple(cosmos_block(block, leaves) for block in network.transformer_blocks)
+    layout = AnimaLayout(
+        in_channels=patches.in_features // patch**2, out_channels=out.out_features // patch**2, patch=patch,
+        width=width, context_width=blocks[0].cross_attention.key_value.members[0].in_features, patches=patches,
+        time=TimeEmbedding(
+            channels=time.time_proj.num_channels, cosine_first=time.time_proj.flip_sin_to_cos,
+            frequency_shift=float(time.time_proj.downscale_freq_shift), scale=float(time.time_proj.scale),
+            condition=None, first=leaves.linear(time.t_embedder.linear_1),
+            second=leaves.linear(time.t_embedder.linear_2),
+        ),
+        time_norm=time_norm,
+        downs=leaves.fused("modulation.down", *(place.linear_1 for place in (*places, final))),
+        ups=leaves.fused("modulation.up", *(place.linear_2 for place in places)), out_up=leaves.linear(final.linear_2),
+        positions=Positions((rope.dim_t, rope.dim_h, rope.dim_w), thetas_of(rope), torch.float32, torch.float32),
+        blocks=blocks, out_norm=adaptive_norm(final.norm, width, leaves), out=leaves.linear(out), model_name="Cosmos",
+    )
+    leaves.refuse_unclaimed()
+    refuse_biases(network)
+    return layout
+
+
+def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
+    path, own, cross, (into, between, out) = leaves.path(block), block.attn1, block.attn2, block.ff.net
+    width = own.to_q.out_features
+    for kind, *modules in (
+        ("CosmosTransformerBlock", block), ("Attention", own, cross), ("FeedForward", block.ff), ("GELU", into),
+        ("Dropout", own.to_out[1], cross.to_out[1], between),
+    ):
+        leaves.expect(kind, *modules)
+    leaves.require(into, approximate="none")
+    for attention in (own, cross):
+        leaves.require(attention, inner_dim=width, inner_kv_dim=width)
+        if leaves.kind(attention.processor) != "CosmosAttnProcessor2_0":
+            raise leaves.unknown(attention, f"its processor is {leaves.kind(attention.processor)}")
+    norms = {adaptive_norm(norm.norm, width, leaves) for norm in (block.norm1, block.norm2, block.norm3)}
+    if len(norms) != 1:
+        raise leaves.unknown(block, "its norms differ")
+    return AdaptiveBlock(
+        self_attention=NormedSelfAttention(
+            leaves.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v),
+            leaves.rms_norm(own.norm_q), leaves.rms_norm(own.norm_k), leaves.linear(own.to_out[0]), own.heads,
+        ),
+        cross_attention=NormedCrossAttention(
+            leaves.linear(cross.to_q), leaves.fused(f"{path}.attn2", cross.to_k, cross.to_v),
+            leaves.rms_norm(cross.norm_q), leaves.rms_norm(cross.norm_k), leaves.linear(cross.to_out[0]), cross.heads,
+        ),
+        feed_forward_in=leaves.linear(into.proj), feed_forward_out=leaves.linear(out), norm=norms.pop(),
+    )
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def thetas_of(embedder: Any) -> tuple[float, float, float]:
+    return BASE * embedder.t_ntk_factor, BASE * embedder.h_ntk_factor, BASE * embedder.w_ntk_factor
+
+
+def refuse_biases(network: nn.Module) -> None:
+    """Raise Refusal where a layer adds one: no network of this family has any, and ours computes none."""
+    found = next((name for name, _ in network.named_parameters() if name.endswith("bias")), None)
+    if found is not None:
+        raise Refusal(f"{found} is a bias, where OneDiff knows none")
 
 
 def adaptive_norm(norm: Any, width: int, leaves: LeafReader) -> AdaptiveNorm:
