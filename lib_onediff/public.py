@@ -29,10 +29,13 @@ Network = TypeVar("Network", bound=nn.Module)
 Pipe = TypeVar("Pipe", bound="DiffusionPipeline")
 # What of a pipeline is compiled, as ignores names it.
 PARTS = ("unet", "vae")
+# Where a pipeline has its network.
+NETWORKS = ("unet", "transformer")
 
 
 def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
-    """Run a diffusers UNet2DConditionModel by our forward from now on. Returns the same module.
+    """Run a diffusers UNet2DConditionModel or CosmosTransformer3DModel by our forward from now on. Returns the same
+    module.
 
     options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what
     is no UNet at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. Safe to call
@@ -63,12 +66,12 @@ def compile_pipe(
     cache_interval: int | None = None, cache_layer_id: int | None = None, cache_block_id: int | None = None,
     **options: Any,
 ) -> Pipe:
-    """Make a Stable Diffusion or SDXL pipeline of diffusers fast. Returns the same pipe.
+    """Make a Stable Diffusion, SDXL, Cosmos-Predict2 or Anima pipeline of diffusers fast. Returns the same pipe.
 
-    That is its UNet and its VAE; ignores=("unet",) and ignores=("vae",) leave the one or the other as it is. A VAE that
-    is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for callers of
-    OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the pipe. A pipe
-    without a UNet (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
+    That is its UNet, or the transformer in its place, and its VAE; ignores=("unet",) and ignores=("vae",) leave the
+    one or the other as it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for
+    callers of OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the
+    pipe. A pipe without either (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
 
     cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
     residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
@@ -76,13 +79,13 @@ def compile_pipe(
     """
     must_be_pipeline(pipe, "compile_pipe")
     left, chosen = parts_of(pipe, ignores), settings_of(settings, options)
-    unet = unwrapped(getattr(pipe, "unet", None))
+    unet = network_of(pipe)
     if unet is None:
         log.warning("OneDiff: %s has no UNet; it stays as it is.", type(pipe).__name__)
         return pipe
     deepcache = deepcache_options(unet, cache_interval, cache_layer_id, cache_block_id)
     chosen = Settings.from_mapping({**deepcache, **options}, chosen)
-    if "unet" not in left:
+    if left.isdisjoint(NETWORKS):
         compile_unet(unet, chosen)
         diffusers.follow(unet, pipe)
     if "vae" not in left:
@@ -142,6 +145,12 @@ def is_pipeline(pipe: Any) -> bool:
     return holds and not isinstance(pipe, (nn.Module, type))
 
 
+def network_of(pipe: Any) -> Any:
+    """A pipeline's UNet, or its transformer where it is of a kind that OneDiff knows; None where it has neither."""
+    unet, transformer = (unwrapped(getattr(pipe, name, None)) for name in NETWORKS)
+    return transformer if unet is None and type(transformer).__name__ in diffusers.OUTPUTS else unet
+
+
 def parts_of(pipe: Any, names: Iterable[str]) -> frozenset[str]:
     """The parts of a pipeline that ignores names. Raises TypeError and ValueError with a sentence."""
     if isinstance(names, str) or not isinstance(names, Iterable):
@@ -191,7 +200,7 @@ def compile_half(half: nn.Module, settings: Settings) -> None:
 def uncompile_pipe(pipe: Pipe) -> Pipe:
     """Undo compile_pipe. Returns the same pipe."""
     must_be_pipeline(pipe, "uncompile_pipe")
-    unet = getattr(pipe, "unet", None)
+    unet = network_of(pipe)
     no_longer_announce(pipe)
     if unet is not None:
         uncompile_unet(unet)

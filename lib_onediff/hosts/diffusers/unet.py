@@ -1,6 +1,7 @@
-"""Put our forward on a diffusers UNet2DConditionModel, and take it off again."""
+"""Put our forward on a diffusers UNet2DConditionModel or CosmosTransformer3DModel, and take it off again."""
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import math
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import Call, Control, PromptRows, half_of, rows_within
+from ...core.call import APART, Call, Control, PromptRows, half_of, rows_within
 from ...core.guard import HostFunction
 from ...core.refusal import Refusal
 from ...core.settings import Settings
@@ -20,6 +21,7 @@ from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.watch import no_object
+from .cosmos import cosmos_call
 from .instance_forward import InstanceForward, attached, only_moves, put_on, take_off
 from .loras import LoraReader
 from .patches import Within, within
@@ -27,7 +29,12 @@ from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
 
-UNET, UPCASTING = "UNet2DConditionModel", "AttnProcessor"
+UNET, COSMOS, UPCASTING = "UNet2DConditionModel", "CosmosTransformer3DModel", "AttnProcessor"
+# What the forwards of these classes return their sample in: a module and a class.
+OUTPUTS = {
+    UNET: ("diffusers.models.unets.unet_2d_condition", "UNet2DConditionOutput"),
+    COSMOS: ("diffusers.models.modeling_outputs", "Transformer2DModelOutput"),
+}
 # These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
 # diffusers or of somebody else, may have three predictions an image, or another order.
 TWO_HALVES = frozenset({
@@ -46,7 +53,7 @@ FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
 class DiffusersForward(InstanceForward):
-    """Stands in for UNet2DConditionModel.forward."""
+    """Stands in for the forward of one of OUTPUTS."""
 
     hook = "the UNet's forward"
 
@@ -77,14 +84,15 @@ class DiffusersForward(InstanceForward):
             sample = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
         if not return_dict:
             return (sample,)
-        from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
-
-        return UNet2DConditionOutput(sample=sample)
+        place, output = OUTPUTS[kind.__name__]
+        return getattr(importlib.import_module(place), output)(sample=sample)
 
     def declined(self, module: Any, reason: str) -> None:
         runtime.note_host(reason, module)
 
     def _prompt_rows(self, host: HostFunction, unet: Any, given: dict[str, Any]) -> PromptRows:
+        if "sample" not in given:
+            raise Refusal(APART)
         rows = rows_of_prompt(self.pipeline(), given["sample"])
         alone = arguments_of_prompt(given, rows)
         return PromptRows(rows, lambda: sample_of(host, unet, alone))
@@ -92,7 +100,7 @@ class DiffusersForward(InstanceForward):
     def _read(self, unet: Any, given: dict[str, Any]) -> Call:
         """The call with these arguments as ours."""
         try:
-            return self._call(unet, **given)
+            return cosmos_call(unet, **given) if type(unet).__name__ == COSMOS else self._call(unet, **given)
         except Refusal:
             raise
         except Exception as fault:
@@ -180,8 +188,9 @@ def detach(unet: nn.Module) -> None:
 
 @lru_cache(maxsize=8)
 def names_of(kind: type, forward: Callable[..., Any]) -> tuple[str, ...]:
-    """What this class's forward takes besides the module. Raises Refusal where it is not the one of diffusers' UNet."""
-    if kind.__name__ != UNET:
+    """What this class's forward takes besides the module. Raises Refusal where it is none of diffusers' own that we
+    know."""
+    if kind.__name__ not in OUTPUTS:
         raise Refusal(f"{kind.__name__} is not a UNet that OneDiff knows")
     refuse_replaced(kind)
     return tuple(inspect.signature(forward).parameters)[1:]

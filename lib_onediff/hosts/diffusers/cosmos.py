@@ -1,0 +1,34 @@
+"""A call of diffusers' CosmosTransformer3DModel as ours."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...core.call import Call
+from ...core.refusal import Refusal
+
+
+def cosmos_call(
+    network: Any, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor,
+    condition_mask: Tensor | None = None, padding_mask: Any = None, **others: Any,
+) -> Call:
+    """Masks become channels of the latent, as in the host's own forward. Raises Refusal for what ours does not take,
+    and whatever the host raises for masks that do not fit."""
+    passed = [name for name, value in others.items() if value is not None]
+    if passed:
+        raise Refusal(f"the pipeline passes {', '.join(passed)}")
+    if isinstance(encoder_hidden_states, (tuple, list)):
+        raise Refusal("the context has several parts")
+    batch, _, frames, *size = hidden_states.shape
+    if timestep.dim() != 1:
+        raise Refusal(f"the timestep is {tuple(timestep.shape)}, not one for each image")
+    patch, most = network.config.patch_size[-1], max(network.rope.max_size)
+    if any(side % patch or side > patch * most for side in size):
+        raise Refusal(f"the latent is {tuple(hidden_states.shape)}, not of up to {most} patches of {patch} a side")
+    parts = [hidden_states] if condition_mask is None else [hidden_states, condition_mask]
+    if network.config.concat_padding_mask:
+        parts.append(functional.interpolate(padding_mask, size).unsqueeze(2).repeat(batch, 1, frames, 1, 1))
+    return Call(torch.cat(parts, dim=1), timestep.expand(batch), encoder_hidden_states)

@@ -1,0 +1,102 @@
+"""diffusers' CosmosTransformer3DModel, of its Cosmos-Predict2 and Anima pipelines, computes the host's images by us."""
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, randomise, relative_error
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lib_onediff
+
+code = pytest.importorskip("diffusers.models.transformers.transformer_cosmos", reason="needs diffusers 0.33")
+SMALL = {
+    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2,
+    "mlp_ratio": 2.0, "text_embed_dim": CONTEXT_WIDTH, "adaln_lora_dim": 16, "max_size": (8, 40, 40),
+    "extra_pos_embed_type": None, "crossattn_proj_in_channels": CONTEXT_WIDTH,
+}
+ONE_PIXEL = {"patch_size": (1, 1, 1), "num_attention_heads": 3, "rope_scale": (1.0, 4.0, 3.0)}
+IN_CONFIG, IN_BLOCK, IN_CALL = "config", "block", "call"
+# What the host takes of torchvision, where that is missing.
+NEAREST = SimpleNamespace(resize=lambda mask, size, interpolation: functional.interpolate(mask, size))
+vars(code).setdefault("transforms", SimpleNamespace(functional=NEAREST, InterpolationMode=SimpleNamespace(NEAREST="")))
+
+
+def network(**config: Any) -> Any:
+    return randomise(code.CosmosTransformer3DModel(**{**SMALL, **config})).requires_grad_(False)
+
+
+def call(height: int = 6, width: int = 10, batch: int = 2, frames: int = 1) -> dict[str, Any]:
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(height * width))
+    return {
+        "hidden_states": random(batch, 4, frames, height, width), "timestep": torch.linspace(0.9, 0.2, batch),
+        "encoder_hidden_states": random(batch, 20, CONTEXT_WIDTH), "padding_mask": random(1, 1, 8 * height, 8 * width),
+    }
+
+
+@torch.no_grad()
+def ours(unet: Any, given: dict[str, Any]) -> Tensor:
+    """The answer, which is the host's, by our forward."""
+    output, expected = unet(**given), type(unet).forward(unet, **given)
+    assert relative_error(output.sample, expected.sample) < 1e-5 and type(output) is type(expected)
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    return unet(**given, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("config", [{}, ONE_PIXEL, {"concat_padding_mask": False}, {"in_channels": 5}], ids=str)
+def test_the_forward_is_the_hosts_and_an_edit_counts_at_once(config: dict[str, Any]) -> None:
+    unet = lib_onediff.compile_unet(network(**config))
+    for size in ((6, 10, 1), (14, 2, 2), (16, 24, 2)):
+        given = call(*size)
+        given["condition_mask"] = given["hidden_states"][:, :1].sign() if "in_channels" in config else None
+        before = ours(unet, given)
+    for name in ("norm2.linear_2", "attn1.norm_q", "ff.net.0.proj"):
+        unet.transformer_blocks[1].get_submodule(name).weight.mul_(1.5)
+        before, after = ours(unet, given), before
+        assert relative_error(after, before) > 1e-3
+
+
+def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
+    peft, unet = pytest.importorskip("peft"), network()
+    attributes, expected, pipe = dict(vars(unet)), unet(**call()).sample, SimpleNamespace(transformer=unet)
+    assert vars(lib_onediff.compile_pipe(pipe, ignores=["transformer"]).transformer) == attributes
+    layers = ["to_q", "to_v", "to_out.0", "linear_1", "linear_2", "proj", "proj_out"]
+    lib_onediff.compile_pipe(pipe)
+    unet.add_adapter(peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False), "a")
+    assert relative_error(ours(unet, call()), expected) > 1e-2
+    unet.unload_lora()
+    assert relative_error(ours(unet, call()), expected) < 1e-5
+    lib_onediff.uncompile_pipe(pipe)
+    assert "forward" not in vars(unet) and torch.equal(unet(**call()).sample, expected)
+
+
+@pytest.mark.parametrize(("where", "change", "reason"), [
+    (IN_CONFIG, {"extra_pos_embed_type": "learnable"}, "learned positions"),
+    (IN_CONFIG, {"use_crossattn_projection": True, "encoder_hidden_states_channels": 48}, "projection of the prompt"),
+    (IN_CONFIG, {"img_context_dim_in": 8}, "a second attention"), (IN_CONFIG, {"patch_size": (1, 1, 2)}, "(1, 1, 2)"),
+    (IN_BLOCK, {"attn1.to_out.0": nn.Linear(64, 64)}, "0.bias is a bias"),
+    (IN_BLOCK, {"attn2.processor": type("Other", (code.CosmosAttnProcessor2_0,), {})()}, "its processor is"),
+    (IN_BLOCK, {"ff.net.0.approximate": "tanh"}, "tanh"), (IN_BLOCK, {"norm2.norm.eps": 0.1}, "its norms differ"),
+    (IN_CALL, {"block_controlnet_hidden_states": []}, "passes block_controlnet"), (IN_CALL, {"fps": 16}, "passes fps"),
+    (IN_CALL, {"attention_mask": torch.arange(20).expand(2, -1) < 9}, "passes attention_mask"),
+    (IN_CALL, {"timestep": torch.ones(2, 1, 1, 1, 1)}, "not one for each"), (IN_CALL, call(frames=2), "one image"),
+    (IN_CALL, call(7, 10), "20 patches of 2 a side"), (IN_CALL, call(6, 42), "20 patches of 2 a side"),
+    (IN_CALL, {"encoder_hidden_states": (None,)}, "several"), (IN_CALL, {"padding_mask": None}, "not understood"),
+], ids=lambda value: "" if isinstance(value, dict) else value)
+@torch.no_grad()
+def test_what_only_the_host_knows_is_the_hosts(where: str, change: dict[str, Any], reason: str) -> None:
+    """Its errors too."""
+    unet, answers = network(**change if where == IN_CONFIG else {}), []
+    for path, value in change.items() if where == IN_BLOCK else ():
+        above, _, name = path.rpartition(".")
+        setattr(unet.transformer_blocks[1].get_submodule(above), name, value)
+    for forward in (partial(type(unet).forward, unet), lib_onediff.compile_unet(unet)):
+        try:
+            answers.append(forward(**{**call(), **(change if where == IN_CALL else {})}).sample)
+        except Exception as error:
+            answers.append(torch.tensor(list(str(error).encode())))
+    assert torch.equal(*answers) and reason in lib_onediff.status()["reason"]
