@@ -72,10 +72,6 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
         normed = partial(native_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, EPS)
         yield Trial(cuts.LAYER_NORM, row_class(width), normed)
         yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
-    for norm in norms_of(users, AdaptiveNorm):
-        stream, affine = adaptive_stream(make, norm.width, ROWS)
-        adapted = partial(rounding.adaptive_norm, stream, affine, EPS, vector.dtype, None)
-        yield Trial(cuts.LAYER_NORM, row_class(norm.width), adapted)
     for width, heads in head_widths(users, vector.dtype).items():
         yield Trial(attention_kernel(width), str(width), partial(attend, *cross_attention(make, width, heads)))
 
@@ -102,12 +98,15 @@ def launches_of(
     def of_blocks(norm: AdaptiveNorm) -> None:
         stream, affine = adaptive_stream(make, norm.width, FEW)
         ops.layer_norm(stream, affine, norm, affine)
+        native_tokens.gelu(make(FEW, norm.width))
 
     def of_heads(one: NormedHeads) -> None:
         turns = (torch.zeros((FEW, one.width // 2), device=device),) * 2
         for given in (turns, None):
             normed = Affine(make(one.width), None), RMSNorm("", one.width, EPS)
-            ops.normed_heads(make(BATCH, FEW, one.heads * one.width), one.heads, (normed,), given)
+            for parts in (1, 2):
+                projected = make(BATCH, FEW, parts * one.heads * one.width)
+                ops.normed_heads(projected, one.heads, (normed,) * parts, given)
 
     norms = {leaf.channels // leaf.groups: leaf for leaf in users if isinstance(leaf, GroupNorm)}
     return [
@@ -282,10 +281,9 @@ def low_bit_launches(
             )
 
     def blocks_of(norm: AdaptiveNorm) -> None:
-        config = launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
         for of in {dtype, torch.bfloat16}:
             stream, affine = adaptive_stream(make, norm.width, FEW, of)
-            rounding.adaptive_norm(stream, affine, EPS, dtype, kind, config)
+            rounding.adaptive_norm(stream, affine, EPS, dtype, kind)
         for features in (cuts.FEED_FORWARD * norm.width, norm.width):
             rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
 

@@ -35,9 +35,32 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def linear(x: Tensor, affine: Affine) -> Tensor:
-    weight = affine.weight
-    product = functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, affine.bias)
+    affine = affine._replace(weight=affine.weight.flatten(1))
+    if affine.low_rank is not None and merges(affine.weight, x.numel()):
+        affine = merged(affine)
+    product = functional.linear(x, affine.weight, affine.bias)
     return product if affine.low_rank is None else add_low_rank(product, x, affine.low_rank)
+
+
+def merges(weight: Tensor, numbers: int) -> bool:
+    """Whether LoRAs are less work in a weight (out, in), which is read and written once more, than beside its product
+    with tokens of so many numbers: they are read once more, and what comes out is written or read four times."""
+    out, width = weight.shape
+    return 2 * weight.numel() < numbers + 4 * numbers // width * out
+
+
+def merged(affine: Affine) -> Affine:
+    """With its LoRAs in its weight, (out, in), which is rounded as the host's own merged weight is."""
+    weight, low_rank = affine.weight, affine.low_rank
+    assert low_rank is not None
+    is_whole = sum(len(up) for _, up in low_rank.ups) == len(weight)
+    together = torch.empty_like(weight) if is_whole else weight.clone()
+    rank, down = 0, low_rank.down.flatten(1)
+    for row, up in low_rank.ups:
+        rows, ranks = up.shape
+        torch.addmm(weight[row:row + rows], up, down[rank:rank + ranks], out=together[row:row + rows])
+        rank += ranks
+    return affine._replace(weight=together, low_rank=None)
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:

@@ -158,13 +158,13 @@ class NativeOperators:
         self, stream: Stream, affine: Affine, norm: LayerNorm | AdaptiveNorm, reader: Affine
     ) -> tuple[Stream, Rows]:
         dtype, adapts = reader.weight.dtype, isinstance(norm, AdaptiveNorm)
-        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
         kind = self._kind(stream.tokens, reader, NORMED)
         adds = adapts == (stream.gate is not None) and (kind is not None or adapts and stream.update_scales is None)
         stream = stream if adds else updated(stream)
         stream = stream._replace(tokens=stream.tokens.contiguous())
         if adapts:
-            return rounding.adaptive_norm(stream, affine, norm.eps, dtype, kind, config)
+            return rounding.adaptive_norm(stream, affine, norm.eps, dtype, kind)
+        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
         if kind is not None:
             return rounding.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
@@ -200,6 +200,8 @@ class NativeOperators:
         if stream.bias is not None:
             stream = Stream(self.materialize(stream))
         tokens = stream.tokens.contiguous()
+        if affine.low_rank is not None and torch_ops.merges(affine.weight, x.numel()):
+            affine = torch_ops.merged(affine)
         tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
         if affine.low_rank is not None:
             torch_ops.add_low_rank(tokens, x, affine.low_rank)
@@ -248,7 +250,7 @@ class NativeOperators:
     def gelu_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
         product = self.linear(x, affine)
         kind = None if reader.bias is not None else self._kind(product, reader, PLAIN)
-        return functional.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
+        return native_tokens.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
 
     def normed_heads(
         self, projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None

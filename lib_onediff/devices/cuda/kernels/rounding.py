@@ -48,8 +48,7 @@ def layer_norm(
 
 
 def adaptive_norm(
-    stream: Stream, affine: Affine, eps: float, dtype: torch.dtype, kind: Kind | None,
-    config: LaunchConfig = LAYER_NORM.candidates[0],
+    stream: Stream, affine: Affine, eps: float, dtype: torch.dtype, kind: Kind | None
 ) -> tuple[Stream, Tensor | QuantizedTokens]:
     """The stream without update, and its layer norm by vectors (batch, width), whose last dimension is contiguous: in a
     kind of eight bits, in float8 by one scale which the vectors alone decide, or in dtype.
@@ -67,15 +66,13 @@ def adaptive_norm(
     else:
         normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
         values, scales = normed.values, normed.scales
-    rows_together, warps = config
     gate = factor if gate is None else gate
     # There is a kernel for each set of types: what is not there is stood for by something of its type.
     launch(
-        "rounding.adaptive_norm_rows", (ceil_div(batch * count, rows_together),), tokens,
-        factor if update is None else update, scales if update_scales is None else update_scales, gate, factor, shift,
-        values, scales, batch * count, width, count, batch, factor.stride(0), gate.stride(0), int(update is not None),
-        int(update_scales is not None), eps, (width - 1) ** 0.5, 0.0 if kind is None else kind.largest, warps=warps,
-        BLOCK=power_of_two(width), ROWS=rows_together,
+        "rounding.adaptive_norm_row", (batch * count,), tokens, factor if update is None else update,
+        scales if update_scales is None else update_scales, gate, factor, shift, values, scales, width, count, batch,
+        factor.stride(0), gate.stride(0), int(update is not None), int(update_scales is not None), eps,
+        (width - 1) ** 0.5, 0.0 if kind is None else kind.largest, warps=warps_for(width), BLOCK=power_of_two(width),
     )
     return Stream(tokens), normed
 

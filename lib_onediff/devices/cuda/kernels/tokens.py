@@ -14,6 +14,8 @@ from .launch_config import ATTENTION, GEGLU, LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
 HEADS_WARPS = 4
+# Numbers of a block, and its warps.
+GELU = 1024, 2
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
 # Of heads, for which there is a kernel: those of SD 1, SD 2 and SDXL.
 ATTENTION_WIDTHS = (40, 64, 80, 160)
@@ -70,6 +72,13 @@ def geglu(tokens: Tensor, config: LaunchConfig = GEGLU.candidates[0]) -> Tensor:
     return output
 
 
+def gelu(numbers: Tensor) -> Tensor:
+    """In its erf form, written into the numbers, which are contiguous."""
+    block, warps = GELU
+    launch("tokens.gelu_block", (ceil_div(numbers.numel(), block),), numbers, numbers.numel(), warps=warps, BLOCK=block)
+    return numbers
+
+
 def normed_heads(
     projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
 ) -> list[Tensor]:
@@ -81,9 +90,9 @@ def normed_heads(
     cosines, sines = (first.weight, first.weight) if turns is None else turns
     half = norm.width // 2
     launch(
-        "tokens.normed_heads_row", (batch * tokens, len(normed)), projected, first.weight, second.weight, cosines,
-        sines, width, tokens, heads, int(turns is not None), norm.eps, warps=HEADS_WARPS, HEADS=power_of_two(heads),
-        HALF=half,
+        "tokens.normed_heads_row", (batch * tokens,), projected, first.weight, second.weight, cosines, sines, width,
+        tokens, heads, int(turns is not None), norm.eps, warps=HEADS_WARPS, PARTS=len(normed),
+        HEADS=power_of_two(heads), HALF=half,
     )
     return list(projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind())
 

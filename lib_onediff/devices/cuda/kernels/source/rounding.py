@@ -52,7 +52,7 @@ def store_row_scale(values, scales, unit, row, scale):
 @triton.jit
 def store_rounded(values, place, numbers, scale, valid):
     """Store numbers as multiples of a scale."""
-    store_nearest(values, place, numbers / scale, valid)
+    store_nearest(values, place, numbers * (1.0 / scale), valid)
 
 
 @triton.jit
@@ -134,41 +134,38 @@ def plain_row(
 
 
 @triton.jit(do_not_specialize=[
-    "rows", "tokens_of_image", "images", "vector_stride", "gate_stride", "has_update", "has_scales"
+    "tokens_of_image", "images", "vector_stride", "gate_stride", "has_update", "has_scales"
 ])
-def adaptive_norm_rows(
-    tokens, update, update_scales, gate, factor, shift, values, scales, rows, width, tokens_of_image, images,
-    vector_stride, gate_stride, has_update, has_scales, eps, farthest, largest, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+def adaptive_norm_row(
+    tokens, update, update_scales, gate, factor, shift, values, scales, width, tokens_of_image, images, vector_stride,
+    gate_stride, has_update, has_scales, eps, farthest, largest, BLOCK: tl.constexpr,
 ):
     """The layer norm of tokens + update * update_scales * gate, which is written into tokens. gate, factor and shift
     are the image's, each image's so many numbers after the last one's. In eight bits, or as it is."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = column < width
-    valid = (row < rows) & inside
-    place, image = row * width + column, row // tokens_of_image
-    numbers = tl.load(tokens + place, valid, 0.0).to(tl.float32)
-    updated = valid & (has_update != 0)
-    further = tl.load(update + place, updated, 0.0).to(tl.float32)
-    further *= tl.load(update_scales + row, (row < rows) & (has_scales != 0), 1.0)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    inside, image = column < width, row // tokens_of_image
+    place, updated = row * width + column, inside & (has_update != 0)
+    numbers = tl.load(tokens + place, inside, 0.0).to(tl.float32)
+    further = tl.load(update + place, updated, 0.0).to(tl.float32) * tl.load(update_scales + row, has_scales != 0, 1.0)
     numbers += further * tl.load(gate + image * gate_stride + column, updated, 0.0).to(tl.float32)
     tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), updated)
     vector = image * vector_stride + column
-    normed = normalized(numbers, inside, width, eps) * tl.load(factor + vector, valid, 0.0).to(tl.float32)
-    normed += tl.load(shift + vector, valid, 0.0).to(tl.float32)
+    scaled_by = tl.load(factor + vector, inside, 0.0).to(tl.float32)
+    shifted_by = tl.load(shift + vector, inside, 0.0).to(tl.float32)
+    normed = normalized(numbers, inside, width, eps) * scaled_by + shifted_by
     if values.dtype.element_ty == tl.int8:
-        scale = scale_of(normed, valid, largest)
-        tl.store(scales + row, scale, row < rows)
-        store_rounded(values, place, normed, scale, valid)
+        scale = scale_of(normed, inside, largest)
+        tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+        store_rounded(values, place, normed, scale, inside)
     elif values.dtype.element_ty == tl.float8e4nv:
-        farthest_number = tl.zeros((1,), tl.float32)
-        for one in range(images):
-            other = one * vector_stride + column
-            numbers_of_it = farthest * tl.abs(tl.load(factor + other, inside, 0.0).to(tl.float32))
-            numbers_of_it += tl.abs(tl.load(shift + other, inside, 0.0).to(tl.float32))
-            farthest_number = tl.maximum(farthest_number, tl.max(numbers_of_it, 1))
-        scale = power_of_two_scale(farthest_number, largest)[:, None]
+        bound = tl.max(farthest * tl.abs(scaled_by) + tl.abs(shifted_by), 1)
+        for further_image in range(1, images):
+            other = (image + further_image) % images * vector_stride + column
+            scaled_by = tl.load(factor + other, inside, 0.0).to(tl.float32)
+            shifted_by = tl.load(shift + other, inside, 0.0).to(tl.float32)
+            bound = tl.maximum(bound, tl.max(farthest * tl.abs(scaled_by) + tl.abs(shifted_by), 1))
+        scale = power_of_two_scale(bound, largest)[:, None]
         store_once(scales, scale)
-        store_rounded(values, place, normed, scale, valid)
+        store_rounded(values, place, normed, scale, inside)
     else:
-        tl.store(values + place, normed.to(values.dtype.element_ty), valid)
+        tl.store(values + place, normed.to(values.dtype.element_ty), inside)
