@@ -53,7 +53,10 @@ def model_loaded(sd_model: Any) -> None:
 def prepare(sd_model: Any) -> None:
     """Serve a checkpoint, and queue what it wants ready."""
     webui.model_loaded(sd_model)
-    warmup.add(parse_prewarm(runtime.settings.prewarm), "settings")
+    wanted = parse_prewarm(runtime.settings.prewarm)
+    warmup.add(wanted.sizes, "settings")
+    for size, tokens in runtime.history.most_used(webui.model_name(sd_model), wanted.most_used):
+        warmup.add([size], "most used", tokens=tokens)
 
 
 @guard.hook("the beginning of a step")

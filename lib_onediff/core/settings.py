@@ -148,6 +148,9 @@ def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
         # An output forecast is DeepCache that computes nothing in the steps between.
         number = isinstance(values["forecast_interval"], int)
         found.update(deepcache_interval=values["forecast_interval"], deepcache_depth=0 if number else "0")
+    most_used = str(values.get("prewarm_most_used", 0))
+    if most_used not in ("", "0"):
+        found["prewarm"] = ", ".join(filter(None, (found.get("prewarm"), f"most used {most_used}")))
     return found
 
 
@@ -181,7 +184,7 @@ class Settings:
         group=MEMORY, bounds=(0, MOST_GRAPH_MEMORY_MIB),
     )
     prewarm: str = option(
-        "", "Pre-warm list", "After a checkpoint loads; for example: 512x512, 768x512 x2",
+        "", "Pre-warm list", "After a checkpoint loads; for example: 512x512, 768x512 x2, most used 4",
         group=MEMORY, check=parse_prewarm,
     )
     backend: str = option(

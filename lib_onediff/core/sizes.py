@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SIZE = re.compile(r"([0-9]{1,6})\s*[xX×*]\s*([0-9]{1,6})(?:\s*[xX×*]\s*([0-9]{1,6}))?")
 SEPARATOR = re.compile(r"[,;\n]")
@@ -12,8 +13,10 @@ LONGEST_QUOTE = 40
 # The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
 TOKENS = 77
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
+MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
 # Of earlier versions: the first image at a size takes hardly longer than the others.
-GONE = re.compile(r"most used( \d+)?|while idle", re.IGNORECASE)
+GONE = "while idle"
+USUAL_NUMBER = 8
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,13 @@ class Size:
         return self.resolution if self.batch == 1 else f"{self.resolution} x{self.batch}"
 
 
+class WantedSize(NamedTuple):
+    """What could be made ready: a size with the number of images at once, and the length of the prompt."""
+
+    size: Size
+    tokens: int
+
+
 def parse_sizes(text: str) -> list[Size]:
     """The sizes in a list with commas, each once, in the order given; none in an empty one.
 
@@ -62,7 +72,22 @@ def parse_size(text: str) -> Size:
     return Size(int(found[1]), int(found[2]), int(found[3] or 1))
 
 
-def parse_prewarm(text: str) -> list[Size]:
-    """The sizes in the pre-warm list, without the words that earlier versions took there. Raises ValueError with a
-    sentence as parse_sizes does."""
-    return parse_sizes(", ".join(part for part in SEPARATOR.split(text) if not GONE.fullmatch(part.strip())))
+class PrewarmList(NamedTuple):
+    """sizes: to make ready after a checkpoint has loaded. most_used: how many of the most used sizes besides."""
+
+    sizes: list[Size]
+    most_used: int
+
+
+def parse_prewarm(text: str) -> PrewarmList:
+    """The list in a text such as "512x512, 768x512 x2, most used 4". Raises ValueError with a sentence for what cannot
+    be read."""
+    sizes, most_used = [], 0
+    for part in filter(None, map(str.strip, SEPARATOR.split(text))):
+        if found := MOST_USED.fullmatch(part):
+            most_used = int(found[1] or USUAL_NUMBER)
+        elif part.lower() != GONE:
+            sizes.append(part)
+    if most_used > MOST_SIZES:
+        raise ValueError(f"{most_used} sizes are too many at once; give at most {MOST_SIZES}.")
+    return PrewarmList(parse_sizes(", ".join(sizes)), most_used)

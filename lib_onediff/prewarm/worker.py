@@ -349,4 +349,6 @@ class Readiness:
     def _wants_sizes(self) -> bool:
         """Whether the first checkpoint will have sizes made ready."""
         settings = self._runtime.settings
-        return settings.enabled and bool(parse_prewarm(settings.prewarm))
+        wanted = parse_prewarm(settings.prewarm)
+        history = self._runtime.history
+        return settings.enabled and bool(wanted.sizes or wanted.most_used and history.rows(every_machine=True))

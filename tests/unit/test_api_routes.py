@@ -102,10 +102,11 @@ def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypat
 
 def test_ready_without_a_checkpoint_where_none_is_to_be_loaded(api: Api, folder: Path) -> None:
     assert ready(api) == ""
-    runtime.configure(Settings(prewarm="512x512"))
-    assert ready(api) == worker.NO_CHECKPOINT
-    runtime.configure(Settings(prewarm="512x512", enabled=False))
-    assert ready(api) == ""
+    for wanted in ({"prewarm": "512x512"}, {"prewarm": "most used 2"}):
+        runtime.configure(Settings(**wanted))
+        assert ready(api) == worker.NO_CHECKPOINT, wanted
+        runtime.configure(Settings(**wanted, enabled=False))
+        assert ready(api) == "", wanted
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
-"""The sizes that one click makes ready, and sizes as users write them."""
+"""The sizes that one click makes ready, those that this machine has used the most, and sizes as users write them."""
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
-from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_prewarm, parse_sizes
+from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
 from lib_onediff.prewarm.worker import FAMILIES, families_for
+from lib_onediff.store.history import HistoryRow, most_used
 
 ALL = ["SD 1.5", "SD 2", "SDXL", "Anima"]
 
@@ -17,6 +20,30 @@ ALL = ["SD 1.5", "SD 2", "SDXL", "Anima"]
 def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
     assert [family.name for family in families_for(model)] == names
     assert all(parse_sizes(size) for family in FAMILIES for size in family.sizes)
+
+
+def row(resolution: str, uses: int, batch: int = 2, tokens: int = 77, model: str = "SD1") -> HistoryRow:
+    return HistoryRow("architecture", model, resolution, batch, tokens, "float16", uses=uses)
+
+
+def test_the_most_used_come_first_each_once() -> None:
+    rows = [row("512x512", 40), row("512x768", 30), row("768x512", 90), row("512x512", 60, batch=4)]
+    assert most_used(rows, "SD1", 10) == [
+        (Size(512, 512, 2), 77), (Size(768, 512), 77), (Size(512, 768), 77),
+    ]
+    assert most_used(rows, "SD1", 1) == [(Size(512, 512, 2), 77)]
+    assert most_used(rows, "SD1", 0) == [] == most_used([], "SD1", 9)
+
+
+@pytest.mark.parametrize("batch, tokens, wanted", [(1, 154, (1, 154)), (3, 308, (3, 77)), (16, 75, (8, 77))])
+def test_images_of_a_batch_and_the_usual_length_of_the_prompt(batch: int, tokens: int, wanted: Any) -> None:
+    rows = [row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4)]
+    assert most_used(rows, "SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
+
+
+def test_what_no_user_could_ask_for_is_left_out() -> None:
+    rows = [row("8192x64", 50), row("rubbish", 40), row("512x512", 30, batch=1000), row("64x64", 1)]
+    assert most_used(rows, "SD1", 2) == [(Size(64, 64), 77)]
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -47,12 +74,6 @@ def test_sizes_that_cannot_be(text: str, part: str) -> None:
             parse_sizes(wrong)
         assert part in str(caught.value)
         assert str(caught.value).endswith(".")
-
-
-def test_the_words_that_the_prewarm_list_took_before_are_left_out() -> None:
-    assert parse_prewarm("512x512, Most used 4, while idle, most used") == [Size(512, 512)]
-    with pytest.raises(ValueError, match="'most' is not a size"):
-        parse_prewarm("512x512, most")
 
 
 def test_too_many_sizes() -> None:

@@ -30,7 +30,7 @@ def test_clients_that_know_one_argument(argument: Any, standing: Settings, expec
 
 
 @pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"},
-                                      {"prewarm": "512x512"}, {"memory_budget": 1},
+                                      {"prewarm": "512x512"}, {"memory_budget": 1}, {"prewarm_most_used": 2},
                                       {"deepcache_interval": 0}, {"skip_negative_after": float("nan")}])
 def test_wrong_first_arguments(argument: Any) -> None:
     with pytest.raises(ValueError, match="OneDiff"):

@@ -53,7 +53,8 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     ({"forecast_interval": 3}, {"deepcache_interval": 3, "deepcache_depth": 0}),
     ({"deepcache_interval": 2, "deepcache_hires": "own values", "deepcache_schedule": "uneven", "verify": False},
      {"deepcache_interval": 2}),
-    ({"prewarm": "64x64", "prewarm_most_used": 3, "idle_prewarm": True}, {"prewarm": "64x64"}),
+    ({"prewarm": "64x64", "prewarm_most_used": 3, "idle_prewarm": True},
+     {"prewarm": "64x64, most used 3"}),
     ({"cache_folder": "/somewhere", "own_presets": "mine: tf32 on"}, {}),
     # A wrong value, which somebody has written into the file, costs no other option.
     ({"deepcache_interval": 99, "tf32": "perhaps", "vae_precision": "fp32"}, {"vae_precision": "fp32"}),
@@ -83,6 +84,7 @@ def test_a_folder_that_cannot_be_written_is_told_at_the_start(
 
 @pytest.mark.parametrize("key, value, part", [
     ("onediff_prewarm", "512x512, wide", "'wide' is not a size"),
+    ("onediff_prewarm", "most used 101", "give at most 100"),
     ("onediff_memory_budget", 10**30, "from 0 to 1048576"),
     ("onediff_deepcache_interval", 21, "from 1 to 20, not 21"),
     ("onediff_deepcache_depth", 12, "from 0 to 11"),

@@ -155,20 +155,20 @@ def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
 # --- what asks for itself --------------------------------------------------------------------------------------------
 
 
-def test_a_later_process_prewarms_its_list(tmp_path: Path) -> None:
+def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
     """And what else outlives one: rows and pins."""
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
         webui = WebUI(host.url())
-        for width in (64, 72, 80):
-            webui.txt2img(width=width, height=64)
+        for width, steps in ((64, 3), (72, 20), (80, 10)):
+            webui.txt2img(width=width, height=64, steps=steps)
         pinned = {"resolution": "64x64", "model": webui.status()["model"]}
         assert webui.post("/onediff/v1/pin", pinned).status_code == 200
-        webui.set_options(onediff_prewarm="72x64, 80x64")
+        webui.set_options(onediff_prewarm="most used 2")
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
         prewarm = Prewarm(WebUI(host.url()))
         jobs = prewarm.finish(prewarm.jobs())
         assert [(job["size"], job["source"], job["state"]) for job in jobs] == [
-            ("72x64", "settings", "done"), ("80x64", "settings", "done"),
+            ("72x64", "most used", "done"), ("80x64", "most used", "done"),
         ]
         rows = {row["resolution"]: row for row in prewarm.webui.get("/onediff/v1/shapes")["rows"]}
         assert rows["64x64"]["state"] == "on disk" and rows["72x64"]["state"] in READY
