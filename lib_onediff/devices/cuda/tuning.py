@@ -284,6 +284,11 @@ def low_bit_launches(
         for of in {dtype, torch.bfloat16}:
             stream, affine = adaptive_stream(make, norm.width, FEW, of)
             rounding.adaptive_norm(stream, affine, EPS, dtype, kind)
+        if kind is FP8:
+            # Behind a layer in float8, of one that is not.
+            stream, affine = adaptive_stream(make, norm.width, FEW, torch.bfloat16)
+            scaled = stream._replace(update_scales=make(BATCH, FEW // BATCH, 1).float())
+            rounding.adaptive_norm(scaled, affine, EPS, dtype, None)
         for features in (cuts.FEED_FORWARD * norm.width, norm.width):
             rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
 

@@ -159,7 +159,7 @@ class NativeOperators:
     ) -> tuple[Stream, Rows]:
         dtype, adapts = reader.weight.dtype, isinstance(norm, AdaptiveNorm)
         kind = self._kind(stream.tokens, reader, NORMED)
-        adds = adapts == (stream.gate is not None) and (kind is not None or adapts and stream.update_scales is None)
+        adds = adapts == (stream.gate is not None) and (adapts or kind is not None)
         stream = stream if adds else updated(stream)
         stream = stream._replace(tokens=stream.tokens.contiguous())
         if adapts:

@@ -54,7 +54,7 @@ def adaptive_norm(
     kind of eight bits, in float8 by one scale which the vectors alone decide, or in dtype.
 
     Writes the update into the stream's tokens, where there is one. Tokens, update and its scales must be contiguous,
-    nothing deferred, and without a kind the update has no scales.
+    nothing deferred.
     """
     tokens, _, _, update, update_scales, gate = stream
     factor, shift = affine.weight, affine.bias
@@ -66,13 +66,18 @@ def adaptive_norm(
     else:
         normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
         values, scales = normed.values, normed.scales
-    gate = factor if gate is None else gate
+    gate, largest, block = factor if gate is None else gate, 0.0 if kind is None else kind.largest, power_of_two(width)
+    if kind is not None and kind.dtype.is_floating_point:
+        launch(
+            "rounding.adaptive_scale", (1,), factor, shift, scales, batch, width, factor.stride(0), (width - 1) ** 0.5,
+            largest, warps=warps_for(width), BLOCK=block,
+        )
     # There is a kernel for each set of types: what is not there is stood for by something of its type.
     launch(
         "rounding.adaptive_norm_row", (batch * count,), tokens, factor if update is None else update,
-        scales if update_scales is None else update_scales, gate, factor, shift, values, scales, width, count, batch,
-        factor.stride(0), gate.stride(0), int(update is not None), int(update_scales is not None), eps,
-        (width - 1) ** 0.5, 0.0 if kind is None else kind.largest, warps=warps_for(width), BLOCK=power_of_two(width),
+        scales if update_scales is None else update_scales, gate, factor, shift, values, scales, width, count,
+        factor.stride(0), gate.stride(0), int(update is not None), int(update_scales is not None), eps, largest,
+        warps=warps_for(width), BLOCK=block,
     )
     return Stream(tokens), normed
 

@@ -133,15 +133,27 @@ def plain_row(
     store_rounded(values, row * width + column, numbers, scale, column < width)
 
 
-@triton.jit(do_not_specialize=[
-    "tokens_of_image", "images", "vector_stride", "gate_stride", "has_update", "has_scales"
-])
+@triton.jit(do_not_specialize=["images"])
+def adaptive_scale(factor, shift, scale, images, width, vector_stride, farthest, largest, BLOCK: tl.constexpr):
+    """One program: the scale of all rows that the adaptive norms of so many images may give, as bounded_scale."""
+    column = tl.arange(0, BLOCK)[None, :]
+    bound = tl.zeros((1,), tl.float32)
+    for image in range(images):
+        place = image * vector_stride + column
+        further = farthest * tl.abs(tl.load(factor + place, column < width, 0.0).to(tl.float32))
+        further += tl.abs(tl.load(shift + place, column < width, 0.0).to(tl.float32))
+        bound = tl.maximum(bound, tl.max(further, 1))
+    store_once(scale, power_of_two_scale(bound, largest)[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens_of_image", "has_update", "has_scales"])
 def adaptive_norm_row(
-    tokens, update, update_scales, gate, factor, shift, values, scales, width, tokens_of_image, images, vector_stride,
-    gate_stride, has_update, has_scales, eps, farthest, largest, BLOCK: tl.constexpr,
+    tokens, update, update_scales, gate, factor, shift, values, scales, width, tokens_of_image, vector_stride,
+    gate_stride, has_update, has_scales, eps, largest, BLOCK: tl.constexpr,
 ):
     """The layer norm of tokens + update * update_scales * gate, which is written into tokens. gate, factor and shift
-    are the image's, each image's so many numbers after the last one's. In eight bits, or as it is."""
+    are the image's, each image's so many numbers after the last one's. In eight bits (float8: by the scale that is
+    there), or as it is."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
     inside, image = column < width, row // tokens_of_image
     place, updated = row * width + column, inside & (has_update != 0)
@@ -150,22 +162,13 @@ def adaptive_norm_row(
     numbers += further * tl.load(gate + image * gate_stride + column, updated, 0.0).to(tl.float32)
     tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), updated)
     vector = image * vector_stride + column
-    scaled_by = tl.load(factor + vector, inside, 0.0).to(tl.float32)
-    shifted_by = tl.load(shift + vector, inside, 0.0).to(tl.float32)
-    normed = normalized(numbers, inside, width, eps) * scaled_by + shifted_by
+    normed = normalized(numbers, inside, width, eps) * tl.load(factor + vector, inside, 0.0).to(tl.float32)
+    normed += tl.load(shift + vector, inside, 0.0).to(tl.float32)
     if values.dtype.element_ty == tl.int8:
         scale = scale_of(normed, inside, largest)
         tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
         store_rounded(values, place, normed, scale, inside)
     elif values.dtype.element_ty == tl.float8e4nv:
-        bound = tl.max(farthest * tl.abs(scaled_by) + tl.abs(shifted_by), 1)
-        for further_image in range(1, images):
-            other = (image + further_image) % images * vector_stride + column
-            scaled_by = tl.load(factor + other, inside, 0.0).to(tl.float32)
-            shifted_by = tl.load(shift + other, inside, 0.0).to(tl.float32)
-            bound = tl.maximum(bound, tl.max(farthest * tl.abs(scaled_by) + tl.abs(shifted_by), 1))
-        scale = power_of_two_scale(bound, largest)[:, None]
-        store_once(scales, scale)
-        store_rounded(values, place, normed, scale, inside)
+        store_rounded(values, place, normed, tl.load(scales), inside)
     else:
         tl.store(values + place, normed.to(values.dtype.element_ty), inside)

@@ -98,7 +98,7 @@ def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
     tl.store(output + row * width + column, values.to(output.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["row_stride", "tokens_of_image", "has_turns"])
+@triton.jit(do_not_specialize=["tokens_of_image", "has_turns"])
 def normed_heads_row(
     projected, first_weight, second_weight, cosines, sines, row_stride, tokens_of_image, heads, has_turns, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
