@@ -106,37 +106,32 @@ class Front:
     """Takes requests over HTTP. It needs no GPU."""
 
     def __init__(self, painter: Any, config: Config) -> None:
-        self._queue = Queue(painter.make.remote, config.limits, config.replicas * AT_A_REPLICA)
-
-    async def image(self, request: Request) -> Response:
-        """A PNG; its seed is in X-OneDiff-Seed."""
-        png, request = await self._queue.ask(request)
-        return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
-
-    async def ready(self) -> dict[str, Any]:
-        """Whether a replica is warm, and the service does not end."""
-        status, queue = await asyncio.to_thread(serve.status), self._queue
-        painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
-        warm = painters.replica_states.get("RUNNING", 0)
-        ready = warm > 0 and not queue.ending
-        return {"ready": ready, "replicas": warm, "waiting": queue.waiting, "answered": queue.answered}
+        self.queue = Queue(painter.make.remote, config.limits, config.replicas * AT_A_REPLICA)
 
     async def end(self) -> None:
-        await self._queue.end()
+        await self.queue.end()
 
 
 # The routes are no methods: of a class's, Ray makes routes anew, and of no kind of ours.
+def front() -> Front:
+    """The one that answers."""
+    return serve.get_replica_context().servable_object
+
+
 async def image(request: Request) -> Response:
     """A PNG; its seed is in X-OneDiff-Seed."""
-    response: Response = await serve.get_replica_context().servable_object.image(request)
-    return response
+    png, request = await front().queue.ask(request)
+    return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
 
 async def ready(response: Response) -> dict[str, Any]:
     """503 until a replica is warm, and once the service ends."""
-    said: dict[str, Any] = await serve.get_replica_context().servable_object.ready()
-    response.status_code = 200 if said["ready"] else 503
-    return said
+    status, queue = await asyncio.to_thread(serve.status), front().queue
+    painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
+    warm = painters.replica_states.get("RUNNING", 0)
+    is_ready = warm > 0 and not queue.ending
+    response.status_code = 200 if is_ready else 503
+    return {"ready": is_ready, "replicas": warm, "waiting": queue.waiting, "answered": queue.answered}
 
 
 def http(config: Config) -> FastAPI:
