@@ -61,26 +61,24 @@ class Compute(Protocol):
         a host. Where it does not, they never do."""
 
 
-class StepMemory(Protocol):
+class StepMemory:
     """What a policy keeps of a network's calls within one walk through a sampling."""
 
-    walk: object
+    walk: object = None
 
     def bytes(self) -> int:
         """The memory of its tensors."""
+        return 0
 
 
 Memory = TypeVar("Memory", bound=StepMemory)
 
 
-class Broken:
+class Broken(StepMemory):
     """In the place of what a policy keeps: it has failed, and rests for the rest of this walk."""
 
     def __init__(self, walk: object) -> None:
         self.walk = walk
-
-    def bytes(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.call import CACHED, FULL, PATCHED, Call, Cut, CutMemory
-from ..core.policy import Answer, Compute, Moment
+from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
 from ..core.sampling import Step
 from ..core.settings import Settings
@@ -162,13 +162,11 @@ class Place:
         return self.memory.bytes + sum(tensor.nbytes for tensor in kept.values())
 
 
-class Cached:
+class Cached(StepMemory):
     """The features of one network in one walk through a sampling, by shape and depth.
 
     failure: why some of its calls are no cached passes.
     """
-
-    walk: object = None
 
     def __init__(self) -> None:
         self.places: dict[Hashable, Place] = {}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..core.call import PATCHED
-from ..core.policy import Answer, Compute, Moment
+from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import FORECAST, Stopwatch
@@ -32,10 +32,8 @@ class Output:
         self.host: Stopwatch | None = None
 
 
-class Outputs:
+class Outputs(StepMemory):
     """The outputs of one network in one walk through a sampling, by shape and prompt."""
-
-    walk: object = None
 
     def __init__(self) -> None:
         self.threads = Threads()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..core.call import PromptRows, for_all_rows, halves, take_rows, why_not_taken
-from ..core.policy import Answer, Compute, Moment
+from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import PROMPT_ALONE, Stopwatch
@@ -24,14 +24,12 @@ UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latent
 ROUNDING = 1e-6
 
 
-class Guided:
+class Guided(StepMemory):
     """What a network's calls have shown in one walk through a sampling.
 
     Where a timestep has calls of prompt and negative prompt and others too, more than these two make the image: several
     prompts, areas, perturbed attention. host: the times of the host's own whole call.
     """
-
-    walk: object = None
 
     def __init__(self) -> None:
         self.host: Stopwatch | None = None
@@ -52,9 +50,6 @@ class Guided:
         if len(self._kinds) > 1:
             self.refusal = SEVERAL_CALLS
         return time == self._first_time
-
-    def bytes(self) -> int:
-        return 0
 
 
 class GuidanceEnd:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.leaves import Convolution, Linear
-from lib_onediff.core.policy import Answer, Compute, Moment
+from lib_onediff.core.policy import Answer, Compute, Moment, StepMemory
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import UNANNOUNCED, Sampling
 from lib_onediff.core.settings import Settings
@@ -133,9 +133,7 @@ class EveryOther:
         return answer
 
 
-class LastOutput:
-    walk = 0
-
+class LastOutput(StepMemory):
     def __init__(self) -> None:
         self.output: Tensor | None = None
 
