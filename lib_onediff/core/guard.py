@@ -131,35 +131,30 @@ class Guard:
             self.attempt("the fallback to the host", lambda: declined(reason))
         return original(*args, **kwargs)
 
-    def attempt(self, hook: str, work: Callable[[], Result], otherwise: Result | None = None) -> Result | None:
-        """What work() returns, or otherwise where it fails."""
+    def attempt(
+        self, hook: str, work: Callable[[], Result], otherwise: Result | None = None, in_generation: bool = False
+    ) -> Result | None:
+        """What work() returns, or otherwise where it fails. in_generation: a fault leaves the generation in progress to
+        the host."""
         try:
             return work()
         except Exception as error:
+            sentence = A_FAULT_IN + hook
             with contextlib.suppress(Exception):
-                self.note(hook, error)
+                sentence = self.note(hook, error)
+            if in_generation:
+                self.suspended = sentence
             return otherwise
 
     def hook(
         self, name: str, otherwise: Any = None, in_generation: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorate a function that the host calls. It returns otherwise where it fails.
-
-        in_generation: a fault leaves the generation in progress to the host.
-        """
+        """Decorate a function that the host calls: it is attempted."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
             def guarded(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return function(*args, **kwargs)
-                except Exception as error:
-                    sentence = A_FAULT_IN + name
-                    with contextlib.suppress(Exception):
-                        sentence = self.note(name, error)
-                    if in_generation:
-                        self.suspended = sentence
-                    return otherwise
+                return self.attempt(name, lambda: function(*args, **kwargs), otherwise, in_generation)
 
             return guarded
 
