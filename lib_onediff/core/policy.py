@@ -88,11 +88,11 @@ class Moment:
     host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
     the prompt's; None where nobody can. times: a runtime.call_stats.CallStats, which counts the steps of its image.
     memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and where
-    the memory is needed. find: see Sampling.position. deepest: the largest depth at which this network can be cut in
-    two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it. edition:
-    of the network's weights now, looked at anew. ordered: the context in which memory that calls share may be written.
-    belongs_to_image: otherwise it makes a shape ready, and belongs to no sampling. is_counted: otherwise it is a part
-    of a call that is counted as a whole.
+    the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be cut
+    in two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it.
+    edition: of the network's weights now, looked at anew. ordered: the context in which memory that calls share may be
+    written. belongs_to_image: otherwise it makes a shape ready, and belongs to no sampling. is_counted: otherwise it is
+    a part of a call that is counted as a whole.
     """
 
     call: Call
@@ -102,7 +102,7 @@ class Moment:
     guidance: Guidance | None
     times: Any
     memories: dict[str, StepMemory]
-    find: Callable[[], Position]
+    position: Callable[[], Position]
     deepest: Callable[[], int]
     cut_memory: Callable[[Hashable], CutMemory]
     edition: Callable[[], int]
@@ -110,18 +110,14 @@ class Moment:
     belongs_to_image: bool = True
     is_counted: bool = True
 
-    @property
-    def position(self) -> Position:
-        """Raises Refusal."""
-        return self.find()
-
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
         """What a policy keeps for this network, made anew at every new walk. Raises Refusal where it has failed in this
         one."""
         memory: Any = self.memories.get(name)
-        if memory is None or memory.walk != self.position.walk:
+        walk = self.position().walk
+        if memory is None or memory.walk != walk:
             memory = self.memories[name] = make()
-            memory.walk = self.position.walk
+            memory.walk = walk
         if isinstance(memory, Broken):
             raise Refusal(FAILED)
         return memory

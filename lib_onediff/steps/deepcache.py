@@ -206,7 +206,7 @@ class DeepCache:
         depth = min(moment.settings.deepcache_depth, moment.deepest())
         if depth < 1:
             raise Refusal(NO_CUT)
-        position = moment.position
+        position = moment.position()
         cached = moment.memory_of(self.name, Cached)
         shape, prompt = cached.threads.thread(call, position.time)
         key = shape, depth
@@ -252,7 +252,7 @@ class Passes:
             return answer
         with moment.ordered():
             feature = place.memory.read() if self.forecasts else None
-            record.note(moment.position.step.index, answer.served.edition, feature)
+            record.note(moment.position().step.index, answer.served.edition, feature)
         again = self._cut(reads=True)
         try:
             compute.check(again, answer.served)
@@ -267,7 +267,7 @@ class Passes:
         """The outer stages alone; None where the full pass has to be, because nothing that was checked serves, or the
         weights are others than those that made the feature."""
         with self.moment.ordered():
-            self.place.bring_back(self.record, self.moment.position.step.index)
+            self.place.bring_back(self.record, self.moment.position().step.index)
         try:
             return compute(self._cut(reads=True), None)
         except Refusal as refusal:

@@ -63,7 +63,7 @@ class Forecast:
             raise Refusal(PATCHED)
         if not moment.belongs_to_image:
             raise Refusal("")
-        position = moment.position
+        position = moment.position()
         if no_line := sampling.why_no_forecast():
             raise Refusal(no_line)
         outputs = moment.memory_of(self.name, Outputs)

@@ -67,7 +67,7 @@ class GuidanceEnd:
         """From skip_negative_after percent of the sampling's steps on, half of a call is computed."""
         if not moment.belongs_to_image:
             raise Refusal("")
-        position = moment.position
+        position = moment.position()
         guided = moment.memory_of(self.name, Guided)
         try:
             if moment.guidance is None:

@@ -116,7 +116,7 @@ class EveryOther:
         return settings.enabled
 
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
-        index = moment.position.step.index
+        index = moment.position().step.index
         if index == 4:
             raise Refusal("the fifth step is whole")
         last = moment.memory_of(self.name, LastOutput)
