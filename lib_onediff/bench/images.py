@@ -226,20 +226,18 @@ class WebUI:
         except (OSError, ValueError) as problem:
             raise ValueError(f"{address}: {problem} (is it running, with --api, and with OneDiff?)") from problem
 
-    def draw(self, size: Size, steps: int, arguments: list[Any], seed: int = 1) -> tuple[float, str]:
-        """How long one image takes, and its file in base64. arguments: of OneDiff's script."""
+    def draw(self, size: Size, steps: int, arguments: list[Any], seed: int = 1) -> tuple[float, str, Counter[str]]:
+        """How long one image takes, its file in base64, and how many calls went by each route. arguments: of OneDiff's
+        script."""
         body = {
             "prompt": PROMPT, "seed": seed, "steps": steps, "width": size[0], "height": size[1],
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
             "alwayson_scripts": {"OneDiff": {"args": arguments}},
         }
-        began = time.perf_counter()
+        before, began = Counter(self.ask(STATUS)["calls"]), time.perf_counter()
         answer = self.ask("/sdapi/v1/txt2img", body)
-        return time.perf_counter() - began, answer["images"][0]
-
-    def seconds(self, size: Size, steps: int, options: Row) -> float:
-        """How long one image takes."""
-        return self.draw(size, steps, [options])[0]
+        seconds = time.perf_counter() - began
+        return seconds, answer["images"][0], Counter(self.ask(STATUS)["calls"]) - before
 
 
 def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -253,14 +251,14 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     for size in options.size or [(512, 512)]:
         rows: dict[str, Row] = {name: {"all_s": [], "all_step_ms": [], "all_calls": Counter()} for name in chosen}
         for values in chosen.values():
-            running.seconds(size, steps, values)
+            running.draw(size, steps, [values])
         for _ in range(options.runs):
             for values, row in zip(chosen.values(), rows.values(), strict=True):
                 # A change lays the weights out anew and captures again: once, and not counted.
-                running.seconds(size, STEPS_TO_SETTLE, values)
-                before = running.ask(STATUS)["calls"]
-                once, twice = (running.seconds(size, count, values) for count in (steps, 2 * steps))
-                row["all_calls"] += Counter(running.ask(STATUS)["calls"]) - Counter(before)
+                running.draw(size, STEPS_TO_SETTLE, [values])
+                once, _, calls = running.draw(size, steps, [values])
+                twice, _, more = running.draw(size, 2 * steps, [values])
+                row["all_calls"] += calls + more
                 row["all_s"].append(once)
                 row["all_step_ms"].append((twice - once) / steps * 1e3)
         case = {"model": running.ask(STATUS)["model"] or "?", "size": f"{size[0]}x{size[1]}"}
@@ -269,5 +267,5 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             row["x_off"] = statistics.median(rows["off"]["all_s"]) / image_s
             # Where images differ by more than their steps cost, a step's time is unknown.
             step_ms = statistics.median(row["all_step_ms"]) if min(row["all_step_ms"]) > 0 else None
-            calls = ", ".join(f"{count} {route}" for route, count in row["all_calls"].items())
-            yield {**case, "options": name, "image_s": image_s, "step_ms": step_ms, "served_by": calls, **row}
+            routes = ", ".join(f"{count} {route}" for route, count in row["all_calls"].items())
+            yield {**case, "options": name, "image_s": image_s, "step_ms": step_ms, "served_by": routes, **row}

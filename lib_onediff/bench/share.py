@@ -69,26 +69,20 @@ def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: S
     exact = presets[0]
     chosen: dict[str, list[Any]] = {OFF: [False], **{name: [True, name] for name in presets}}
 
-    def draw(name: str, seed: int) -> tuple[float, str, Counter[str]]:
-        """Seconds, the image's file, and how many calls went by each route."""
-        before = Counter(running.ask(STATUS)["calls"])
-        seconds, file = running.draw(size, options.steps, chosen[name], seed)
-        return seconds, file, Counter(running.ask(STATUS)["calls"]) - before
-
-    for name in chosen:
+    for name, arguments in chosen.items():
         for _ in range(MOST_IMAGES_UNTIL_READY):
             # Until all is compiled, checked and captured, the WebUI computes some calls alone.
-            if not draw(name, 1)[2]["host"] or name == OFF:
+            if not running.draw(size, options.steps, arguments)[2]["host"] or name == OFF:
                 break
     times: dict[str, list[float]] = {name: [] for name in chosen}
     calls: dict[str, Counter[str]] = {name: Counter() for name in chosen}
     found: dict[str, list[ImageComparison]] = {name: [] for name in presets}
     for seed in range(1, options.runs + 1):
         images = {}
-        for name in chosen:
+        for name, arguments in chosen.items():
             # A change lays the weights out anew and captures again: once, and not counted.
-            draw(name, seed)
-            seconds, file, served = draw(name, seed)
+            running.draw(size, options.steps, arguments, seed)
+            seconds, file, served = running.draw(size, options.steps, arguments, seed)
             times[name].append(seconds)
             calls[name] += served
             images[name] = pixels(file)

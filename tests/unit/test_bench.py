@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,12 @@ class WebUI:
         self._step_s, self._noise, self._asked = step_s, noise, 0
 
     def ask(self, path: str) -> dict[str, Any]:
-        return {"model": "SD1", "calls": {"graph": self._asked, "host": 0}}
+        return {"model": "SD1"}
 
-    def seconds(self, size: tuple[int, int], count: int, options: Row) -> float:
+    def draw(self, size: tuple[int, int], count: int, arguments: list[Row]) -> tuple[float, str, Counter[str]]:
         self._asked += 1
-        return 1 + count * self._step_s[options["enabled"]] + self._noise[self._asked % len(self._noise)]
+        noise, (options,) = self._noise[self._asked % len(self._noise)], arguments
+        return 1 + count * self._step_s[options["enabled"]] + noise, "", Counter(graph=1)
 
 
 @pytest.mark.parametrize(("noise", "step_ms"), [
