@@ -3,12 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from ..core.call import Call
-from ..core.key import ShapeKey
 from ..core.policy import Served
 from ..core.precision import autocast_dtype, is_autocast_on
 from ..core.settings import Settings
@@ -16,16 +14,6 @@ from ..core.table import Entry, State
 from .call_stats import GRAPH
 from .managed_unet import ManagedUNet
 from .services import Services
-
-
-class KnownCall(NamedTuple):
-    """Who serves a call. It names the runner by its key and does not hold it: one that was dropped meanwhile is gone.
-
-    reason: why it does not go by a faster route."""
-
-    key: ShapeKey
-    entry: Entry
-    reason: str
 
 
 class Session:
@@ -43,7 +31,9 @@ class Session:
         self._turn = services.computing(device)
         self._where = managed.bound.looks, managed.bound.samplings, managed.bound.generation
         self._autocast = autocast_dtype(device.type)
-        self._known: dict[Hashable, KnownCall] = {}
+        # Who serves a call, and why it does not go by a faster route. A runner is named by its key and not held here:
+        # one that was dropped meanwhile is gone.
+        self._known: dict[Hashable, tuple[Entry, str]] = {}
 
     def holds(self, settings: Settings, device: torch.device) -> bool:
         """Whether a call by these settings can belong to it."""
@@ -58,7 +48,7 @@ class Session:
 
     def note(self, call: Call, entry: Entry, reason: str) -> None:
         """Calls like this one are served by this entry's runner."""
-        self._known[call.signature] = KnownCall(entry.key, entry, reason)
+        self._known[call.signature] = entry, reason
 
     def replay(self, call: Call, settings: Settings, device: torch.device) -> Served | None:
         """The answer to a call like an earlier one: look up, copy the inputs, replay, clone. device: where it is
@@ -74,17 +64,18 @@ class Session:
         known = self._known.get(call.signature)
         if known is None:
             return None
+        entry, reason = known
         with self._turn:
             if services.is_between_graphs or services.generations.apart.is_on or managed.session is not self:
                 # Given back since, the last.
                 return None
-            runner = managed.runner(known.key, call.cut)
-            if runner is None or known.entry.verdict.state is not State.READY:
+            runner = managed.runner(entry.key, call.cut)
+            if runner is None or entry.verdict.state is not State.READY:
                 return None
             bound, cut = managed.bound, call.cut
-            output = bound.during(partial(known.entry.timed, self._device, partial(runner.run, call), GRAPH))
-            if output is None or (known.key.lossy.low_bit and not managed.low_bit_stands()):
+            output = bound.during(partial(entry.timed, self._device, partial(runner.run, call), GRAPH))
+            if output is None or (entry.key.lossy.low_bit and not managed.low_bit_stands()):
                 return None
             if cut is not None and cut.reads and cut.edition != bound.edition:
                 return None
-            return Served(output, known.entry, bound.edition, GRAPH, known.reason, call)
+            return Served(output, entry, bound.edition, GRAPH, reason, call)
