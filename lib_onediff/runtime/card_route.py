@@ -174,7 +174,9 @@ class OneCard:
             entry = None
             try:
                 device.refuse_call(call)
-                refuse_lossy(call, device, lossy)
+                if call.patches is not None and lossy != EXACT:
+                    # Its operators hand each other more than tensors.
+                    raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
                 entry = self._entry(call, device.name, lossy, flags)
                 if entry.key.is_cached_pass and entry.state is State.COLD:
                     raise Refusal("it was not checked beside a whole step yet")
@@ -285,13 +287,6 @@ class OneCard:
         except Refusal:
             return False
         return True
-
-
-def refuse_lossy(call: Call, device: Device, lossy: Lossy) -> None:
-    """Raise Refusal for what is not computed this way."""
-    if call.patches is not None and lossy != EXACT:
-        # Its operators hand each other more than tensors.
-        raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
 
 
 def sampling_now(bound: BoundUNet) -> int | None:
