@@ -44,18 +44,14 @@ def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
     """Merge the wanted networks into every layer that does not hold them yet, and take others out."""
     extension, wanted = loras(), wanted_networks()
     for layer in () if extension is None else layers:
-        if holds_others(layer, wanted):
+        state = layer.__dict__
+        if "network_layer_name" in state and state.get("network_current_names", ()) != wanted:
             if wanted:
                 extension.network_apply_weights(layer)
             else:
                 # What network_apply_weights asks for may be loaded, and applied on the fly.
                 extension.network_restore_weights_from_backup(layer)
-                layer.__dict__["network_current_names"] = ()
-
-
-def holds_others(layer: nn.Module, wanted: Networks) -> bool:
-    state = layer.__dict__
-    return "network_layer_name" in state and state.get("network_current_names", ()) != wanted
+                state["network_current_names"] = ()
 
 
 def check_layers() -> None:
