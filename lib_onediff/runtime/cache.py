@@ -134,9 +134,10 @@ class Cache:
 
     def status(self) -> dict[str, Any]:
         """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
-        settings = self._services.settings_shown
         # What fails says so among the faults, and costs no other part.
         part: Any = functools.partial(self._services.guard.attempt, "the status")
+        run = part(lambda: self._services.run_settings)
+        settings = self._services.settings if run is None else run[0]
         status = part(self._services.call_stats.status, self._unknown)
         entry = self._services.call_stats.entry
         slower = None if entry is None else part(lambda: self._step_times.slower(entry), None)

@@ -67,12 +67,6 @@ class Services:
         )
 
     @property
-    def settings_shown(self) -> Settings:
-        """What a page says: those of the generation in progress, else the WebUI's."""
-        run = self.run_settings
-        return self.settings if run is None else run[0]
-
-    @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
         if self.generations.apart.is_on or not self.generations.running:

@@ -35,7 +35,7 @@ OUTERMOST = {
     "Guard.hook", "Guard.hook.<locals>.decorate",
     "ClassPatch.__init__.<locals>.patched", "InstanceForward.__call__", "InstanceForward._guarded",
     "LoopAnnouncer.__call__", "LoopAnnouncer._follow.<locals>.close",
-    "listen.<locals>.listening", "status", "Cache.status", "Services.settings_shown",
+    "listen.<locals>.listening", "status", "Cache.status",
     "Routes.status", "Runtime.settings",
     "SentenceRoute.get_route_handler.<locals>.handle_with_sentences",
 }
