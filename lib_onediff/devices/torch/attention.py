@@ -44,7 +44,6 @@ NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFF
 WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
 # Between two exact implementations at random inputs, relative to the output's norm; a wrong one is off by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
-# The package by Zhang et al. 2024, where the user has installed it.
 Shape = tuple[int, ...]
 
 
