@@ -263,6 +263,11 @@ class Settings:
         return self.from_mapping(values, self)
 
 
+def options_of_a_run() -> dict[str, Field[Any]]:
+    """The options that a generation may be given, by name."""
+    return {option_field.name: option_field for option_field in fields(Settings) if option_field.metadata["per_run"]}
+
+
 def host_key(name: str) -> str:
     """The key under which a WebUI keeps the option called name."""
     return HOST_KEY_PREFIX + name

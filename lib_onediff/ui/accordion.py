@@ -14,11 +14,11 @@ from typing import Any
 
 import gradio as gr
 
-from ..core.settings import OFF_IN_SETTINGS, Settings, format_value, words_of
+from ..core.settings import OFF_IN_SETTINGS, Settings, format_value, options_of_a_run, words_of
 from ..runtime.runtime import runtime
 from .effects import described
 from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults
-from .infotext import SWITCH, names_by_label, options_of_a_run, shortest
+from .infotext import SWITCH, names_by_label, shortest
 from .markup import folded, sentence
 from .presets import AS_IN_SETTINGS, EXACT, PRESETS, preset_options
 from .removal import build_for_the_settings
@@ -87,9 +87,7 @@ def a_control(tab: str, name: str) -> Any:
     }
     if option.metadata["bounds"] is not None:
         least, most = option.metadata["bounds"]
-        value: Any = option.default
-        slider = gr.Slider(least, most, value=value, step=option.metadata["step"], **about)
-        return kept_out_of_defaults(slider)
+        return kept_out_of_defaults(gr.Slider(least, most, option.default, step=option.metadata["step"], **about))
     return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **about))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection
-from dataclasses import Field, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from ..core.settings import (
@@ -20,6 +20,7 @@ from ..core.settings import (
     did_you_mean,
     format_value,
     migrate_values,
+    options_of_a_run,
     parse_value,
 )
 from .presets import AS_IN_SETTINGS, PRESETS, preset_of, with_preset
@@ -31,11 +32,6 @@ SWITCH, SPEED = "enabled", "speed"
 NOT_SERVED = "not accelerated"
 PARTS = re.compile(r"[;\n]")
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
-
-
-def options_of_a_run() -> dict[str, Field[Any]]:
-    """The options that a generation may be given, by name."""
-    return {option.name: option for option in fields(Settings) if option.metadata["per_run"]}
 
 
 def describe(settings: Settings, resting: Collection[str] = (), is_served: bool = True) -> str:

@@ -6,10 +6,10 @@ and who computes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, replace
 from typing import Any
 
-from ..core.settings import Settings, did_you_mean
+from ..core.settings import Settings, did_you_mean, options_of_a_run
 
 # Where a preset can be chosen: none.
 AS_IN_SETTINGS = "As in the settings"
@@ -57,10 +57,7 @@ PRESETS = {preset.name: preset for preset in (
 
 def preset_options() -> dict[str, Field[Any]]:
     """The options that presets set, by name: all that a run may be given, but for NOT_OF_PRESETS."""
-    return {
-        option.name: option for option in fields(Settings)
-        if option.metadata["per_run"] and option.name not in NOT_OF_PRESETS
-    }
+    return {name: option for name, option in options_of_a_run().items() if name not in NOT_OF_PRESETS}
 
 
 def preset_of(name: str) -> Preset:

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..core.call import CACHED
 from ..core.key import EXACT
-from ..core.settings import OFF_IN_SETTINGS, Settings
+from ..core.settings import OFF_IN_SETTINGS, Settings, options_of_a_run
 from ..core.table import FORECAST, PROMPT_ALONE, ImageTimes
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import OURS
 from . import infotext
 from .effects import why_no_effect
-from .infotext import KEY, PROBLEM, options_of_a_run, read_changes
+from .infotext import KEY, PROBLEM, read_changes
 from .presets import AS_IN_SETTINGS, with_preset
 
 log = logging.getLogger("onediff")

@@ -12,8 +12,8 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from ..core.settings import Settings, check_value, parse_value, words_of
-from .infotext import SWITCH, options_of_a_run
+from ..core.settings import Settings, check_value, options_of_a_run, parse_value, words_of
+from .infotext import SWITCH
 from .presets import PRESETS, preset_of, with_preset
 
 PREFIX = "[OneDiff] "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.core.settings import Settings
+from lib_onediff.core.settings import Settings, options_of_a_run
 from lib_onediff.demo.modules import processing
 from lib_onediff.ui import infotext
 from lib_onediff.ui.presets import AS_IN_SETTINGS, EXACT, FAST, with_preset
@@ -24,7 +24,7 @@ def every_setting() -> list[Settings]:
 
     values = {
         name: option.metadata["choices"] or (option.default, other(option))
-        for name, option in infotext.options_of_a_run().items()
+        for name, option in options_of_a_run().items()
     }
     return [
         Settings(**dict(zip(names, chosen, strict=True)))
@@ -64,7 +64,7 @@ def read_by_the_accordion(parameters: dict[str, str], standing: Settings) -> lis
 
 
 def per_run(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in infotext.options_of_a_run()}
+    return {name: getattr(settings, name) for name in options_of_a_run()}
 
 
 TABS = [

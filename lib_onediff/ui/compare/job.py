@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from ...core.quality import ImageComparison, compare
-from ...core.settings import Settings, did_you_mean
+from ...core.settings import Settings, did_you_mean, options_of_a_run
 from ...core.sizes import Size
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively
-from ..infotext import options_of_a_run, read_changes
+from ..infotext import read_changes
 from ..presets import PRESETS, with_preset
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"
