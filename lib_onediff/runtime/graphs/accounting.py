@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...core.device import Memory
+from ...core.device import Memory, Runner
 from ...core.key import ShapeKey
 from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
 from ...devices.cuda.graphs.capture import CudaGraphs, Output
 from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
-from ..managed_unet import CachedRunner, ManagedUNet
+from ..managed_unet import ManagedUNet
 
 MEBIBYTE = 2**20
 # torch maps device memory in such pages.
@@ -107,9 +107,8 @@ def shrinks(size: int, graphs: Collection[HeldGraph], keys: Collection[ShapeKey]
 class GraphRecord(NamedTuple):
     """A graph that somebody's UNet has."""
 
-    managed: ManagedUNet
     entry: Entry
-    kept: CachedRunner
+    runner: Runner
 
     @property
     def key(self) -> ShapeKey:
@@ -129,7 +128,7 @@ class PoolKey(NamedTuple):
 
 def own_bytes(held: Iterable[GraphRecord]) -> int:
     """What graphs hold for themselves, beside the memory that they share."""
-    return sum(graph.kept.runner.own_bytes for graph in held)
+    return sum(graph.runner.own_bytes for graph in held)
 
 
 class Holdings:
@@ -201,14 +200,14 @@ class Holdings:
         """What would come back without some graphs."""
         snapshot = MemorySnapshot(sum(map(self.held, self.devices())))
         for held in self.graphs():
-            snapshot.add(held.kept.runner.memory, HeldGraph(held.key, held.entry.needs, held.kept.runner.own_bytes))
+            snapshot.add(held.runner.memory, HeldGraph(held.key, held.entry.needs, held.runner.own_bytes))
         return snapshot
 
     def graphs(self) -> list[GraphRecord]:
         """Every graph. Drop it soon: it keeps them alive."""
         entries = self._table.by_key()
         return [
-            GraphRecord(managed, entries[key], kept)
+            GraphRecord(entries[key], kept.runner)
             # A copy: a page asks in another thread than the one that makes graphs.
             for managed in self._managed.values() for key, kept in managed.runners.copy().items() if key in entries
         ]
