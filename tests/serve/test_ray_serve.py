@@ -72,7 +72,7 @@ class Service:
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         return [made for line in lines if (made := Made(*map(int, line.split()))).seed]
 
-    def warmed(self) -> dict[int, int]:
+    def warmed(self) -> collections.Counter[int]:
         """How many sizes each process has made ready."""
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         return collections.Counter(int(pid) for pid, seed, *_ in map(str.split, lines) if seed == "0")
@@ -185,6 +185,16 @@ def test_the_end_answers_what_waits(service: Service) -> None:
         assert len(service.made()) == 24
         assert [size_of(answer.result()) for answer in asked] == [SIZES[seed % 6] for seed in range(1, 25)]
     assert service.ask(99, SIZES[0]).status_code in (404, 503)
+
+
+def test_told_no_sizes_replicas_make_those_ready_that_the_cache_folder_knows(service: Service, tmp_path: Path) -> None:
+    service.start(sizes="64x64, 96x64", cache=str(tmp_path))
+    service.wait_until_ready(2)
+    serve.delete("default")
+    before = service.warmed()
+    service.start(sizes="", cache=str(tmp_path))
+    service.wait_until_ready(2)
+    assert list((service.warmed() - before).values()) == [2, 2]
 
 
 def test_arguments_of_serve_run_are_those_of_config() -> None:
