@@ -34,6 +34,7 @@ class PatchPoints:
     written to.
     structure: which points there are and whose; equal for calls that compute the same way.
     places: where anything stands; equal for calls whose functions are called at the same points.
+    functions: every function that is called in this call; see verify.rewinder_of.
     sees_stages: whether anything stands at stages, or for norms; then output stages take one tensor.
     norm: what stands for the group norms of residual blocks and of the output: called with the norm's path and
     hidden_states, it returns the normed ones. None: ours computes them.
@@ -41,6 +42,7 @@ class PatchPoints:
 
     structure: tuple[str, ...] = ()
     places: object = ()
+    functions: Collection[Any] = ()
     sees_stages = False
     norm: Callable[[str, Tensor], Tensor] | None = None
 
@@ -48,10 +50,6 @@ class PatchPoints:
         """Whether the method of this name calls a function, or may, when it is called with these arguments now. Calls
         whose patches do not override this are not captured as CUDA graphs."""
         return True
-
-    def functions(self) -> Collection[Any]:
-        """Every function that is called in this call; see verify.rewinder_of."""
-        return ()
 
     def begin(self, latent: Tensor) -> None:
         """A forward of this latent begins."""

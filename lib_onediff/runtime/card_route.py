@@ -89,7 +89,7 @@ class OneCard:
             # Outside our modes: the host's forward must run exactly as the host would run it.
             prove(
                 entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
-                () if call.patches is None else call.patches.functions(), self._times_host,
+                () if call.patches is None else call.patches.functions, self._times_host,
                 self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
             )
         elif served.route == PLAIN:

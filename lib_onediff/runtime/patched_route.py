@@ -44,7 +44,7 @@ class PatchedRoute:
         if streams and not traits.launches_patched:
             raise Refusal("weights are copied from main memory between functions of other extensions")
         if entry.state is State.COLD:
-            output = computed_twice(entry, plainly, patches.functions())
+            output = computed_twice(entry, plainly, patches.functions)
             if output is None:
                 what = f"what another extension computes within the UNet differs each time ({names})"
                 raise Refusal(blame(entry, what))
@@ -58,7 +58,7 @@ class PatchedRoute:
                 # Operator by operator, PyTorch launches its own faster.
                 raise Refusal(entry.no_graph)
             reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
-            rewind = None if entry.no_graph else state_of(device, patches.functions())
+            rewind = None if entry.no_graph else state_of(device, patches.functions)
             output = entry.own.time(device, lambda: self._graphs.measured(entry, plainly), PLAIN)
         return Served(output, entry, managed.bound.edition, PLAIN, reason, call, rewind)
 
@@ -88,7 +88,7 @@ class PatchedRoute:
         """Make the graphs of a call that was just served without them, by capture(): the functions are called again,
         set back to what they were (rewind), and what comes of that must be what the call was answered with."""
         entry, call = result.entry, result.call
-        go_on = state_of(entry.key.device, () if call.patches is None else call.patches.functions())
+        go_on = state_of(entry.key.device, () if call.patches is None else call.patches.functions)
         rewind()
         self._services.is_between_graphs = True
         try:

@@ -41,13 +41,10 @@ class ModulePatches(PatchPoints):
         self._here: dict[str, Any] = {}
         self.places = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
         self.structure = kinds_of(changed)
-        self._functions = functions_of(changed)
+        self.functions = functions_of(changed)
         if concatenation is not None:
             self.structure += (f"skips by {author(concatenation)}",)
-            self._functions.append(concatenation)
-
-    def functions(self) -> list[Any]:
-        return self._functions
+            self.functions = [*self.functions, concatenation]
 
     def stands(self, point: str, *arguments: Any) -> bool:
         if point == "concatenate":

@@ -40,7 +40,7 @@ class UNetPatches(PatchPoints):
         self._image_tokens, self._arguments, self._known = image_tokens, arguments, known
         self._attentions: dict[str, Any] = {}
         kinds = Counter(map(type, processors))
-        self._functions = [one for one in processors if not self._is_ours(type(one))]
+        self.functions = [one for one in processors if not self._is_ours(type(one))]
         # By output stage: FreeU's arguments there. It is for the two lowest resolutions.
         blocks = enumerate(block for block in unet.up_blocks for _ in block.resnets)
         self._freeu = {
@@ -55,9 +55,6 @@ class UNetPatches(PatchPoints):
 
     def _is_ours(self, kind: type) -> bool:
         return kind in self._known or is_plain(kind)
-
-    def functions(self) -> list[Any]:
-        return self._functions
 
     def stands(self, point: str, *arguments: Any) -> bool:
         if point == "join":

@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,6 +73,8 @@ class OptionPatches(PatchPoints):
         )
         listed = (f"{name} by {author(function)}" for name, function in self._named())
         self.structure = tuple(sorted((*listed, *kinds_of(changed))))
+        lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
+        self.functions = [*chain(*lists), *filter(None, [self._norm]), *functions_of(changed)]
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         for name, functions in self._lists.items():
@@ -84,11 +87,6 @@ class OptionPatches(PatchPoints):
         yield from ((MODIFIERS, function) for function in self._modifiers)
         if self._norm is not None:
             yield NORM, self._norm
-
-    def functions(self) -> list[Any]:
-        lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
-        listed = (function for functions in lists for function in functions)
-        return [*listed, *filter(None, [self._norm]), *functions_of(self._changed_modules)]
 
     def stands(self, point: str, *arguments: Any) -> bool:
         if point in ("before_stage", "after_stage") and self._modifiers:
