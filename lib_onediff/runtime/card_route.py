@@ -125,8 +125,10 @@ class OneCard:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
         are in eight bits, what some devices compile."""
         managed, settings, device, key = self._managed, self._settings, call.latent.device, served.entry.key
+        choice = managed.low_bit_choice
+        low_bit_is_decided = bool(key.lossy.low_bit) and (choice is None or not choice.awaits)
         looks_again = self._devices.named(key.backend).traits.decides_anew or (
-            settings.low_bit != "off" and not managed.low_bit_is_decided(key.lossy)
+            settings.low_bit != "off" and not low_bit_is_decided
         )
         if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
             return

@@ -101,11 +101,6 @@ class ManagedUNet:
         self.low_bit.fit(self._low_bit_state, self.bound.merged, wanted)
         self.bound.watch_contents(whole=False)
 
-    def low_bit_is_decided(self, lossy: Lossy) -> bool:
-        """Whether later calls of a shape have the same layers in eight bits."""
-        choice = self.low_bit_choice
-        return bool(lossy.low_bit) and (choice is None or not choice.awaits)
-
     def _low_bit_state(self) -> object:
         streaming, low_bit = self.bound.streaming, self.low_bit
         uncounted = 0 if streaming is None or low_bit is None else streaming.content(sorted(low_bit.names()))
