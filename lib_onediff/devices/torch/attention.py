@@ -125,7 +125,10 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         raise RuntimeError(f"{name} is not there, or switched off")
     if name == MATH and query.shape[:3].numel() * key.shape[2] * 4 > MATH_SCORES_BYTES:
         raise RuntimeError("all scores at once are too many")
-    return alone(name, query, key, value)
+    if name == FLASH and query.shape[-1] % FLASH_WIDTHS:
+        raise RuntimeError(f"flash attention takes heads whose width is a multiple of {FLASH_WIDTHS}")
+    output: Tensor = getattr(torch, FUSED[name])(query, key, value, *GIVEN[name])[0]
+    return output
 
 
 def may_use(backend: str) -> bool:
@@ -133,14 +136,6 @@ def may_use(backend: str) -> bool:
     if backend == CUDNN and not HAS_CUDNN:
         return False
     return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled", lambda: False)()
-
-
-def alone(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention by one of torch's implementations and no other. Raises RuntimeError where it cannot do that."""
-    if backend == FLASH and query.shape[-1] % FLASH_WIDTHS:
-        raise RuntimeError(f"flash attention takes heads whose width is a multiple of {FLASH_WIDTHS}")
-    output: Tensor = getattr(torch, FUSED[backend])(query, key, value, *GIVEN[backend])[0]
-    return output
 
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:
