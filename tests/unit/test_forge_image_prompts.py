@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lib_onediff.core.call import Call
 from lib_onediff.hosts.forge import image_prompts
 from lib_onediff.hosts.forge.call import HostCall, unet_call
-from lib_onediff.hosts.forge.image_prompts import has_known_source, image_prompts_of, source_digest
+from lib_onediff.hosts.forge.image_prompts import image_prompts_of, source_digest
 from lib_onediff.hosts.forge.patches import REPLACED
 
 SIZE, TOKENS = (16, 32), 4
@@ -50,7 +50,6 @@ class Stranger(Adapter):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_prompts, "KNOWN", {source_digest(Adapter.__call__)})
-    has_known_source.cache_clear()
 
 
 def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None = None, **changed: Any) -> dict:

@@ -46,7 +46,7 @@ def read_image_prompts(
     unet: nn.Module, functions: Mapping[Any, Any], options: Mapping[str, Any], latent: Tensor
 ) -> tuple[ImagePrompt, ...]:
     """As image_prompts_of. functions: what stands for cross attentions, by place. Raises Refusal with the reason."""
-    if not all(has_known_source(kind.__call__) for kind in set(map(type, functions.values()))):
+    if not all(source_digest(kind.__call__) in KNOWN for kind in set(map(type, functions.values()))):
         raise Refusal("they are not IP-Adapters that OneDiff knows")
     # Whether each part of the batch is of the prompt (0) or the negative one (1).
     order, first = tuple(options.get("cond_or_uncond") or ()), next(iter(functions.values()))
@@ -105,10 +105,6 @@ def settings_of(function: Any, index: int) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=64)
-def has_known_source(function: Any) -> bool:
-    return source_digest(function) in KNOWN
-
-
 def source_digest(function: Any) -> str | None:
     """Of what a function does, however it is laid out; None where its source cannot be had."""
     try:
