@@ -164,14 +164,14 @@ class TwoGpusRoute:
             self.note(why_one=str(refusal))
             return None
         # Where nobody says when a sampling ends, the next call may go.
-        lasts, drops, rests, host = False, False, managed.bound.in_sampling, HostFunction(host)
+        lasts, rests, host = False, managed.bound.in_sampling, HostFunction(host)
         try:
             served = self._serve(unet, managed, settings, call, host)
             with self._services.call_stats.standing_for(self._untimed):
                 self._services.call_stats.note_served(served)
             return Answer(served.output, served)
         except SecondGpuFull as full:
-            reason, lasts, drops = str(full), True, True
+            reason, lasts = str(full), True
         except Refusal as refusal:
             reason = str(refusal)
         except torch.cuda.OutOfMemoryError:
@@ -179,8 +179,8 @@ class TwoGpusRoute:
         except Exception as error:
             if id(error) == host.raised:
                 raise
-            reason, lasts, drops = self._services.guard.note("computing on two GPUs", error), True, True
-        if drops:
+            reason, lasts = self._services.guard.note("computing on two GPUs", error), True
+        if lasts:
             # Only now is everything gone that was computed before it failed.
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
         if lasts or rests:
