@@ -29,23 +29,18 @@ class DecoderForward(InstanceForward):
         latent = given.pop("sample", None)
         decode = lambda: host(module, *args, **kwargs)  # noqa: E731
         try:
-            check_call(module, latent, given)
+            refuse_replaced(type(module))
+            if not isinstance(latent, Tensor):
+                raise Refusal("the VAE's decoder is called without a latent")
+            passed = sorted(name for name, value in given.items() if value is not None)
+            if passed:
+                raise Refusal(f"the VAE passes {', '.join(passed)}")
         except Refusal as refusal:
             return runtime.vae.decode(module, latent, decode, why_host=str(refusal))
         return runtime.vae.decode(module, latent, decode)
 
     def declined(self, module: Any, reason: str) -> None:
         runtime.vae.note_host(reason)
-
-
-def check_call(decoder: nn.Module, latent: Any, others: dict[str, Any]) -> None:
-    """Raise Refusal where a call of diffusers' Decoder.forward is not ours."""
-    refuse_replaced(type(decoder))
-    if not isinstance(latent, Tensor):
-        raise Refusal("the VAE's decoder is called without a latent")
-    passed = sorted(name for name, value in others.items() if value is not None)
-    if passed:
-        raise Refusal(f"the VAE passes {', '.join(passed)}")
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
