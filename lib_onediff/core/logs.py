@@ -8,6 +8,8 @@ import sys
 DEBUG_VARIABLE = "ONEDIFF_DEBUG"
 FALSE_VALUES = ("", "0", "false", "off", "no")
 LONGEST_SENTENCE = 300
+# By which our handler is known at a reload.
+CONSOLE = "onediff-console"
 log = logging.getLogger("onediff")
 
 
@@ -28,15 +30,6 @@ class OneLineFormatter(logging.Formatter):
         return one_line(super().formatMessage(record)).replace("OneDiff: OneDiff", "OneDiff", 1)
 
 
-class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Our own handler, so that a WebUI's log level does not hide our lines; known by its class at a reload."""
-
-    def __init__(self, detailed: bool) -> None:
-        super().__init__(sys.stderr)
-        moment = "%(asctime)s.%(msecs)03d " if detailed else ""
-        self.setFormatter(OneLineFormatter(f"{moment}OneDiff: %(message)s", "%H:%M:%S"))
-
-
 def debug_wanted() -> bool:
     return os.environ.get(DEBUG_VARIABLE, "").strip().lower() not in FALSE_VALUES
 
@@ -44,8 +37,12 @@ def debug_wanted() -> bool:
 def show_on_console() -> None:
     """Write our log to the console, in detail if ONEDIFF_DEBUG asks for it. Safe to call twice."""
     detailed = debug_wanted()
-    for handler in [handler for handler in log.handlers if type(handler).__name__ == ConsoleHandler.__name__]:
-        log.removeHandler(handler)
-    log.addHandler(ConsoleHandler(detailed))
+    for known in [handler for handler in log.handlers if handler.name == CONSOLE]:
+        log.removeHandler(known)
+    # Our own, so that a WebUI's log level does not hide our lines.
+    handler, moment = logging.StreamHandler(sys.stderr), "%(asctime)s.%(msecs)03d " if detailed else ""
+    handler.setFormatter(OneLineFormatter(f"{moment}OneDiff: %(message)s", "%H:%M:%S"))
+    handler.name = CONSOLE
+    log.addHandler(handler)
     log.setLevel(logging.DEBUG if detailed else logging.INFO)
     log.propagate = False
