@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -91,9 +91,10 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
     if kind is bool:
         # Python and plots write True and On.
         word = {"true": "on", "false": "off"}.get(word.lower(), word.lower())
-    if kind is bool and word not in BOOL_OF_WORD:
-        raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
-    value = BOOL_OF_WORD[word] if kind is bool else kind(word)
+        if word not in BOOL_OF_WORD:
+            raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
+        return BOOL_OF_WORD[word]
+    value = kind(word)
     check_value(option_field, value)
     return value
 
@@ -242,8 +243,7 @@ class Settings:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"OneDiff has no option {unknown[0]!r}.{did_you_mean(unknown[0], sorted(known))}")
-        kept = {name: getattr(base or cls(), name) for name in known}
-        return cls(**{**kept, **values})
+        return replace(base or cls(), **values)
 
     def changed_from(self, other: Settings) -> dict[str, Any]:
         """The options that have another value in other, by name, with their values here."""
