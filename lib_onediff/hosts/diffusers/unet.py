@@ -215,17 +215,12 @@ def label_of(unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
     return torch.cat([text, waves.to(text.dtype)], dim=-1)
 
 
-def again(given: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments: the host consumes a list of them, and must find it whole however often it runs."""
-    return {
-        name: list(value) if name == "down_intrablock_additional_residuals" and value else value
-        for name, value in given.items()
-    }
-
-
 def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:
     """What the UNet's own forward makes of these arguments."""
-    sample: Tensor = host(unet, **again({**given, "return_dict": False}))[0]
+    # It consumes a list of them, and must find it whole however often it runs.
+    consumed = given.get("down_intrablock_additional_residuals")
+    again = {**given, "down_intrablock_additional_residuals": list(consumed)} if consumed else given
+    sample: Tensor = host(unet, **again, return_dict=False)[0]
     return sample
 
 
