@@ -28,7 +28,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.families.vae import Decoding
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.decode import NOT_FINITE, KnownVae
+from lib_onediff.runtime.vae.decode import NOT_FINITE
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -232,13 +232,16 @@ def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
-def test_a_store_that_anybody_has_written(stored: Any) -> None:
-    vae = KnownVae(runtime.tuning_cache, "abc", {})
-    vae.note_overflow(torch.float16)
-    [name] = runtime.tuning_cache._values
-    assert vae.overflows(torch.float16)
-    runtime.tuning_cache.set(name, stored)
-    assert not vae.overflows(torch.float16)
+def test_a_store_that_anybody_has_written(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, latent = overflowing()
+    types, host = count_decodes(monkeypatch), Host(decoder)
+    decode(host, latent)
+    [name] = [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
+    for known, first in ((NOT_FINITE, torch.float32), (stored, torch.float16)):
+        runtime.tuning_cache.set(name, known)
+        types.clear()
+        decode(host, latent)
+        assert types[0] == first
 
 
 def foreign(host: Host, latent: Tensor, reason: str = "Decoder.forward was replaced by somebody") -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.affine import Affine, Weights, WeightsAround
-from ...core.card import TuningCache, on_card
+from ...core.card import on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
 from ...core.key import ShapeKey
@@ -64,30 +64,6 @@ def is_finite(image: Tensor) -> bool:
     What overflows on the way does not stay hidden: norms and attention spread what is infinite or missing.
     """
     return bool(torch.isfinite(image).all())
-
-
-class KnownVae:
-    """What was seen of a VAE is remembered by a digest of its weights, on this machine and for later processes.
-
-    digest: tells it from every other of its architecture by a value of each of a layer's channels, and every bias. It
-    copies some 50 KB from the device and waits for it: about a millisecond.
-    """
-
-    def __init__(self, tuning_cache: TuningCache, architecture: str, weights: Weights) -> None:
-        self._tuning_cache = tuning_cache
-        some = [first_of_each_row(affine.weight) for affine in weights.values()]
-        some += [affine.bias for affine in weights.values() if affine.bias is not None]
-        self.digest = digest_of_values(architecture, some)
-
-    def overflows(self, dtype: torch.dtype) -> bool:
-        """Whether it was seen to, in this type."""
-        return bool(self._tuning_cache.get(self._name(dtype)) == NOT_FINITE)
-
-    def note_overflow(self, dtype: torch.dtype) -> None:
-        self._tuning_cache.set(self._name(dtype), NOT_FINITE)
-
-    def _name(self, dtype: torch.dtype) -> str:
-        return f"VAE {self.digest}, {short_name(dtype)}"
 
 
 def first_of_each_row(weight: Tensor) -> Tensor:
@@ -147,11 +123,11 @@ class Decode:
 
     def serve(self) -> Decoded:
         """Our image. Raises Refusal where the host is to decode, and torch.cuda.OutOfMemoryError."""
-        wanted, known = self._wanted, self._known
+        wanted, tuned, known = self._wanted, self.services.tuning_cache, self._overflow_name
         overflows = f"this VAE overflows in {short_name(wanted)}"
         # Nothing is wider than float32.
         can_widen = wanted != torch.float32
-        if can_widen and known.overflows(wanted):
+        if can_widen and tuned.get(known) == NOT_FINITE:
             return self._wider(self._done, overflows)
         made = self._by_devices(wanted)
         if made.is_finite:
@@ -162,7 +138,7 @@ class Decode:
         if not can_widen:
             raise NoTypeHelps(f"its image is {NOT_FINITE} in {short_name(wanted)}")
         wider = self._wider(f"{self._done} again", overflows)
-        known.note_overflow(wanted)
+        tuned.set(known, NOT_FINITE)
         log.warning("VAE: %s. From now on, it is not %s in %s.", wider.reason, self._done, short_name(wanted))
         return wider
 
@@ -190,7 +166,7 @@ class Decode:
             if miss == HOST_NOT_FINITE and self._wanted == torch.float32:
                 return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
             if miss == HOST_NOT_FINITE:
-                self._known.note_overflow(self._wanted)
+                self.services.tuning_cache.set(self._overflow_name, NOT_FINITE)
                 return self.repeat()
             if miss is not None:
                 raise Refusal(blame(entry, miss))
@@ -216,8 +192,17 @@ class Decode:
         return self._latent.dtype if choice == AUTO or is_slow else NAMED[choice]
 
     @cached_property
-    def _known(self) -> KnownVae:
-        return KnownVae(self.services.tuning_cache, self.layout.architecture, self.weights)
+    def _digest(self) -> str:
+        """Tells the VAE from every other of its architecture by a value of each of a layer's channels, and every bias.
+        It copies some 50 KB from the device and waits for it: about a millisecond."""
+        some = [first_of_each_row(affine.weight) for affine in self.weights.values()]
+        some += [affine.bias for affine in self.weights.values() if affine.bias is not None]
+        return digest_of_values(self.layout.architecture, some)
+
+    @property
+    def _overflow_name(self) -> str:
+        """Under which is remembered, on this machine and for later processes, that it overflows in the wanted type."""
+        return f"VAE {self._digest}, {short_name(self._wanted)}"
 
     @property
     def _latent(self) -> Tensor:
@@ -282,7 +267,7 @@ class Decode:
         flags = flags_for(self.settings, dtype, self._latent.device, upcast)
         marks = (ENCODE,) if layout.encodes else ()
         key = ShapeKey.of_decode(layout.architecture, self._small, upcast, backend, dtype, flags, marks)
-        entry = self.services.table.entry(key, layout.model_name).of_weights(f"{self._known.digest} {self.sources}")
+        entry = self.services.table.entry(key, layout.model_name).of_weights(f"{self._digest} {self.sources}")
         self.notice(entry)
         return entry
 
