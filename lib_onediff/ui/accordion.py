@@ -87,7 +87,8 @@ def a_control(tab: str, name: str) -> Any:
     }
     if option.metadata["bounds"] is not None:
         least, most = option.metadata["bounds"]
-        return kept_out_of_defaults(gr.Slider(least, most, option.default, step=option.metadata["step"], **about))
+        value: Any = option.default
+        return kept_out_of_defaults(gr.Slider(least, most, value, step=option.metadata["step"], **about))
     return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **about))
 
 
