@@ -60,18 +60,6 @@ def test_half_sums_are_sums_of_half(operator: str) -> None:
     assert why_no_effect("accumulation", "half") is None
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_convolutions_of_torch_sum_in_float32_whatever_is_set(layout: torch.memory_format) -> None:
-    """Which is why there is a kernel of our own."""
-    image, weight = torch.rand(1, 512, 32, 32, device=GPU).half(), torch.rand(64, 512, 3, 3, device=GPU).half()
-    image, weight = (tensor.contiguous(memory_format=layout) for tensor in (image, weight))
-    exact = functional.conv2d(image.double(), weight.double(), padding=1)
-    switches = [HALF_SUMS] if SWITCHES[HALF_SUMS].read() is not None else []
-    for value in (True, False):
-        work = lambda: functional.conv2d(image, weight, padding=1)  # noqa: E731
-        assert error(work, exact, tuple((switch, value) for switch in switches)) < 5e-4
-
-
 @pytest.mark.parametrize(("switch", "work"), [
     (TF32_MATMUL, lambda a, b: a @ b.t()),
     (TF32_CONVOLUTION, lambda a, b: functional.conv2d(a.view(1, 256, 32, 32), b.view(256, 256, 3, 3))),

@@ -2,7 +2,6 @@
 backend by torch's operators, rows in eight bits among them, and products by torch's own."""
 from __future__ import annotations
 
-import types
 from dataclasses import replace
 from typing import Any
 
@@ -134,15 +133,6 @@ def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The layers with so many weights are worth it."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", count)
     runtime.devices.lossy.low_bit.forget()
-
-
-def as_ours(function: Any) -> types.FunctionType:
-    """The function as code of OneDiff's: where somebody else's stands in the place of torch's, all is left to the
-    host."""
-    space = {**function.__globals__, "__name__": "lib_onediff.tests"}
-    return types.FunctionType(
-        function.__code__, space, function.__name__, function.__defaults__, function.__closure__
-    )
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:

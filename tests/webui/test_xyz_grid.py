@@ -31,11 +31,6 @@ def arguments_of(webui: WebUI, tab: str) -> list[dict[str, Any]]:
     return plot["args"]
 
 
-def axes_of(webui: WebUI, tab: str) -> list[str]:
-    """The labels of all axes in the order in which script arguments count them."""
-    return arguments_of(webui, tab)[0]["choices"]
-
-
 def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **request: Any) -> dict[str, Any]:
     """The request of a plot. An axis: its label, and its values with commas between."""
     whole = {**PICTURE, **SAMPLING, **request}
