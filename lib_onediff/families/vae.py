@@ -62,7 +62,6 @@ class DecoderLayout:
     An encoder is one too: what it takes is an image, and what it makes the mean and the spread of a latent.
     """
 
-    family: str
     in_convolution: Convolution
     layers: tuple[Layer, ...]
     out_norm: GroupNorm
@@ -100,7 +99,7 @@ class DecoderLayout:
     @cached_property
     def architecture(self) -> str:
         """A digest that two decoders share exactly when they are the same network up to their weights and names."""
-        return digest_without(self, ("path", "family", "resize_before"))
+        return digest_without(self, ("path", "resize_before"))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ def read_ldm(half: Any) -> DecoderLayout:
     else:
         down = (ldm_level(half.down[at], half.num_res_blocks, "downsample", at < levels[-1]) for at in levels)
         modules = [*chain(*down), *middle]
-    return layout_of(type(half).__module__.partition(".")[0], half, modules, half.norm_out, LeafReader(half))
+    return layout_of(half, modules, half.norm_out, LeafReader(half))
 
 
 def ldm_level(level: Any, count: int, resample: str, resamples: bool) -> list[Any]:
@@ -154,7 +153,7 @@ def read_diffusers(half: Any) -> DecoderLayout:
         modules = [*modules, *chain(*(diffusers_level(block, "upsamplers", leaves) for block in half.up_blocks))]
     else:
         modules = [*chain(*(diffusers_level(block, "downsamplers", leaves) for block in half.down_blocks)), *modules]
-    return layout_of("diffusers", half, modules, half.conv_norm_out, leaves)
+    return layout_of(half, modules, half.conv_norm_out, leaves)
 
 
 def diffusers_level(block: Any, resamplers: str, leaves: LeafReader) -> list[Any]:
@@ -167,10 +166,10 @@ def diffusers_level(block: Any, resamplers: str, leaves: LeafReader) -> list[Any
 # --- what both have ---------------------------------------------------------------------------------------------------
 
 
-def layout_of(family: str, half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader) -> DecoderLayout:
+def layout_of(half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader) -> DecoderLayout:
     """modules: those that the host calls between the first convolution and the last norm, in this order."""
     layout = DecoderLayout(
-        family, leaves.convolution(half.conv_in), leaves.layers(READERS, modules), leaves.group_norm(out_norm),
+        leaves.convolution(half.conv_in), leaves.layers(READERS, modules), leaves.group_norm(out_norm),
         leaves.convolution(half.conv_out),
     )
     leaves.refuse_unclaimed()

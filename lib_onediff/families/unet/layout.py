@@ -73,7 +73,6 @@ class UNetLayout:
     network has the same layout whatever that is.
     """
 
-    family: str
     in_channels: int
     out_channels: int
     context_width: int
@@ -184,7 +183,7 @@ class UNetLayout:
     @cached_property
     def architecture(self) -> str:
         """A digest that two UNets share exactly when they are the same network up to their weights and names."""
-        return digest_without(self, ("path", "name", "family", "foreign"))
+        return digest_without(self, ("path", "name", "foreign"))
 
 
 def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:

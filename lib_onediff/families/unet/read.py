@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
+from ...core.origins import package
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
 from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
 
 BLOCK = "BasicTransformerBlock"
-UNET_CLASSES = {"UNetModel", "IntegratedUNet2DConditionModel"}
-# The Forge family tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
-FAMILIES_THAT_RESIZE_BEFORE = {"forge", "ldm_patched"}
+FORGES_UNET = "IntegratedUNet2DConditionModel"
+UNET_CLASSES = {"UNetModel", FORGES_UNET}
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
 # These compute plain softmax attention; any other processor may compute something else.
@@ -64,10 +64,11 @@ def read_ldm(unet: Any) -> UNetLayout:
     """The layout of an ldm, sgm or Forge UNet module. Raises Refusal with the reason."""
     refuse_ldm_variants(unet)
     leaves = LeafReader(unet)
-    family = family_of(unet)
+    # The Forge family tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
+    resizes_before = type(unet).__name__ == FORGES_UNET or package(type(unet).__module__) == "ldm_patched"
 
     def stage(module: Any) -> Stage:
-        return tuple(read_layer(layer, leaves, family) for layer in module.children())
+        return tuple(read_layer(layer, leaves, resizes_before) for layer in module.children())
 
     time = TimeEmbedding(
         channels=unet.model_channels, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None,
@@ -75,7 +76,7 @@ def read_ldm(unet: Any) -> UNetLayout:
     )
     layout = UNetLayout.of(
         input_stages=tuple(map(stage, unet.input_blocks)), middle_stage=stage(unet.middle_block),
-        output_stages=tuple(map(stage, unet.output_blocks)), family=family, time=time, label=ldm_label(unet, leaves),
+        output_stages=tuple(map(stage, unet.output_blocks)), time=time, label=ldm_label(unet, leaves),
         out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),
         foreign=tuple(sorted({
             f"{kind.__module__}.{kind.__name__}" for kind in map(type, unet.modules()) if is_derived_block(kind)
@@ -83,12 +84,6 @@ def read_ldm(unet: Any) -> UNetLayout:
     )
     leaves.refuse_unclaimed()
     return layout
-
-
-def family_of(unet: nn.Module) -> str:
-    if type(unet).__name__ == "IntegratedUNet2DConditionModel":
-        return "forge"
-    return type(unet).__module__.partition(".")[0]
 
 
 def refuse_ldm_variants(unet: Any) -> None:
@@ -108,7 +103,7 @@ def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     return LabelEmbedding(leaves.linear(layers[0]), leaves.linear(layers[2]))
 
 
-def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
+def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
     kind = leaves.kind(layer)
     if kind == "ResBlock":
         return ldm_residual_block(layer, leaves)
@@ -119,7 +114,7 @@ def read_layer(layer: Any, leaves: LeafReader, family: str) -> Layer:
     if kind == "Downsample":
         return Downsample(leaves.convolution(layer.op))
     if kind == "Upsample":
-        return Upsample(leaves.convolution(layer.conv), resize_before=family in FAMILIES_THAT_RESIZE_BEFORE)
+        return Upsample(leaves.convolution(layer.conv), resize_before=resizes_before)
     if isinstance(layer, nn.Conv2d):
         return leaves.convolution(layer)
     raise leaves.unknown(layer)
@@ -176,7 +171,7 @@ def read_diffusers(unet: Any) -> UNetLayout:
         input_stages=((leaves.convolution(unet.conv_in),), *(leaves.layers(READERS, stage) for stage in down)),
         middle_stage=leaves.layers(READERS, middle),
         output_stages=tuple(leaves.layers(READERS, stage) for stage in up),
-        family="diffusers", time=diffusers_time(unet, leaves), label=diffusers_label(unet, leaves),
+        time=diffusers_time(unet, leaves), label=diffusers_label(unet, leaves),
         out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
         foreign=foreign_parts(unet, set(map(type, processors))),
     )
