@@ -13,14 +13,14 @@ from .contract import WebUI, offers
 
 log = logging.getLogger("onediff")
 
-# The kinds of host: a module that only this kind offers, and where the function `adapter` is that makes its adapter, or
-# raises Refusal for a release that lacks something. reForge carries A1111's modules besides its own, so it is
-# asked for first. A host that is ours brings its adapter along.
+# The kinds of host: a module that only this kind offers, and where its adapter is: a class, which raises Refusal for a
+# release that lacks something, beside a function `release` that names this one. reForge carries A1111's modules besides
+# its own, so it is asked for first. A host that is ours brings its adapter along.
 HOSTS = {
-    "backend.nn.unet": ".forge.adapter",
-    "ldm_patched.ldm.modules.diffusionmodules.openaimodel": ".ldm_patched",
-    "modules.sd_hijack_unet": ".a1111.adapter",
-    "modules.onediff_adapter": "modules.onediff_adapter",
+    "backend.nn.unet": (".forge.adapter", "Forge"),
+    "ldm_patched.ldm.modules.diffusionmodules.openaimodel": (".ldm_patched", "LdmPatched"),
+    "modules.sd_hijack_unet": (".a1111.adapter", "A1111"),
+    "modules.onediff_adapter": ("modules.onediff_adapter", "Standalone"),
 }
 
 
@@ -35,15 +35,16 @@ def this_webui() -> WebUI:
 
 def adapter_of_host() -> WebUI:
     """Judged by what the host offers, not by what its folders are called."""
-    place = next((place for mark, place in HOSTS.items() if offers(mark)), None)
-    if place is None:
+    place, name = next((place for mark, place in HOSTS.items() if offers(mark)), ("", ""))
+    if not place:
         webui = WebUI(unmet="OneDiff does not know this WebUI, and changes nothing in it")
     else:
         module = importlib.import_module(place, __name__)
+        release = module.release()
         try:
-            webui = module.adapter()
+            webui = getattr(module, name)(release)
         except Refusal as refusal:
-            webui = WebUI(module.release(), str(refusal))
+            webui = WebUI(release, str(refusal))
     if webui.unmet:
         log.warning("%s.", webui.unmet)
     return webui

@@ -26,14 +26,15 @@ from ...runtime.runtime import runtime
 NUMBERS_OF_A_LABEL = 6
 
 
+def release() -> str:
+    return "OneDiff's own WebUI"
+
+
 class Standalone(WebUI):
     """The adapter; see hosts.contract.WebUI."""
 
     name, network_classes = "standalone", ("UNet2DConditionModel",)
-
-    def __init__(self) -> None:
-        super().__init__("OneDiff's own WebUI")
-        self._serving = False
+    _serving = False
 
     def serve(self) -> None:
         self._serving = True
@@ -100,5 +101,3 @@ def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[st
         "added_cond_kwargs": conditions,
     }
 
-
-adapter = Standalone

@@ -55,12 +55,6 @@ def release() -> str:
     return f"A1111 {tag}".strip()
 
 
-def adapter() -> WebUI:
-    """Raises Refusal for a release that lacks something."""
-    check_needs(release(), NEEDS)
-    return A1111()
-
-
 class A1111(WebUI):
     """The adapter; see contract.WebUI."""
 
@@ -68,8 +62,10 @@ class A1111(WebUI):
     # SD3 and others have these too, and are told apart by their network.
     checkpoint_paths = ("model", "first_stage_model", "apply_model")
 
-    def __init__(self) -> None:
-        super().__init__(release())
+    def __init__(self, release: str) -> None:
+        """Raises Refusal for a release that lacks something."""
+        check_needs(release, NEEDS)
+        super().__init__(release)
         modules = [importlib.import_module(name) for name in UNET_MODULES]
         self._unets = UNetHooks(
             [module.UNetModel for module in modules], self._forward, self._why_bypassed

@@ -47,12 +47,6 @@ def version_and_release() -> tuple[str, str]:
     return str(getattr(said, "version", "")), str(getattr(said, "release", ""))
 
 
-def adapter() -> WebUI:
-    """Raises Refusal for a release that lacks something."""
-    check_needs(release(), Forge.needs())
-    return Forge(release())
-
-
 class Forge(WebUI):
     """The adapter; see contract.WebUI. Another host of the family overrides the first attributes and methods.
 
@@ -94,6 +88,8 @@ class Forge(WebUI):
         )
 
     def __init__(self, release: str) -> None:
+        """Raises Refusal for a release that lacks something."""
+        check_needs(release, self.needs())
         super().__init__(release)
         # Of its own: each remembers what it has found in this host.
         self._networks = [replace(one) for one in self.networks if one is self.networks[0] or one.is_there]

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..contract import WebUI, check_needs
 from ..forge.adapter import Forge, patcher_of, version_and_release
 from ..forge.call import UNET_PARAMETERS
 from ..forge.networks import HostAttention, HostNetwork
@@ -16,12 +15,6 @@ def release() -> str:
     """ "reForge 1.0.0v2-v1.10.1RC" or "Forge Classic"; reForge's file tells a version and not its name."""
     version = version_and_release()[0]
     return "Forge Classic" if version == "classic" else f"reForge {version}".strip()
-
-
-def adapter() -> WebUI:
-    """Raises Refusal for a release that lacks something."""
-    check_needs(release(), LdmPatched.needs())
-    return LdmPatched(release())
 
 
 class LdmPatched(Forge):
