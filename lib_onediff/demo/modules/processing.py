@@ -51,7 +51,6 @@ class StableDiffusionProcessingTxt2Img:
     comments: dict[str, int] = field(default_factory=dict, init=False)
     all_seeds: list[int] = field(default_factory=list, init=False)
     seeds: list[int] = field(default_factory=list, init=False)
-    is_hr_pass: bool = field(default=False, init=False)
     # The diffusers pipeline and its scheduler, once it runs.
     pipeline: Any = field(default=None, init=False)
     sampler: Any = field(default=None, init=False)
