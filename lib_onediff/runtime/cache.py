@@ -192,7 +192,7 @@ class Cache:
         and what is on the disk.
 
         Returns the bytes of GPU memory that were given back. Where a large graph goes, those that stay may be captured
-        again in less memory; so it is best called while no image is being made (hosts.webui.WebUI.exclusively):
+        again in less memory; so it is best called while no image is being made (hosts.contract.WebUI.exclusively):
         torch lets nobody empty its cache during a capture. Raises NotKept where the disk keeps it.
         """
         wanted = None if resolutions is None else set(resolutions)
@@ -217,7 +217,7 @@ class Cache:
     def release_memory(self) -> int:
         """Drop every graph and empty torch's caches; what was checked stays checked. Returns the bytes given back.
 
-        To be called while no image is being made; see hosts.webui.WebUI.exclusively.
+        To be called while no image is being made; see hosts.contract.WebUI.exclusively.
         """
         with self._services.lock:
             return self._services.graphs.free()

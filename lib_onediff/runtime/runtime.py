@@ -43,7 +43,7 @@ class Runtime:
     """Routes the calls of every UNet that a host has handed over. Every method may be called from any thread.
 
     cache: what users ask of what is ready. vae: the route of decodes. webui: the adapter of the WebUI that we run in
-    (a hosts.webui.WebUI): it must outlive a reload of the scripts.
+    (a hosts.contract.WebUI): it must outlive a reload of the scripts.
     """
 
     def __init__(
