@@ -2,12 +2,12 @@
 is asked for before anything is hooked."""
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -120,7 +120,6 @@ class WebUI:
 
     def before_step(self, params: Any) -> None:
         """The host's denoiser begins a step, and says what it will call with."""
-        return None
 
     def notes(self) -> list[str]:
         """What users should know of the host's own settings while OneDiff is in use, one sentence each."""
@@ -190,11 +189,9 @@ class WebUI:
         return runtime.model_name(self.unet_of(self.checkpoint()))
 
 
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
+def random_state_kept() -> AbstractContextManager[object]:
     """What is drawn inside does not move the random numbers of the next image."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        yield
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 
 # --- what an adapter needs --------------------------------------------------------------------------------------------
