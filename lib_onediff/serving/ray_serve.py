@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import logging
 import os
@@ -19,7 +18,7 @@ from ray import serve
 
 from ..api.bodies import SentenceRoute
 from ..api.gate import LARGEST_LOGIN, Gate, Origins, host_name
-from ..core.sizes import Size, parse_size, parse_sizes
+from ..core.sizes import parse_sizes
 from ..public import compile_pipe, load_folder
 from ..runtime.runtime import runtime
 from .queue import Limits, Queue, Request
@@ -52,16 +51,6 @@ def load(config: Config) -> Any:
     return load_folder(Path(config.model).expanduser(), dtype).to(device)
 
 
-def most_used(model: str | None) -> list[Size]:
-    """The sizes that this model has made the most calls at, by what the cache folder knows."""
-    rows, found = runtime.history.rows(every_machine=True), []
-    for resolution in dict.fromkeys(row.resolution for row in rows if row.model == model and row.tokens):
-        # Anybody may have written it.
-        with contextlib.suppress(ValueError):
-            found.append(parse_size(resolution))
-    return found[:MOST_WARM_SIZES]
-
-
 class Painter:
     """One replica. Ray Serve sends it nothing before it is made, and then it is warm."""
 
@@ -72,7 +61,8 @@ class Painter:
             os.environ["ONEDIFF_CACHE"] = config.cache
         self._pipe = self._thread.submit(lambda: compile_pipe(load(config), **config.options)).result()
         self._pipe.set_progress_bar_config(disable=True)
-        for size in parse_sizes(config.sizes) or most_used(runtime.model_name(self._pipe.unet)):
+        known = runtime.history.most_used(runtime.model_name(self._pipe.unet), MOST_WARM_SIZES)
+        for size in parse_sizes(config.sizes) or [wanted.size for wanted in known]:
             warm = Request("", "", size.width, size.height, WARM_STEPS, config.guidance, seed=0)
             self._thread.submit(self._image, warm).result()
         runtime.keep_history()
