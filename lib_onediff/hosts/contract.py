@@ -184,9 +184,12 @@ class WebUI:
         layout, size = runtime.layout_of(unet), (height // LATENT_PIXEL, width // LATENT_PIXEL)
         return FAMILIES.of(layout).example(layout, size, batch, tokens, noise)
 
-    def model_name(self) -> str | None:
-        """What the rows of the loaded checkpoint's UNet call it ("SD1"); None for one that is none of ours."""
-        return runtime.model_name(self.unet_of(self.checkpoint()))
+    def model_name(self, checkpoint: Any = None) -> str | None:
+        """What the rows of a checkpoint's UNet call it ("SD1"); None for one that is none of ours.
+
+        checkpoint: as model_loaded gets it; by default the one that is loaded, if any.
+        """
+        return runtime.model_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
 
 
 def random_state_kept() -> AbstractContextManager[object]:
