@@ -12,7 +12,7 @@ from lib_onediff.core.logs import log, show_on_console
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import parse_prewarm
 from lib_onediff.hosts import this_webui
-from lib_onediff.prewarm.worker import Readiness, WarmUp
+from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import chosen_folder
 from lib_onediff.ui import accordion, infotext, onediff_tab, run_settings, settings_tab, status, xyz
@@ -27,7 +27,6 @@ guard = runtime.guard
 guard.forget()
 webui = this_webui()
 warmup = WarmUp(webui, runtime)
-readiness = Readiness(webui, warmup, runtime)
 
 
 @guard.hook("following the settings")
@@ -47,7 +46,7 @@ def model_loaded(sd_model: Any) -> None:
         if runtime.settings.enabled:
             prepare(sd_model)
     finally:
-        readiness.checkpoint_loaded()
+        warmup.checkpoint_loaded()
 
 
 def prepare(sd_model: Any) -> None:
@@ -175,7 +174,7 @@ def tabs() -> list[tuple[Any, str, str]]:
 def add_routes(app: Any) -> None:
     from lib_onediff.api import routes
 
-    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui.exclusively, current_status, readiness.why_not)
+    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui.exclusively, current_status, warmup.why_not_ready)
 
 
 @guard.hook("keeping other sites' pages from the events of the page")
@@ -201,7 +200,7 @@ def open_cache() -> None:
 guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
 guard.attempt("saying what serves", lambda: log.info(runtime.devices.start_line(runtime.settings)))
 open_cache()
-guard.attempt("looking for a checkpoint", readiness.look_around)
+guard.attempt("looking for a checkpoint", warmup.look_around)
 follow_settings()
 # The WebUI looks at the stack of whoever registers, and for every frame of a script, which is no module, at all modules
 # of the process: 0.05 to 0.1 s each time. A thread's stack has no script in it.

@@ -1,5 +1,5 @@
 """The pre-warm queue: makes sizes ready before an image needs them, between images and never during one.
-Readiness tells a load balancer whether this process may be sent images."""
+It tells a load balancer whether this process may be sent images."""
 from __future__ import annotations
 
 import atexit
@@ -156,8 +156,7 @@ class WarmUp:
     hosts.contract.WebUI."""
 
     def __init__(self, webui: Any, runtime: Runtime) -> None:
-        self._webui = webui
-        self._runtime = runtime
+        self._webui, self._runtime, self._had_checkpoint = webui, runtime, False
         # What is over and what runs, then the queue in its order.
         self._jobs: list[Job] = []
         self._ids = count(1)
@@ -221,6 +220,34 @@ class WarmUp:
         if worker is not None and seconds:
             worker.join(seconds)
         return cancelled
+
+    # --- whether this process is ready ----------------------------------------------------------------------------
+
+    def look_around(self) -> None:
+        """After a reload of the scripts the checkpoint is there already, and nobody tells of it again."""
+        self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
+
+    def checkpoint_loaded(self) -> None:
+        """What a loaded checkpoint wants ready has been queued. Not earlier: the WebUI knows a new checkpoint before it
+        tells, and for that moment nothing would be queued."""
+        self._had_checkpoint = True
+
+    def why_not_ready(self) -> str:
+        """Why images should go elsewhere for now, as a sentence for a load balancer; "" where what the settings or
+        users want ready is so."""
+        if not self._had_checkpoint:
+            if self._webui.loads_at_start():
+                return LOADING
+            if self._wants_sizes():
+                return NO_CHECKPOINT
+        count = sum(job.pending for job in self.jobs())
+        return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready." if count else ""
+
+    def _wants_sizes(self) -> bool:
+        """Whether the first checkpoint will have sizes made ready."""
+        settings, history = self._runtime.settings, self._runtime.history
+        wanted = parse_prewarm(settings.prewarm)
+        return settings.enabled and bool(wanted.sizes or wanted.most_used and history.rows(every_machine=True))
 
     # --- the worker -----------------------------------------------------------------------------------------------
 
@@ -317,38 +344,3 @@ class WarmUp:
         self._advance(job, time.perf_counter() - began, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
         return status["reason"] if lacks_graph else ""
-
-
-class Readiness:
-    """Whether what the settings or users want ready is so. Idle warm-up counts for nothing: it gives way to every
-    image, and where it did, a machine without images would never get one."""
-
-    def __init__(self, webui: Any, warmup: WarmUp, runtime: Runtime) -> None:
-        self._webui, self._warmup, self._runtime = webui, warmup, runtime
-        self._had_checkpoint = False
-
-    def look_around(self) -> None:
-        """After a reload of the scripts the checkpoint is there already, and nobody tells of it again."""
-        self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
-
-    def checkpoint_loaded(self) -> None:
-        """What a loaded checkpoint wants ready has been queued. Not earlier: the WebUI knows a new checkpoint before it
-        tells, and for that moment nothing would be queued."""
-        self._had_checkpoint = True
-
-    def why_not(self) -> str:
-        """Why images should go elsewhere for now, as a sentence; "" where this process is ready."""
-        if not self._had_checkpoint:
-            if self._webui.loads_at_start():
-                return LOADING
-            if self._wants_sizes():
-                return NO_CHECKPOINT
-        count = sum(job.pending for job in self._warmup.jobs())
-        return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready." if count else ""
-
-    def _wants_sizes(self) -> bool:
-        """Whether the first checkpoint will have sizes made ready."""
-        settings = self._runtime.settings
-        wanted = parse_prewarm(settings.prewarm)
-        history = self._runtime.history
-        return settings.enabled and bool(wanted.sizes or wanted.most_used and history.rows(every_machine=True))

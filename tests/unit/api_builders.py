@@ -18,7 +18,7 @@ pytest.importorskip("gradio")
 
 from lib_onediff.api import routes
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.prewarm.worker import Readiness, WarmUp
+from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History, HistoryRow
 
@@ -58,14 +58,13 @@ class Api:
     def __init__(self, webui: Any = None) -> None:
         self.webui = webui or LockOnly()
         self.warmup = WarmUp(self.webui, runtime)
-        self.readiness = Readiness(self.webui, self.warmup, runtime)
         self.app = FastAPI()
         self.client = TestClient(self.add_to(self.app, command_line()), raise_server_exceptions=False)
 
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
         """The same app, with the API where cmd_opts lets it."""
         exclusively = self.webui.exclusively
-        routes.add_routes(app, cmd_opts, runtime, self.warmup, exclusively, lambda: STATUS, self.readiness.why_not)
+        routes.add_routes(app, cmd_opts, runtime, self.warmup, exclusively, lambda: STATUS, self.warmup.why_not_ready)
         return app
 
     def get(self, path: str, status: int = 200) -> Any:

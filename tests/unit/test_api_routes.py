@@ -95,7 +95,7 @@ def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypat
     assert ready(api) == worker.LOADING
     with api.webui.lock:
         api.warmup.add([Size(64, 64)], "settings")
-        api.readiness.checkpoint_loaded()
+        api.warmup.checkpoint_loaded()
         assert ready(api) == "1 size is being made ready."
     wait_until(lambda: ready(api) == "")
 
