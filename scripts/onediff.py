@@ -105,8 +105,7 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("building the accordion", otherwise=[])
     def ui(self, is_img2img: bool) -> list[Any]:
-        tab = "img2img" if is_img2img else "txt2img"
-        arguments = accordion.build_accordion(tab, status_lines, settings_of_run)
+        arguments = accordion.build_accordion(self.tab(), status_lines, settings_of_run)
         self.infotext_fields = list(zip(arguments, paste_functions, strict=True))
         self.paste_field_names = list(paste_functions)
         return arguments
