@@ -91,7 +91,7 @@ def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: st
             done[job.size.resolution] = job
         # Of several jobs at one resolution the one that runs is told.
         if job.pending and (job.state != QUEUED or job.size.resolution not in states):
-            states[job.size.resolution] = job_state(job)
+            states[job.size.resolution] = QUEUED if job.state == QUEUED else f"warming {100 * job.share:.0f} %"
     told = list(rows)
     present = {row.resolution for row in told if is_meant(row, model)}
     new = [
@@ -110,11 +110,6 @@ def with_prewarm(row: ResolutionRow, job: Job | None) -> ResolutionRow:
         return row
     steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
     return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.seconds - steps))
-
-
-def job_state(job: Job) -> str:
-    """A pending job as the state of its resolution."""
-    return QUEUED if job.state == QUEUED else f"warming {100 * job.share:.0f} %"
 
 
 def is_meant(row: ResolutionRow, model: str | None) -> bool:
