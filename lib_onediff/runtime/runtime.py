@@ -262,8 +262,9 @@ class Runtime:
         self.call_stats.note(HOST, reason)
         self._leave_as_found(unet)
         managed = self.managed_unet(unet)
-        # Our layout has left memory in pieces that the host would have in one.
-        room = no_room if managed is None else partial(managed.make_room, HOST_NEEDS, is_urgent=True)
+        # Where weights were bound, our layout has left memory in pieces that the host would have in one.
+        is_ours = managed is not None and managed.bound.has_binding
+        room = partial(managed.make_room, HOST_NEEDS, is_urgent=True) if managed and is_ours else no_room
         return self.pressure.run_host(host, room)
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -73,8 +73,12 @@ class OptionPatches(PatchPoints):
         )
         listed = (f"{name} by {author(function)}" for name, function in self._named())
         self.structure = tuple(sorted((*listed, *kinds_of(changed))))
+
+    @cached_property
+    def functions(self) -> list[Any]:  # type: ignore[override]
+        # Not of every call: a replay asks for none.
         lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
-        self.functions = [*chain(*lists), *filter(None, [self._norm]), *functions_of(changed)]
+        return [*chain(*lists), *filter(None, [self._norm]), *functions_of(self._changed_modules)]
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         for name, functions in self._lists.items():
