@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as functional
 from exact_operators import relative_error
 
-from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, alone, random_inputs
+from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, attend, random_inputs
 
 nn_attention = pytest.importorskip("torch.nn.attention", reason="needs torch 2.3 or newer")
 
@@ -28,7 +28,7 @@ def test_one_called_by_itself_is_the_one_that_torch_calls(backend: str, shapes: 
     torch.manual_seed(0)
     inputs = random_inputs(*SHAPES[shapes], dtype, torch.device("cuda"))
     with torch.no_grad():
-        ours = alone(backend, *inputs)
+        ours = attend(backend, *inputs)
         with nn_attention.sdpa_kernel([getattr(nn_attention.SDPBackend, NAMES[backend])]):
             torchs = functional.scaled_dot_product_attention(*inputs)
     assert torch.equal(ours, torchs) and ours.stride() == torchs.stride()
