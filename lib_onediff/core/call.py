@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -278,10 +278,18 @@ class PromptRows(NamedTuple):
     host: Callable[[], Tensor]
 
 
-def halves(call: Call, rows: slice) -> tuple[Tensor, Tensor]:
-    """The latents of these rows, one half of the batch, and those of the other half."""
-    first, second = call.latent.chunk(2)
-    return (first, second) if not rows.start else (second, first)
+def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
+    """The call with of(tensor) in the place of every input that is a tensor, in an order that depends on the shape
+    alone."""
+    change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
+    latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
+    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
+    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
+    prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
+    return replace(
+        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
+        context=of(call.context), y=change(call.y), image_prompts=prompts,
+    )
 
 
 def half_of(batch: int, is_first: bool) -> slice:
@@ -297,20 +305,7 @@ def why_not_taken(call: Call) -> str:
 def take_rows(call: Call, rows: slice) -> Call:
     """The call of these rows alone. Raises ValueError for an input that has neither the batch's rows nor one for all.
     """
-    batch = call.latent.shape[0]
-
-    def take(tensor: Tensor) -> Tensor:
-        return rows_of(tensor, rows, batch)
-
-    y, condition = (
-        None if tensor is None else take(tensor) for tensor in (call.y, call.timestep_condition)
-    )
-    return replace(
-        call, latent=take(call.latent), timestep=take(call.timestep),
-        context=take(call.context), y=y, timestep_condition=condition,
-        control=rows_of_control(call.control, rows, batch),
-        image_prompts=tuple(prompt.map(take) for prompt in call.image_prompts),
-    )
+    return mapped(call, lambda tensor: rows_of(tensor, rows, call.latent.shape[0]))
 
 
 def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
@@ -330,16 +325,6 @@ def rows_within(value: Any, rows: slice, batch: int) -> Any:
         inside = [rows_within(part, rows, batch) for part in value]
         return inside if isinstance(value, list) else tuple(inside)
     return rows_of(value, rows, batch) if isinstance(value, Tensor) and value.dim() else value
-
-
-def rows_of_control(control: Control | None, rows: slice, batch: int) -> Control | None:
-    if control is None:
-        return None
-    parts = (
-        tuple(None if residual is None else rows_of(residual, rows, batch) for residual in part)
-        for part in (control.input, control.middle, control.output)
-    )
-    return Control(*parts)
 
 
 def for_all_rows(output: Tensor, batch: int) -> Tensor:

@@ -128,6 +128,18 @@ class Block(Protocol):
         """Its linear layers that read the image's tokens, in their order."""
 
 
+def readers_of(block: Any, gate: str, norm: str = "") -> tuple[Reader, ...]:
+    """Those of a block of self attention, cross attention and feed-forward layers. gate: what makes the tokens that the
+    last of them reads. norm: see Reader; of the feed-forward's first."""
+    own, cross = block.self_attention, block.cross_attention
+    return (
+        Reader(own.query_key_value, NORMED, SELF_QKV), Reader(own.out, PLAIN, SELF_OUT),
+        Reader(cross.query, NORMED, CROSS_QUERY), Reader(cross.out, PLAIN, CROSS_OUT),
+        Reader(block.feed_forward_in, NORMED, FEED_FORWARD_IN, norm),
+        Reader(block.feed_forward_out, gate, FEED_FORWARD_OUT),
+    )
+
+
 @dataclass(frozen=True)
 class TransformerBlock:
     self_norm: LayerNorm
@@ -141,13 +153,7 @@ class TransformerBlock:
     @property
     def readers(self) -> tuple[Reader, ...]:
         """See Block."""
-        attention, cross = self.self_attention, self.cross_attention
-        return (
-            Reader(attention.query_key_value, NORMED, SELF_QKV), Reader(attention.out, PLAIN, SELF_OUT),
-            Reader(cross.query, NORMED, CROSS_QUERY), Reader(cross.out, PLAIN, CROSS_OUT),
-            Reader(self.feed_forward_in, NORMED, FEED_FORWARD_IN, self.feed_forward_norm.path),
-            Reader(self.feed_forward_out, GATED, FEED_FORWARD_OUT),
-        )
+        return readers_of(self, GATED, self.feed_forward_norm.path)
 
 
 @dataclass(frozen=True)

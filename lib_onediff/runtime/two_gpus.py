@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, take_rows, why_not_taken
+from ..core.call import Call, mapped, take_rows, why_not_taken
 from ..core.guard import HostFunction
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
@@ -24,7 +24,6 @@ from ..core.settings import Settings
 from ..core.table import Stopwatch
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.device_memory import Card
-from ..devices.cuda.graphs.inputs import mapped
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
 from .card_route import CardRoute

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..core.call import PromptRows, for_all_rows, halves, take_rows, why_not_taken
+from ..core.call import PromptRows, for_all_rows, take_rows, why_not_taken
 from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
@@ -84,7 +84,7 @@ class GuidanceEnd:
             return lambda compute: self._whole(moment, guided, compute)
         if not guided.is_confirmed:
             # Once a sampling: it waits for a GPU.
-            if not torch.equal(*halves(moment.call, found.rows)):
+            if not torch.equal(*moment.call.latent.chunk(2)):
                 guided.refusal = UNLIKE_HALVES
                 raise Refusal(UNLIKE_HALVES)
             guided.is_confirmed = True

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.leaves import (
-    CROSS_OUT,
-    CROSS_QUERY,
-    FEED_FORWARD_IN,
-    FEED_FORWARD_OUT,
-    NORMED,
     PLAIN,
-    SELF_OUT,
-    SELF_QKV,
     AdaptiveNorm,
     FusedLinear,
     Linear,
@@ -27,6 +20,7 @@ from ...core.leaves import (
     TimeEmbedding,
     descriptions,
     digest_without,
+    readers_of,
 )
 from ...core.origins import package
 from ...core.refusal import Refusal
@@ -74,13 +68,7 @@ class AdaptiveBlock:
     @property
     def readers(self) -> tuple[Reader, ...]:
         """See Block."""
-        own, cross = self.self_attention, self.cross_attention
-        return (
-            Reader(own.query_key_value, NORMED, SELF_QKV), Reader(own.out, PLAIN, SELF_OUT),
-            Reader(cross.query, NORMED, CROSS_QUERY), Reader(cross.out, PLAIN, CROSS_OUT),
-            Reader(self.feed_forward_in, NORMED, FEED_FORWARD_IN),
-            Reader(self.feed_forward_out, PLAIN, FEED_FORWARD_OUT),
-        )
+        return readers_of(self, PLAIN)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """What a graph reads: tensors of its own, into which each call's are copied."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ....core.call import Call, Control
+from ....core.call import Call, mapped
 
 
 def own_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_format) -> Call:
@@ -18,20 +16,6 @@ def own_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_f
     """
     own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
     return replace(own, timestep=own.timestep.float())
-
-
-def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
-    """The call with of(tensor) in the place of every tensor that a graph reads, in an order that depends on the shape
-    alone."""
-    change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
-    latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
-    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
-    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
-    prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
-    return replace(
-        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
-        context=of(call.context), y=change(call.y), image_prompts=prompts,
-    )
 
 
 def tensors_of(call: Call) -> list[Tensor]:
