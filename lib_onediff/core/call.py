@@ -281,7 +281,10 @@ class PromptRows(NamedTuple):
 def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
     """The call with of(tensor) in the place of every input that is a tensor, in an order that depends on the shape
     alone."""
-    change = lambda tensor: None if tensor is None else of(tensor)  # noqa: E731
+
+    def change(tensor: Tensor | None) -> Any:
+        return None if tensor is None else of(tensor)
+
     latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
     control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None

@@ -1,43 +1,73 @@
 """The protocol of families: a kind of network, how it is read, and its forward."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .affine import Weights
 from .call import Call
+from .leaves import LEAVES, CrossAttention, FusedLinear, ResidualBlock, descriptions
 from .operators import Operators
 
 # Shapes, (batch, heads, tokens, width), of an attention's queries and of its keys.
 AttentionShapes = tuple[tuple[int, ...], tuple[int, ...]]
+# Whether a module is a network of some kind, by its class and where that comes from; and the layout of such a module,
+# which raises Refusal with the reason for anything that it does not know in it.
+Reader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
+
+
+class Layout:
+    """What a network is: a frozen dataclass, a tree of core.leaves, which holds no parameter.
+
+    It also has architecture, equal for networks that are the same but for weights and names; model_name, for people;
+    and sized_layers(height, width of the latent), the parts that hold all blocks, each with the height and width of
+    what it takes.
+    foreign: what others have put into the module that calls must bring as patches, each in words for the user.
+    """
+
+    foreign: tuple[str, ...] = ()
+
+    def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
+        """Every description of this kind, depth first in a fixed order."""
+        return descriptions(self, kind)
+
+    def leaves(self) -> list[Any]:
+        """Every description of a module that holds parameters, each once."""
+        return list(dict.fromkeys(self.layers(LEAVES)))
+
+    def fusions(self) -> list[FusedLinear]:
+        """The groups of linear layers that are to lie in one tensor."""
+        return list(self.layers(FusedLinear))
+
+    @property
+    def kernel_users(self) -> list[Any]:
+        """The descriptions that decide which kernels are needed."""
+        return self.leaves()
+
+    @cached_property
+    def residual_blocks(self) -> tuple[ResidualBlock, ...]:
+        return tuple(self.layers(ResidualBlock))
+
+    @cached_property
+    def cross_attentions(self) -> tuple[Any, ...]:
+        return tuple(self.layers(CrossAttention))
 
 
 class Family(Protocol):
     @property
-    def layout(self) -> type:
+    def layout(self) -> type[Layout]:
         """The type of its layouts."""
 
     @property
     def first_timestep(self) -> float:
         """That of pure noise, as its networks get it; that of an image is 0."""
 
-    def knows(self, module: nn.Module) -> bool:
-        """Whether a module is one of this family's networks, by its class and where that comes from."""
-
-    def read(self, module: nn.Module) -> Any:
-        """The layout of a module, a frozen dataclass: a tree of core.leaves, which holds no parameter. Raises Refusal
-        with the reason for anything that it does not know in it.
-
-        It has architecture, equal for networks that are the same but for weights and names; model_name, for people;
-        foreign, what others have put into the module that calls must bring as patches, in words for the user;
-        kernel_users, the descriptions that decide which kernels are needed; residual_blocks and cross_attentions, those
-        among the descriptions; and functions: leaves(), every description of a module that holds parameters, each once;
-        fusions(), the groups of linear layers that are to lie in one tensor; layers(kind), every description of this
-        kind; and sized_layers(height, width of the latent), the parts that hold all blocks, each with the height and
-        width of what it takes.
-        """
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """Of its networks, host by host."""
 
     def refuse_call(self, layout: Any, call: Call) -> None:
         """Raise Refusal with the reason for inputs that cannot be this network's."""

@@ -179,6 +179,10 @@ class TimeEmbedding:
     second: Linear
 
 
+# What describes a module that holds parameters.
+LEAVES = (Linear, Convolution, GroupNorm, LayerNorm, RMSNorm)
+
+
 def digest_without(layout: Any, names: Collection[str]) -> str:
     """A digest of a tree of dataclasses and tuples, whatever the fields of these names hold."""
 
@@ -210,8 +214,8 @@ def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
     that belong elsewhere."""
     fused = list(descriptions(node, FusedLinear))
     left_out = {*apart, *(member.path for fusion in fused for member in fusion.members)}
-    leaves = descriptions(node, (Linear, Convolution, GroupNorm, LayerNorm, RMSNorm))
-    return (*(fusion.name for fusion in fused), *(leaf.path for leaf in leaves if leaf.path not in left_out))
+    paths = (leaf.path for leaf in descriptions(node, LEAVES))
+    return (*(fusion.name for fusion in fused), *(path for path in paths if path not in left_out))
 
 
 @cache

@@ -4,21 +4,20 @@ The one door to the readers of each kind of module, which know nothing of each o
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..core.affine import Weights
 from ..core.call import Call
-from ..core.family import Family
+from ..core.family import Family, Reader
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from . import vae
 from .anima.family import Animas
 from .unet.family import UNets
-
-Read = TypeVar("Read")
 
 
 class Families:
@@ -29,7 +28,7 @@ class Families:
 
     def read(self, module: nn.Module) -> Any:
         """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""
-        return read(module, "UNet", tuple((family.knows, family.read) for family in self.all))
+        return read(module, "UNet", chain.from_iterable(family.readers for family in self.all))
 
     def of(self, layout: Any) -> Family:
         """The family that has read it."""
@@ -54,13 +53,13 @@ def read_decoder(decoder: nn.Module) -> vae.DecoderLayout:
     Raises Refusal for anything that is neither of an AutoencoderKL with parameters that we all know: a tiny
     autoencoder, a video decoder, one that takes a mask.
     """
-    return read(decoder, "VAE decoder", ((vae.is_ldm, vae.read_ldm), (vae.is_diffusers, vae.read_diffusers)))
+    readers = (vae.is_ldm, vae.read_ldm), (vae.is_diffusers, vae.read_diffusers)
+    layout: vae.DecoderLayout = read(decoder, "VAE decoder", readers)
+    return layout
 
 
-def read(
-    module: nn.Module, what: str, readers: tuple[tuple[Callable[[Any], bool], Callable[[Any], Read]], ...]
-) -> Read:
-    """By the first of these pairs whose first half knows the module."""
+def read(module: nn.Module, what: str, readers: Iterable[Reader]) -> Any:
+    """By the first of these that knows the module."""
     kind = type(module)
     try:
         for knows, reader in readers:

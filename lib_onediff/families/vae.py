@@ -17,7 +17,8 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from ..core.affine import Affine
-from ..core.leaves import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, descriptions, digest_without
+from ..core.family import Layout
+from ..core.leaves import Convolution, GroupNorm, Linear, digest_without
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from .leaf_reader import LeafReader
@@ -56,14 +57,14 @@ Layer = ResidualBlock | PixelAttention | Upsample | Downsample
 
 
 @dataclass(frozen=True)
-class DecoderLayout:
+class DecoderLayout(Layout):
     """The whole network: a convolution, layers one after the other, a norm with SiLU, a convolution.
 
     An encoder is one too: what it takes is an image, and what it makes the mean and the spread of a latent.
     """
 
     in_convolution: Convolution
-    layers: tuple[Layer, ...]
+    inner_layers: tuple[Layer, ...]
     out_norm: GroupNorm
     out_convolution: Convolution
 
@@ -80,21 +81,7 @@ class DecoderLayout:
     @property
     def reduction(self) -> int:
         """How many pixels wide a pixel of its output is; 1 for a decoder."""
-        return 1 << sum(isinstance(layer, Downsample) for layer in self.layers)
-
-    def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
-        """Every description of a module that holds parameters, each once."""
-        parts = (self.in_convolution, self.layers, self.out_norm, self.out_convolution)
-        return list(descriptions(parts, (Linear, Convolution, GroupNorm, LayerNorm)))
-
-    @property
-    def kernel_users(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
-        """Every description that decides which kernels are needed."""
-        return self.leaves()
-
-    def fusions(self) -> list[FusedLinear]:
-        """Nothing needs to lie together: the few linear layers are a hundredth of the work."""
-        return []
+        return 1 << sum(isinstance(layer, Downsample) for layer in self.inner_layers)
 
     @cached_property
     def architecture(self) -> str:
@@ -274,7 +261,7 @@ class Decoding:
         The latent is what the host hands to its decoder: scaled, and past the 1x1 convolution in front of it.
         """
         image = self._convolution(latent, layout.in_convolution)
-        for layer in layout.layers:
+        for layer in layout.inner_layers:
             if isinstance(layer, ResidualBlock):
                 image = self._residual_block(layer, image)
             elif isinstance(layer, PixelAttention):

@@ -24,6 +24,7 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators
 from lib_onediff.families.anima.family import FEWEST_TOKENS, Animas
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.binding import Binding, shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
@@ -230,7 +231,7 @@ def test_a_module_that_we_do_not_know_is_refused(host: AnimaHost, reason: str, p
     above, _, name = path.rpartition(".")
     setattr(host.unet.get_submodule(above), name, value)
     with pytest.raises(Refusal, match=reason):
-        Animas().read(host.unet)
+        FAMILIES.read(host.unet)
 
 
 class Read(dict[str, Affine]):
@@ -246,7 +247,7 @@ class Read(dict[str, Affine]):
 
 
 def test_layers_are_read_unit_by_unit_and_six_of_a_block_may_be_in_eight_bits(host: AnimaHost) -> None:
-    family, layout = Animas(), Animas().read(host.unet)
+    family, layout = Animas(), FAMILIES.read(host.unet)
     call, binding = family.example(layout, (8, 8), 2, 77, torch.randn), Binding(host.unet, layout)
     binding.bind()
     units, read = family.units(layout, call), Read(binding.weights())
@@ -262,7 +263,7 @@ def test_layers_are_read_unit_by_unit_and_six_of_a_block_may_be_in_eight_bits(ho
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_our_kernels_compute_the_same(host: AnimaHost) -> None:
-    family, layout = Animas(), Animas().read(host.unet)
+    family, layout = Animas(), FAMILIES.read(host.unet)
     binding, call = Binding(host.unet, layout), family.example(layout, (5, 6), 2, 77, torch.randn)
     binding.bind()
     call = replace(call, context=call.context[:, :20])

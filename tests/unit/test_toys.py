@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
+from lib_onediff.core.family import Layout
 from lib_onediff.core.leaves import Convolution, Linear
 from lib_onediff.core.policy import Answer, Compute, Moment, StepMemory
 from lib_onediff.core.refusal import Refusal
@@ -36,38 +37,26 @@ class Toy(nn.Module):
 
 
 @dataclass(frozen=True)
-class ToyLayout:
+class ToyLayout(Layout):
     convolution: Convolution
     prompt: Linear
     architecture: str = "toy"
     model_name: str = "Toy"
-    foreign: tuple[str, ...] = ()
 
-    @property
-    def kernel_users(self) -> list[Any]:
-        return self.leaves()
 
-    def leaves(self) -> list[Any]:
-        return [self.convolution, self.prompt]
+def is_toy(module: nn.Module) -> bool:
+    return isinstance(module, Toy)
 
-    def fusions(self) -> list[Any]:
-        return []
 
-    def layers(self, kind: Any) -> Any:
-        return (leaf for leaf in self.leaves() if isinstance(leaf, kind))
+def read_toy(module: Any) -> ToyLayout:
+    reader = LeafReader(module)
+    layout = ToyLayout(reader.convolution(module.convolution), reader.linear(module.prompt))
+    reader.refuse_unclaimed()
+    return layout
 
 
 class Toys:
-    layout = ToyLayout
-
-    def knows(self, module: nn.Module) -> bool:
-        return isinstance(module, Toy)
-
-    def read(self, module: Any) -> ToyLayout:
-        reader = LeafReader(module)
-        layout = ToyLayout(reader.convolution(module.convolution), reader.linear(module.prompt))
-        reader.refuse_unclaimed()
-        return layout
+    layout, readers = ToyLayout, ((is_toy, read_toy),)
 
     def refuse_call(self, layout: ToyLayout, call: Call) -> None:
         if call.latent.shape[1] != layout.convolution.in_channels:

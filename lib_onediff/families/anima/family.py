@@ -11,7 +11,7 @@ from dataclasses import fields
 
 import torch
 import torch.nn.functional as functional
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.affine import Affine, Weights
 from ...core.call import Call
@@ -40,12 +40,7 @@ class Animas:
 
     # The timestep is the share of noise.
     layout, first_timestep = AnimaLayout, 1.0
-
-    def knows(self, module: nn.Module) -> bool:
-        return is_anima(module) or is_cosmos(module)
-
-    def read(self, module: nn.Module) -> AnimaLayout:
-        return read_anima(module) if is_anima(module) else read_cosmos(module)
+    readers = (is_anima, read_anima), (is_cosmos, read_cosmos)
 
     def refuse_call(self, layout: AnimaLayout, call: Call) -> None:
         latent, context = call.latent, call.context

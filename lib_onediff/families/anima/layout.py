@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.family import Layout
 from ...core.leaves import (
     PLAIN,
     AdaptiveNorm,
@@ -18,7 +19,6 @@ from ...core.leaves import (
     Reader,
     RMSNorm,
     TimeEmbedding,
-    descriptions,
     digest_without,
     readers_of,
 )
@@ -86,7 +86,7 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class AnimaLayout:
+class AnimaLayout(Layout):
     """time.second gives shift, factor and gate for all layers, to which each layer's own are added. downs, ups: the two
     linear layers that make these, three of each to a block in the order of its layers, and out_up with the last of
     downs for the output."""
@@ -114,33 +114,18 @@ class AnimaLayout:
         return digest_without(self, {"path", "name", "model_name", "foreign"})
 
     @cached_property
-    def kernel_users(self) -> tuple[Any, ...]:
+    def kernel_users(self) -> list[Any]:
         heads = self.blocks[0].self_attention.heads
-        return self.out_norm, NormedHeads(heads, self.width // heads)
-
-    @property
-    def residual_blocks(self) -> tuple[Any, ...]:
-        return ()
+        return [self.out_norm, NormedHeads(heads, self.width // heads)]
 
     @cached_property
     def cross_attentions(self) -> tuple[NormedCrossAttention, ...]:
         return tuple(block.cross_attention for block in self.blocks)
 
     def sized_layers(self, height: int, width: int) -> list[tuple[Any, tuple[int, int]]]:
-        """See core.family.Family.read."""
+        """See core.family.Layout."""
         size = -(-height // self.patch), -(-width // self.patch)
         return [(block, size) for block in self.blocks]
-
-    def layers(self, kind: Any) -> tuple[Any, ...]:
-        """Every description of this kind."""
-        return tuple(descriptions(self, kind))
-
-    def leaves(self) -> tuple[Any, ...]:
-        """Every description of a module that holds parameters, each once."""
-        return tuple(descriptions(self, (Linear, RMSNorm)))
-
-    def fusions(self) -> tuple[FusedLinear, ...]:
-        return tuple(descriptions(self, FusedLinear))
 
 
 # --- Forge Neo's ------------------------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.affine import Weights
 from ...core.call import Call
 from ...core.family import AttentionShapes
+from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from . import forward
@@ -24,12 +25,7 @@ class UNets:
     """See core.family.Family."""
 
     layout, first_timestep = UNetLayout, 1000.0
-
-    def knows(self, module: nn.Module) -> bool:
-        return is_ldm_unet(module) or is_diffusers_unet(module)
-
-    def read(self, module: nn.Module) -> UNetLayout:
-        return read_ldm(module) if is_ldm_unet(module) else read_diffusers(module)
+    readers = (is_ldm_unet, read_ldm), (is_diffusers_unet, read_diffusers)
 
     def refuse_call(self, layout: UNetLayout, call: Call) -> None:
         latent, context = call.latent, call.context
@@ -61,14 +57,13 @@ class UNets:
 
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """A call with patches is computed whole."""
-        cut = call.cut
-        if cut is None or call.patches is not None:
-            return forward.forward(layout, weights, ops, call)
-        depth = min(cut.depth, self.deepest(layout))
-        if cut.reads:
+        cut = call.cut if call.patches is None else None
+        depth = 0 if cut is None else min(cut.depth, self.deepest(layout))
+        if cut is not None and cut.reads:
             return forward.cached_pass(layout, weights, ops, call, depth, cut.memory.read())
         output, deep = forward.full_pass(layout, weights, ops, call, depth)
-        cut.memory.write(deep)
+        if cut is not None:
+            cut.memory.write(deep)
         return output
 
     def units(self, layout: UNetLayout, call: Call) -> list[tuple[str, ...]]:
@@ -82,10 +77,11 @@ class UNets:
         """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""
         (batch, _, height, width), tokens = call.latent.shape, call.context.shape[1]
         found: dict[AttentionShapes, None] = {}
-        for block, pixels in forward.transformer_blocks(layout, height, width):
-            heads = block.self_attention.heads
-            own = (batch, heads, pixels, block.self_attention.query_key_value.out_features // 3 // heads)
-            found[own, own] = None
-            features, heads = block.cross_attention.query.out_features, block.cross_attention.heads
-            found[(batch, heads, pixels, features // heads), (batch, heads, tokens, features // heads)] = None
+        for layer, size in layout.sized_layers(height, width):
+            for block in descriptions(layer, TransformerBlock):
+                pixels, heads = size[0] * size[1], block.self_attention.heads
+                own = (batch, heads, pixels, block.self_attention.query_key_value.out_features // 3 // heads)
+                found[own, own] = None
+                heads, head_width = block.cross_attention.heads, block.cross_attention.head_width
+                found[(batch, heads, pixels, head_width), (batch, heads, tokens, head_width)] = None
         return list(found)

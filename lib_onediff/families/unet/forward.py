@@ -8,14 +8,13 @@ UNet are called where the host's own forward calls them (core.call).
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from ...core.affine import Weights, bias_of
 from ...core.call import INPUT, LAST, MIDDLE, OUTPUT, Call, Control, PatchPoints
-from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Image, Operators
 from .layers import Layers
 from .layout import UNetLayout
@@ -66,12 +65,6 @@ class Pass:
         self.layers = Layers(
             weights, ops, shifts, call.context.to(self._dtype), call.upcast_attention, call.image_prompts, self.patches,
         )
-
-    def whole(self) -> Tensor:
-        """Run all stages; returns the output as finish does."""
-        hidden_states, skips = self.encode(len(self.layout.input_stages))
-        stages = range(len(self.layout.output_stages))
-        return self.finish(self.decode(self.middle(hidden_states), skips, stages, None))
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first input stages; returns the hidden states and a skip from each stage."""
@@ -129,21 +122,19 @@ class Pass:
         return self.patches.after_stage(LAST, 0, output).to(self.call.latent.dtype)
 
 
-def forward(layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
-    """The whole UNet: (batch, out channels, height, width) in the latent's dtype, for latents of any size."""
-    return Pass(layout, weights, ops, call).whole()
-
-
 def full_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """As forward, and the deep feature (DeepCache, Ma et al. 2023): the image that enters the last output stages, all
-    that the stages below have to say. depth: how many output stages, and as many input stages, run at every step."""
+    """The whole UNet's output as finish gives it, for latents of any size, and the deep feature (DeepCache, Ma et al.
+    2023): the image that enters the last output stages, all that the stages below have to say. depth: how many output
+    stages, and as many input stages, run at every step; 0 where none is apart."""
     running, stages = Pass(layout, weights, ops, call), len(layout.output_stages)
     image, skips = running.encode(stages)
-    shallow_skips, deep_skips = skips[:depth], skips[depth:]
-    deep = running.decode(running.middle(image), deep_skips, range(stages - depth), shallow_skips[-1])
-    return running.finish(running.decode(deep, shallow_skips, range(stages - depth, stages), None)), deep
+    deep_skips = skips[depth:]
+    # Each goes with the stage that takes it.
+    del skips[depth:]
+    deep = running.decode(running.middle(image), deep_skips, range(stages - depth), skips[-1] if skips else None)
+    return running.finish(running.decode(deep, skips, range(stages - depth, stages), None)), deep
 
 
 def cached_pass(
@@ -158,13 +149,3 @@ def cached_pass(
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
     residual = residuals[index] if index < len(residuals) else None
     return image if residual is None else image + residual.to(image.dtype)
-
-
-def transformer_blocks(layout: UNetLayout, height: int, width: int) -> Iterator[tuple[TransformerBlock, int]]:
-    """Every transformer block in the order of a forward pass, and how many pixels its hidden states have.
-
-    height, width: of the latent.
-    """
-    for layer, size in layout.sized_layers(height, width):
-        for block in descriptions(layer, TransformerBlock):
-            yield block, size[0] * size[1]

@@ -30,7 +30,7 @@ class Layers:
     image_prompts: tuple[ImagePrompt, ...]
     patches: PatchPoints
 
-    def stage(self, stage: Stage, image: Image, following: Tensor | None, place: tuple[str, int] = ("", 0)) -> Tensor:
+    def stage(self, stage: Stage, image: Image, following: Tensor | None, place: tuple[str, int]) -> Tensor:
         """Run one stage. following: the skip that the next stage takes, whose size the image must end at. place: in
         which part it is which stage."""
         for layer in stage:

@@ -6,16 +6,16 @@ A path is the dotted name of a leaf module inside the host's UNet.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ...core.family import Layout
 from ...core.leaves import (
     Convolution,
     CrossAttention,
     FusedLinear,
     GroupNorm,
-    LayerNorm,
     Linear,
     ResidualBlock,
     TimeEmbedding,
@@ -66,11 +66,10 @@ class LabelEmbedding:
 
 
 @dataclass(frozen=True)
-class UNetLayout:
+class UNetLayout(Layout):
     """The whole network. Every input stage leaves a skip; output stage i takes the last one left.
 
-    foreign: what others have put into the module that calls must bring as patches, each in words for the user. The same
-    network has the same layout whatever that is.
+    The same network has the same layout whatever is foreign in it.
     """
 
     in_channels: int
@@ -104,12 +103,9 @@ class UNetLayout:
         )
 
     def __post_init__(self) -> None:
-        projections = tuple(block.embedding for block in self.residual_blocks)
+        blocks = descriptions((self.input_stages, self.middle_stage, self.output_stages), ResidualBlock)
+        projections = tuple(block.embedding for block in blocks)
         object.__setattr__(self, "embeddings", FusedLinear("time embedding projections", projections))
-
-    def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
-        """Every layer description of this kind, depth first in a fixed order, transformer blocks included."""
-        return descriptions((self.input_stages, self.middle_stage, self.output_stages), kind)
 
     def sized_layers(self, height: int, width: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
         """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.
@@ -133,26 +129,8 @@ class UNetLayout:
                 size = size_after(layer, size, following)
 
     @cached_property
-    def residual_blocks(self) -> tuple[ResidualBlock, ...]:
-        return tuple(self.layers(ResidualBlock))
-
-    @cached_property
-    def cross_attentions(self) -> tuple[CrossAttention, ...]:
-        return tuple(self.layers(CrossAttention))
-
-    def leaves(self) -> list[Linear | Convolution | GroupNorm | LayerNorm]:
-        """Every description of a module that holds parameters, each once."""
-        return list(descriptions(tuple(getattr(self, item.name) for item in fields(self) if item.name != "embeddings"),
-                                 (Linear, Convolution, GroupNorm, LayerNorm)))
-
-    @cached_property
-    def kernel_users(self) -> list[Linear | Convolution | GroupNorm | LayerNorm | CrossAttention]:
-        """Every description that decides which kernels are needed."""
+    def kernel_users(self) -> list[Any]:
         return [*self.leaves(), *self.cross_attentions]
-
-    def fusions(self) -> list[FusedLinear]:
-        """Every group of linear layers that is to lie in one tensor."""
-        return [*self.layers(FusedLinear), self.embeddings]
 
     def units(self, depth: int | None) -> list[tuple[str, ...]]:
         """See core.family.Family. depth: of the outer stages, where they are computed alone; None: of the whole."""
