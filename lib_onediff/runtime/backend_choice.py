@@ -169,7 +169,7 @@ class LowBitRoute:
             return there
         wanted = low_bit.wanted(lossy, bound.layout, call)
         sizes = {
-            name: sum(part.numel() for part in bound.binding.parts(name, "weight"))
+            name: sum(part.numel() for part in bound.binding.parts(name)[0])
             for name in wanted if name in bound.binding.away and name not in there
         }
         # What is computed, and what the rest is copied to, has to fit as well.

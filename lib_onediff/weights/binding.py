@@ -9,13 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..core.affine import Affine, Weights
-from ..core.leaves import Convolution, FusedLinear
+from ..core.leaves import Convolution
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .watch import UNCOUNTED, edit_count, present_in
@@ -31,26 +32,24 @@ LAYERS_GONE = "the host has replaced or unloaded layers of this UNet"
 class Binding:
     """The parameters of one module, in the order and grouping that a layout gives them.
 
+    fusions: the layers whose members are to lie in one tensor. groups: the paths of the layers that do, by the name of
+    that: a fused layer's members, and every other layer alone.
     cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
     device: where it is computed. away: the layers, fused ones in the place of their members, of which any parameter is
     not there but in main memory.
     """
 
     def __init__(self, module: nn.Module, layout: Any) -> None:
-        """layout: of the module; of core.family.Family.read's it has to have leaves and fusions."""
+        """layout: the module's, a core.family.Layout."""
         self.layout = layout
         leaves = layout.leaves()
         called = [module.get_submodule(leaf.path) for leaf in leaves]
         self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
         # The layers as the host calls them: those, or the LoRAs around them.
         self._called = list(map(weakref.ref, called))
-        # The groups of layers whose weights lie in one tensor.
         self.fusions = layout.fusions()
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._turned: set[str] = set()
-        # The paths of a layer, by its path, and of a fused layer, by its name.
-        self._members = {path: [path] for path in self._leaves}
-        self._members |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
         # By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it has.
         self.fusion_of: dict[str, tuple[str, int, int]] = {}
         for fusion in self.fusions:
@@ -58,6 +57,8 @@ class Binding:
             for member in fusion.members:
                 self.fusion_of[member.path] = fusion.name, first, member.out_features
                 first += member.out_features
+        self.groups = {path: [path] for path in self._leaves if path not in self.fusion_of}
+        self.groups |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
         self.cast_to: torch.dtype | None = None
         self.device = self._first_weight().device
         self.away: frozenset[str] = frozenset()
@@ -86,9 +87,8 @@ class Binding:
         self.refuse_mixture()
         for parameter in self.parameters():
             mend(parameter)
-        affines = self._affines()
-        self.away = frozenset(name for name in self.names() if any(
-            lies_away(parameter, self.device) for kind in ("weight", "bias") for parameter in self.parts(name, kind)
+        self.away = frozenset(name for name in self.groups if any(
+            lies_away(parameter, self.device) for parameter in chain(*self.parts(name))
         ))
         if self.away and device is None:
             raise Refusal("a part of its weights is in main memory")
@@ -97,12 +97,8 @@ class Binding:
         else:
             copied = self.turn_convolutions_back()
         for fusion in self.fusions:
-            if fusion.name in self.away:
-                continue
-            copied += fuse([affines[member.path].weight for member in fusion.members])
-            biases = [affines[member.path].bias for member in fusion.members]
-            if any(bias is not None for bias in biases):
-                copied += fuse([bias for bias in biases if bias is not None])
+            if fusion.name not in self.away:
+                copied += sum(fuse(parts) for parts in self.parts(fusion.name) if parts)
         return copied
 
     def unbind(self) -> None:
@@ -153,19 +149,15 @@ class Binding:
         """Of all layers, in their order. Drop the result after the call. Raises Refusal if a layer is gone."""
         return present_in(self.layers())
 
-    def names(self) -> list[str]:
-        """Of all layers, fused ones in the place of their members."""
-        return [name for name in self._members if name not in self.fusion_of]
-
-    def parts(self, name: str, kind: str) -> list[Tensor]:
-        """The weights or the biases (kind) of a layer's members, in order; of one that is not fused, its own."""
-        layers = (self._parameters(self._leaves[path]) for path in self._members[name])
-        return [part for layer in layers if (part := layer[kind == "bias"]) is not None]
+    def parts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights and the biases of a layer's members, in order; of one that is not fused, its own."""
+        weights, biases = zip(*(self._parameters(self._leaves[path]) for path in self.groups[name]), strict=True)
+        return list(weights), [bias for bias in biases if bias is not None]
 
     def affine_on(self, device: torch.device, name: str) -> Affine:
         """A layer's tensors on a device, wherever they are; views where they are there and lie together."""
         found: list[Any] = []
-        for parts in (self.parts(name, kind) for kind in ("weight", "bias")):
+        for parts in self.parts(name):
             there = joined(parts) if parts and all(part.device == device for part in parts) else None
             found.append(in_one(parts, device) if parts and there is None else there)
         return Affine(*found)
@@ -179,8 +171,16 @@ class Binding:
         affines = self._affines()
         for fusion in self.fusions:
             is_away = fusion.name in self.away
-            affines[fusion.name] = self.affine_on(NOWHERE, fusion.name) if is_away else joined_affine(fusion, affines)
+            affines[fusion.name] = self.affine_on(NOWHERE, fusion.name) if is_away else self._joined(fusion.name)
         return affines
+
+    def _joined(self, name: str) -> Affine:
+        """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""
+        weights, biases = self.parts(name)
+        weight, bias = joined(weights), joined(biases) if biases else None
+        if weight is None or (biases and (bias is None or len(biases) < len(weights))):
+            raise Refusal(f"the layers of {name} no longer lie together")
+        return Affine(weight, bias)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -301,16 +301,6 @@ def joined(parameters: list[Tensor]) -> Tensor | None:
         offset += parameter.numel()
     rows = sum(parameter.shape[0] for parameter in parameters)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def joined_affine(fusion: FusedLinear, affines: Weights) -> Affine:
-    """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""
-    members = [affines[member.path] for member in fusion.members]
-    biases = [affine.bias for affine in members if affine.bias is not None]
-    weight, bias = joined([affine.weight for affine in members]), joined(biases) if biases else None
-    if weight is None or (biases and (bias is None or len(biases) < len(members))):
-        raise Refusal(f"the layers of {fusion.name} no longer lie together")
-    return Affine(weight, bias)
 
 
 def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,9 +18,9 @@ from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values
 from .main_memory import MainMemory
 from .on_the_fly import OnTheFly
-from .scan import LOOKED_AT_BY_OTHERS, HostTraits, refuse_foreign_code
+from .scan import APPLIED_AT_CALL, HostTraits, refuse_foreign_code
 from .streaming import Streaming, Units, streaming_of
-from .watch import Parameters, Tree, during
+from .watch import Parameters, Tree
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -146,13 +147,21 @@ class BoundUNet:
             return None
         if lora is not None and lora() != self._lora:
             return None
-        on_the_fly = self.on_the_fly
+        on_the_fly, contents = self.on_the_fly, self._contents
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        found = during(work, unet, tree, parameters, self._contents)
+        found = parameters.lie_still()
         if found is None:
             return None
-        result, were_edited = found
-        self.edition += were_edited
+        changed = bool if contents is None else contents.begin(are_alive=True)
+        result = work()
+        if not tree.stands(unet):
+            return None
+        have_changed = changed()
+        try:
+            # Last: it tells of each edit once.
+            self.edition += parameters.were_edited(found) or have_changed
+        except Refusal:
+            return None
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
         if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None
@@ -188,8 +197,8 @@ class BoundUNet:
         binding = self.binding
         self._parameters = Parameters(binding.layers())
         places = [
-            Place.of(parameter) for name in binding.names() if self._part and name not in binding.away
-            for kind in ("weight", "bias") for parameter in binding.parts(name, kind)
+            Place.of(parameter) for name in binding.groups if self._part and name not in binding.away
+            for parameter in chain(*binding.parts(name))
         ]
         self._contents = Contents(places, self._part, self.reader) if self._part else None
 
@@ -219,7 +228,7 @@ class BoundUNet:
 
     def sources(self) -> str:
         """What tells the host's own forward from those of other sources; see Tree.digest."""
-        return "" if self._tree is None else self._tree.digest(self.host_traits.placed)
+        return "" if self._tree is None else self._tree.digest
 
     @property
     def last_identity(self) -> str:
@@ -316,7 +325,7 @@ class BoundUNet:
             raise Refusal(self._refusal)
 
     def _tree_now(self) -> Tree:
-        return Tree(self.module, LOOKED_AT_BY_OTHERS | self.host_traits.written)
+        return Tree(self.module, self.host_traits.written.union(APPLIED_AT_CALL), self.host_traits.placed)
 
     def _read(self, unet: nn.Module) -> None:
         """Find out what the module tree is. Where layers and layout are what they were, weights and graphs stay as they

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..core.affine import Affine, LowRank, Source, Weights, WeightsAround
-from ..core.leaves import FusedLinear
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader, digest_of_values
@@ -78,7 +77,7 @@ class OnTheFly:
         casts_norms = self._casts is None or self._casts.norms
         before, self.applied = self.applied, None
         applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before)
-        moved = applied.fit(functions, binding.weights(), binding.fusions, room)
+        moved = applied.fit(functions, binding.weights(), binding.groups, room)
         self.applied = applied
         self._mark, self._facts = parts.mark(), parts.facts
         self._references, places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
@@ -202,19 +201,17 @@ class AppliedFunctions:
         return sum(tensor.nbytes for tensor in list(self._made.values()))
 
     def fit(
-        self, functions: Mapping[str, WeightFunctions], affines: Weights, fusions: Sequence[FusedLinear],
+        self, functions: Mapping[str, WeightFunctions], affines: Weights, paths: Mapping[str, Sequence[str]],
         room: Callable[[], int] | None,
     ) -> bool:
         """Make everything. functions: by path. affines: the parameters as they are stored, of fused layers too; some
-        may lie elsewhere for the time being. room: how many bytes copies may take; None: any number.
+        may lie elsewhere for the time being. paths: see Binding.groups. room: how many bytes copies may take; None: any
+        number.
 
         Returns whether anything lies elsewhere than before. Raises Refusal if there is no room.
         """
         self.lasting = all(one.lasting for one in functions.values())
-        groups = {
-            name: {path: functions.get(path, NOTHING) for path in paths}
-            for name, paths in grouped(affines, fusions).items()
-        }
+        groups = {name: {path: functions.get(path, NOTHING) for path in group} for name, group in paths.items()}
         self._refuse_without_room(groups, affines, room)
         # Tensors that count no edits: nobody but us writes to them.
         with torch.inference_mode():
@@ -298,13 +295,6 @@ def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tenso
     length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     power = length.log2().round().exp2()
     return up * (update.scale * power), down / power.view(-1, *(1 for _ in down.shape[1:]))
-
-
-def grouped(affines: Weights, fusions: Sequence[FusedLinear]) -> dict[str, tuple[str, ...]]:
-    """The paths of the layers that lie in one tensor, by the name of that."""
-    groups = {fusion.name: tuple(member.path for member in fusion.members) for fusion in fusions}
-    fused = {path for paths in groups.values() for path in paths}
-    return groups | {name: (name,) for name in affines if name not in fused and name not in groups}
 
 
 class AppliedWeights(WeightsAround):

@@ -19,10 +19,9 @@ from ..core.refusal import Refusal
 from .watch import edit_counts, layout_of
 
 Change = Callable[[Tensor], Tensor]
-# Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged.
+# Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged. Its adapter
+# reads these at every call.
 APPLIED_AT_CALL = ("weight_function", "bias_function", "forge_online_loras")
-# Attributes of modules that are read at every call by whoever knows what they mean.
-LOOKED_AT_BY_OTHERS = frozenset(APPLIED_AT_CALL)
 FORWARDS = ("forward", "_forward")
 # The functions of torch that layers of a UNet call.
 FUNCTIONS = (

@@ -132,8 +132,7 @@ class Streaming:
         names = [name for unit in units for name in unit if name in binding.away]
         matrices, vectors = dict[tuple[str, str], list[Tensor]](), dict[tuple[str, str], list[Tensor]]()
         for name in names:
-            for kind in ("weight", "bias"):
-                parts = binding.parts(name, kind)
+            for kind, parts in zip(("weight", "bias"), binding.parts(name), strict=True):
                 if parts:
                     (matrices if parts[0].dim() > 1 else vectors)[name, kind] = parts
         # One after the other, as they are to lie: then one copy takes many.

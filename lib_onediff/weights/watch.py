@@ -17,16 +17,16 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import chain, compress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.refusal import Refusal
-from .contents import Contents, Place
+from .contents import Place
 
-Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
 BOOKKEEPING = frozenset({
     "_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
@@ -162,20 +162,19 @@ class Names:
         for known_names, places in alike.items():
             pick = operator.itemgetter(*places if len(places) > 1 else (slice(places[0], places[0] + 1),))
             values = operator.itemgetter(*known_names)
-            self._plain.append((pick, values, list(map(values, pick(spaces)))))
-        self._names = list(alike.items())
+            self._plain.append((known_names, places, pick, values, list(map(values, pick(spaces)))))
 
     def stand(self, spaces: Sequence[Mapping[str, Any]]) -> bool:
         """Whether they stand for the same in these namespaces now. Raises KeyError if one is gone."""
-        for pick, values, known in self._plain:
+        for _, _, pick, values, known in self._plain:
             if list(map(values, pick(spaces))) != known:
                 return False
         return all(other.stands(spaces[place]) for place, other in self._others)
 
-    def digest(self, left_out: Collection[str] = ()) -> str:
+    def digest(self, left_out: Collection[str]) -> str:
         """Equal for equal plain values of all names but these, in any process."""
         found: dict[int, list[tuple[str, str]]] = {}
-        for (names, places), (_, _, known) in zip(self._names, self._plain, strict=True):
+        for names, places, _, _, known in self._plain:
             for place, row in zip(places, known, strict=True):
                 values = zip(names, row if len(names) > 1 else (row,), strict=True)
                 found[place] = sorted(
@@ -188,10 +187,10 @@ class Names:
 class Tree:
     """A module tree as it computed when this was made.
 
-    ignored: names of attributes that somebody else looks at.
+    ignored: names of attributes that somebody else looks at. placed: names that its digest leaves out.
     """
 
-    def __init__(self, root: nn.Module, ignored: Collection[str] = ()) -> None:
+    def __init__(self, root: nn.Module, ignored: Collection[str], placed: Collection[str]) -> None:
         modules = list(root.modules())
         self._modules = list(map(weakref.ref, modules))
         self._classes = list(map(type, modules))
@@ -219,8 +218,7 @@ class Tree:
         of_kinds = ([name for name in space if name not in ANNOTATIONS] for space in self._kinds)
         global_hooks = [name for name in GLOBAL_HOOKS if name in everywhere]
         self._code = Names(self._spaces, [*of_kinds, *map(functions_in, spaces), global_hooks])
-        # As long as it stands, so do these.
-        self._digests: dict[frozenset[str], str] = {}
+        self._placed = placed
 
     def stands(self, root: nn.Module) -> bool:
         """Whether it computes as it did. A millisecond for SDXL's UNet."""
@@ -247,12 +245,10 @@ class Tree:
             and self._code.stand(self._spaces)
         )
 
-    def digest(self, left_out: Collection[str] = ()) -> str:
+    @cached_property
+    def digest(self) -> str:
         """What tells the sources of this computation from others: classes, their code, and plain attributes but
-        these."""
-        known = self._digests.get(frozenset(left_out))
-        if known is not None:
-            return known
+        placed. As long as it stands, so does this."""
         code = hashlib.sha256()
         for kind in self._sources:
             code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
@@ -262,9 +258,8 @@ class Tree:
                     if body is not None:
                         constants = [one for one in body.co_consts if isinstance(one, SAME_IN_ANY_PROCESS)]
                         code.update(f"{name} {body.co_names} {constants}".encode() + body.co_code)
-        together = (self._attributes.digest(left_out) + code.hexdigest()).encode()
-        digest = self._digests[frozenset(left_out)] = hashlib.sha256(together).hexdigest()[:16]
-        return digest
+        together = (self._attributes.digest(self._placed) + code.hexdigest()).encode()
+        return hashlib.sha256(together).hexdigest()[:16]
 
 
 def places_with(of: Callable[[dict[str, Any]], Any], states: Sequence[dict[str, Any]]) -> list[int]:
@@ -353,28 +348,6 @@ def guards_of(parameters: Sequence[Tensor]) -> Any:
         return None
 
 
-def during(
-    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, contents: Contents | None
-) -> tuple[Result, bool] | None:
-    """What work() returns, a replay, and whether values were edited since that was asked last, as far as torch counts
-    that or the contents of these parameters tell it. None where the module tree computes otherwise, or the parameters
-    are others: that is looked at once the replay is launched, but for what it would read from memory that is not there
-    any more. Then it is not."""
-    found = parameters.lie_still()
-    if found is None:
-        return None
-    changed = bool if contents is None else contents.begin(are_alive=True)
-    result = work()
-    if not tree.stands(root):
-        return None
-    have_changed = changed()
-    try:
-        # Last: it tells of each edit once.
-        return result, parameters.were_edited(found) or have_changed
-    except Refusal:
-        return None
-
-
 UNCOUNTED = -1
 
 
@@ -388,9 +361,7 @@ def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def edit_count(tensor: Any) -> int:
-    """How often a tensor was edited in place; UNCOUNTED for an inference tensor, 0 for None."""
-    if tensor is None:
-        return 0
+    """How often a tensor was edited in place; UNCOUNTED for an inference tensor."""
     try:
         return UNCOUNTED if tensor.is_inference() else int(tensor._version)
     except RuntimeError:  # one whose data is an inference tensor's

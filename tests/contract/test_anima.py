@@ -83,7 +83,7 @@ def host(fresh_runtime: None) -> Iterator[AnimaHost]:
 
 def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
     family = Animas()
-    layout = family.read(host.unet)
+    layout = FAMILIES.read(host.unet)
     call = family.example(layout, (8, 8), 2, 20, torch.randn)
     family.refuse_call(layout, call)
     for change, reason in (
@@ -252,7 +252,7 @@ def test_layers_are_read_unit_by_unit_and_six_of_a_block_may_be_in_eight_bits(ho
     binding.bind()
     units, read = family.units(layout, call), Read(binding.weights())
     unit_of = {name: number for number, names in enumerate(units) for name in names}
-    assert sorted(name for names in units for name in names) == sorted(binding.names())
+    assert sorted(name for names in units for name in names) == sorted(binding.groups)
     family.output(layout, read, operators, call)
     assert set(read.names) == set(unit_of)
     order = [unit_of[name] for name in read.names]

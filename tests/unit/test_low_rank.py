@@ -95,7 +95,7 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     up, down = random(48, 4) / size, random(4, 64) * size
     down[1] = 0
     applied = AppliedFunctions(dtype, up.device)
-    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, (), None)
+    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, {"a": ["a"]}, None)
     output = torch_ops.linear(x, AppliedWeights({"a": affine}, applied, dtype)["a"])
     exact = x.double() @ (affine.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
