@@ -85,17 +85,15 @@ class ShapeKey:
 
     @classmethod
     def of_decode(
-        cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str = "",
-        dtype: torch.dtype | None = None, precision: Flags = (), marks: tuple[str, ...] = (),
+        cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str, dtype: torch.dtype,
+        precision: Flags, marks: tuple[str, ...],
     ) -> ShapeKey:
-        """The key of a VAE's decode of a latent (batch, channels, height, width).
-
-        dtype: what is computed in; None: the latent's. marks: what else tells it from other decodes.
-        """
+        """The key of a VAE's decode of a latent (batch, channels, height, width). dtype is the one computed in. marks:
+        what else tells it from other decodes."""
         batch, _, height, width = latent.shape
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=0,
-            dtype=dtype or latent.dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE, *marks),
+            dtype=dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE, *marks),
             control=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
         )
 

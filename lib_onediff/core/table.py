@@ -213,11 +213,13 @@ class Entry:
         self.note_use()
         return self.own.time(device, work, route)
 
-    def fail(self, reason: str, sampling: Hashable = None, is_final: bool = True) -> None:
-        """The host serves this shape over these weights. is_final: otherwise it is tried once more; see of_weights."""
+    def blame(self, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
+        """Something went wrong: another backend, or the host, serves this shape over these weights. Returns the reason,
+        with the backend's name. is_final: otherwise it is tried once more; see of_weights."""
         known = self.verdict
-        known.state, known.reason, known.failed_in = State.FAILED, reason, sampling
+        known.state, known.reason, known.failed_in = State.FAILED, f"{what} (backend {self.key.way})", sampling
         known.failures = known.failures + 1 if not is_final else 2
+        return known.reason
 
 
 class ShapeTable:

@@ -24,10 +24,9 @@ from ..core.refusal import Refusal
 from .leaf_reader import LeafReader
 from .unet.layers import join_heads, split_heads
 from .unet.layout import Downsample, Upsample
-from .unet.read import check_attention, is_plain, read_upsample, require_silu
+from .unet.read import check_attention, is_plain, modules_of, read_upsample, require_silu
 
 HALVES = ("Decoder", "Encoder")
-DIFFUSERS_LEVELS = {"UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D"}
 
 
 @dataclass(frozen=True)
@@ -130,24 +129,18 @@ def read_diffusers(half: Any) -> DecoderLayout:
     """The layout of an AutoencoderKL's Decoder or Encoder. Raises Refusal with the reason."""
     leaves = LeafReader(half)
     require_silu(half.conv_act, "the output's activation", leaves)
-    middle = half.mid_block
-    if leaves.kind(middle) != "UNetMidBlock2D":
-        raise leaves.unknown(middle)
-    first, *others = middle.resnets
-    # No attention is None.
-    modules = [first, *chain(*zip(middle.attentions, others, strict=True))]
     if hasattr(half, "up_blocks"):
-        modules = [*modules, *chain(*(diffusers_level(block, "upsamplers", leaves) for block in half.up_blocks))]
+        blocks = [half.mid_block, *half.up_blocks]
     else:
-        modules = [*chain(*(diffusers_level(block, "downsamplers", leaves) for block in half.down_blocks)), *modules]
+        blocks = [*half.down_blocks, half.mid_block]
+    modules = chain.from_iterable(diffusers_level(block, leaves) for block in blocks)
     return layout_of(half, modules, half.conv_norm_out, leaves)
 
 
-def diffusers_level(block: Any, resamplers: str, leaves: LeafReader) -> list[Any]:
-    if leaves.kind(block) not in DIFFUSERS_LEVELS:
-        raise leaves.unknown(block)
-    attentions = list(getattr(block, "attentions", ())) or [None] * len(block.resnets)
-    return [*chain(*zip(block.resnets, attentions, strict=True)), *(getattr(block, resamplers) or ())]
+def diffusers_level(block: Any, leaves: LeafReader) -> list[Any]:
+    """The layers of one resolution, or of the middle, in the order of the host's forward."""
+    resamplers = getattr(block, "upsamplers", None) or getattr(block, "downsamplers", None) or ()
+    return [*chain(*modules_of(block, leaves)), *resamplers]
 
 
 # --- what both have ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services
 from .session import Session
 from .stepping import Stepping
-from .verify import blame, judge_cached_pass, prove
+from .verify import judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
 
@@ -112,11 +112,11 @@ class OneCard:
                 try:
                     miss = judge_cached_pass(entry, served.output, lambda: self._plainly(entry, call))
                     if miss is not None:
-                        blame(entry, miss)
+                        entry.blame(miss)
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    blame(entry, f"DeepCache's cached pass failed: {first_line(error)}")
+                    entry.blame(f"DeepCache's cached pass failed: {first_line(error)}")
                     log.exception("%s (%s)", entry.reason, entry.key)
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
@@ -196,15 +196,16 @@ class OneCard:
                 if entry is None:
                     raise
                 what, sampling = f"our forward failed: {first_line(error)}", sampling_now(managed.bound)
-                reason = blame(entry, what, sampling, is_final=False)
+                reason = entry.blame(what, sampling, is_final=False)
                 managed.bound.bind_anew()
                 log.exception("%s (%s)", entry.reason, entry.key)
         raise Refusal(reason)
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
         managed, bound = self._managed, self._managed.bound
-        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, backend, flags, managed.kinds, lossy)
-        entry = self._services.table.entry(key, bound.layout.model_name)
+        layout, dtype = bound.layout, bound.binding.dtype
+        key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, managed.kinds, lossy)
+        entry = self._services.table.entry(key, layout.model_name)
         return entry.of_weights(bound.identity(), sampling_now(bound))
 
     def _run(self, device: Device, entry: Entry, call: Call, reason: str) -> Served:
@@ -297,5 +298,5 @@ def sampling_now(bound: BoundUNet) -> int | None:
 
 
 def network_of(managed: ManagedUNet, call: Call, lossy: Lossy = EXACT) -> Network:
-    bound, latent = managed.bound, call.latent
-    return Network(bound.architecture, bound.layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)
+    layout, latent = managed.bound.layout, call.latent
+    return Network(layout.architecture, layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class ManagedUNet:
     def architecture(self) -> str | None:
         """The architecture of the UNet; None before its first call."""
         try:
-            return self.bound.architecture
+            return str(self.bound.layout.architecture)
         except Refusal:
             return None
 
@@ -98,7 +99,7 @@ class ManagedUNet:
         those in main memory. left_out, are_alone: see LowBitWeights. Raises torch.cuda.OutOfMemoryError."""
         if self.low_bit is None or self.low_bit.layout != self.bound.layout:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
-        self.low_bit.fit(self._low_bit_state, self.bound.merged, wanted)
+        self.low_bit.fit(self._low_bit_state, partial(self.bound.on_the_fly.merged, self.bound.binding), wanted)
         self.bound.watch_contents(whole=False)
 
     def _low_bit_state(self) -> object:

@@ -15,7 +15,7 @@ from ..devices.cuda.graphs.segments import DoesNotFit, GraphRunner
 from .call_stats import GRAPH, PLAIN
 from .managed_unet import ManagedUNet
 from .services import Services
-from .verify import blame, computed_twice, relative_error, rounding_limit, state_of
+from .verify import computed_twice, relative_error, rounding_limit, state_of
 
 log = logging.getLogger("onediff")
 # A function may return another shape at some of a sampling's steps: graphs are recorded so many times in vain.
@@ -47,7 +47,7 @@ class PatchedRoute:
             output = computed_twice(entry, plainly, patches.functions)
             if output is None:
                 what = f"what another extension computes within the UNet differs each time ({names})"
-                raise Refusal(blame(entry, what))
+                raise Refusal(entry.blame(what))
         elif not traits.has_graphs or streams:
             output = entry.own.time(device, plainly, PLAIN)
         else:

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def prove(
             # The host would make a black image, and we need not.
             log.warning("OneDiff's output is used unchecked, because %s.", miss)
         elif miss is not None:
-            raise Refusal(blame(entry, miss))
+            raise Refusal(entry.blame(miss))
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             if not (entry.key.patches or nobody_waits):
@@ -75,13 +75,6 @@ def prove(
         entry.state = State.PROVED
     entry.verdict.failures = 0
     entry.verdict.of_image |= known or not nobody_waits
-
-
-def blame(entry: Entry, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
-    """Take down what went wrong at a shape, with the backend's name: another one may do better. Returns it.
-    sampling, is_final: see Entry.fail."""
-    entry.fail(f"{what} (backend {entry.key.way})", sampling, is_final)
-    return entry.reason
 
 
 def judge(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..core.affine import Affine, Source
+from ..core.affine import Source
 from ..core.call import Call
 from ..core.refusal import Refusal
 from .binding import Binding
@@ -77,11 +77,6 @@ class BoundUNet:
         return self.binding.layout
 
     @property
-    def architecture(self) -> str:
-        architecture: str = self.layout.architecture
-        return architecture
-
-    @property
     def module(self) -> nn.Module:
         unet = self._unet()
         if unet is None:
@@ -109,10 +104,6 @@ class BoundUNet:
         units = self._units_of(binding.layout, call)
         unread = frozenset(left_out).union(() if applied is None else applied.weights)
         return self.on_the_fly.source(binding, lambda: streaming.weights(binding.weights(), units, unread))
-
-    def merged(self, name: str) -> Affine:
-        """A layer's tensors as the host computes with them, where it computes, LoRAs added to the weight."""
-        return self.on_the_fly.merged(self.binding, name)
 
     def drop_applied(self) -> None:
         """Give back the memory of what is applied on the fly, and of what weights are copied to; the next refresh makes
@@ -209,7 +200,7 @@ class BoundUNet:
         state = self._state()
         if self._checkpoint[0] != state:
             vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
-            self._checkpoint = state, digest_of_values(self.architecture, vectors)
+            self._checkpoint = state, digest_of_values(self.layout.architecture, vectors)
         return self._checkpoint[1]
 
     def identity(self) -> str:
@@ -220,7 +211,7 @@ class BoundUNet:
         """
         state = self._state()
         if self._identity[0] != state:
-            label = f"{self.architecture} {self.sources()} {self.on_the_fly.identity()}"
+            label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()}"
             found = self.binding.parameters()
             rows = (one if one.dim() == 1 else one.detach()[len(one) // 2] for one in found)
             self._identity = state, digest_of_values(label, rows)

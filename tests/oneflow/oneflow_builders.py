@@ -31,7 +31,7 @@ class Ours:
     def runner(self, call: Call, waits_for_compile: bool = True) -> OneFlowRunner | str:
         """The graph's runner, or the sentence that refuses it."""
         self.bound.refresh(call)
-        key = ShapeKey.of(self.bound.architecture, self.bound.binding.dtype, call)
+        key = ShapeKey.of(self.bound.layout.architecture, self.bound.binding.dtype, call)
         try:
             return self.graphs.runner(self.managed, key, call, waits_for_compile)
         except Refusal as refusal:

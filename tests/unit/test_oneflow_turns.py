@@ -60,7 +60,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
 
     def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner:
         call, bound = calls[index], managed.bound
-        key = ShapeKey.of(bound.architecture, bound.binding.dtype, call, ONEFLOW)
+        key = ShapeKey.of(bound.layout.architecture, bound.binding.dtype, call, ONEFLOW)
         return route.runner(managed, key, call, waits_for_compile)
 
     runner(0, waits_for_compile=True).run(calls[0])

@@ -72,9 +72,9 @@ class UNetLayout(Layout):
     The same network has the same layout whatever is foreign in it.
     """
 
-    in_channels: int
-    out_channels: int
-    context_width: int
+    in_channels: int = field(init=False)
+    out_channels: int = field(init=False)
+    context_width: int = field(init=False)
     time: TimeEmbedding
     label: LabelEmbedding | None
     input_stages: tuple[Stage, ...]
@@ -85,27 +85,24 @@ class UNetLayout(Layout):
     foreign: tuple[str, ...] = field(default=(), compare=False)
     embeddings: FusedLinear = field(init=False)
 
-    @classmethod
-    def of(cls, input_stages: tuple[Stage, ...], out_convolution: Convolution, **others: Any) -> UNetLayout:
-        """The layout with these parts, its widths read from them. Raises Refusal for what is no such UNet."""
-        first = input_stages[0][0]
+    def __post_init__(self) -> None:
+        """Read from the parts what follows from them. Raises Refusal for what is no such UNet."""
+        first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
             raise Refusal("its first layer is no convolution")
-        if len(input_stages) != len(others["output_stages"]):
+        if len(self.input_stages) != len(self.output_stages):
             raise Refusal("its skip connections do not match its output blocks")
-        attention = next(descriptions((others["middle_stage"], input_stages), CrossAttention), None)
+        attention = next(descriptions((self.middle_stage, self.input_stages), CrossAttention), None)
         if attention is None:
             raise Refusal("it has no cross attention")
-        return cls(
-            in_channels=first.in_channels, out_channels=out_convolution.out_channels,
-            context_width=attention.key_value.members[0].in_features, input_stages=input_stages,
-            out_convolution=out_convolution, **others,
-        )
-
-    def __post_init__(self) -> None:
         blocks = descriptions((self.input_stages, self.middle_stage, self.output_stages), ResidualBlock)
-        projections = tuple(block.embedding for block in blocks)
-        object.__setattr__(self, "embeddings", FusedLinear("time embedding projections", projections))
+        derived = {
+            "in_channels": first.in_channels, "out_channels": self.out_convolution.out_channels,
+            "context_width": attention.key_value.members[0].in_features,
+            "embeddings": FusedLinear("time embedding projections", tuple(block.embedding for block in blocks)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def sized_layers(self, height: int, width: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
         """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.

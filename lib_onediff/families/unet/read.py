@@ -20,7 +20,11 @@ BLOCK = "BasicTransformerBlock"
 FORGES_UNET = "IntegratedUNet2DConditionModel"
 UNET_CLASSES = {"UNetModel", FORGES_UNET}
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
-BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
+BLOCKS = {
+    "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS,
+    # Of VAEs.
+    "UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D",
+}
 # These compute plain softmax attention; any other processor may compute something else.
 PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
 # What fuse_qkv_projections() sets, and the layers that it makes and leaves behind when that is undone.
@@ -74,7 +78,7 @@ def read_ldm(unet: Any) -> UNetLayout:
         channels=unet.model_channels, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None,
         first=leaves.linear(unet.time_embed[0]), second=leaves.linear(unet.time_embed[2]),
     )
-    layout = UNetLayout.of(
+    layout = UNetLayout(
         input_stages=tuple(map(stage, unet.input_blocks)), middle_stage=stage(unet.middle_block),
         output_stages=tuple(map(stage, unet.output_blocks)), time=time, label=ldm_label(unet, leaves),
         out_norm=leaves.group_norm(unet.out[0]), out_convolution=leaves.convolution(unet.out[2]),
@@ -167,7 +171,7 @@ def read_diffusers(unet: Any) -> UNetLayout:
         first, *others = modules_of(unet.mid_block, leaves)
         middle = [*first, *chain(*others)]
 
-    layout = UNetLayout.of(
+    layout = UNetLayout(
         input_stages=((leaves.convolution(unet.conv_in),), *(leaves.layers(READERS, stage) for stage in down)),
         middle_stage=leaves.layers(READERS, middle),
         output_stages=tuple(leaves.layers(READERS, stage) for stage in up),

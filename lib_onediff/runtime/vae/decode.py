@@ -22,7 +22,7 @@ from ...core.table import Entry, State, Stopwatch
 from ...families.vae import DecoderLayout, Decoding
 from ...weights.contents import digest_of_values
 from ..services import Services
-from ..verify import HOST_NOT_FINITE, blame, judge, rounding_limit, time_host
+from ..verify import HOST_NOT_FINITE, judge, rounding_limit, time_host
 
 log = logging.getLogger("onediff")
 AUTO = "auto"
@@ -169,7 +169,7 @@ class Decode:
                 self.services.tuning_cache.set(self._overflow_name, NOT_FINITE)
                 return self.repeat()
             if miss is not None:
-                raise Refusal(blame(entry, miss))
+                raise Refusal(entry.blame(miss))
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             if on_gpu:
                 time_host(entry, device, self.host.decode)
@@ -252,7 +252,7 @@ class Decode:
             except Refusal as refusal:
                 reason = str(refusal)
             except Exception as error:
-                reason = blame(entry, f"our forward failed: {first_line(error)}", is_final=False)
+                reason = entry.blame(f"our forward failed: {first_line(error)}", is_final=False)
                 log.exception("%s (%s)", reason, entry.key)
         raise Refusal(reason)
 
