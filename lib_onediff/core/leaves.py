@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 # What makes the tokens that a linear layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
 NORMED, GATED, PLAIN = "normed", "gated", "plain"
@@ -119,29 +119,28 @@ class Reader(NamedTuple):
     norm: str = ""
 
 
-@runtime_checkable
-class Block(Protocol):
-    """A block of a transformer, of any family."""
+class Block:
+    """A block of a transformer, of any family: self attention, cross attention and feed-forward layers. activation:
+    GATED where a GEGLU is between the last two, else PLAIN."""
+
+    activation = PLAIN
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self: Any) -> tuple[Reader, ...]:
         """Its linear layers that read the image's tokens, in their order."""
-
-
-def readers_of(block: Any, gate: str, norm: str = "") -> tuple[Reader, ...]:
-    """Those of a block of self attention, cross attention and feed-forward layers. gate: what makes the tokens that the
-    last of them reads. norm: see Reader; of the feed-forward's first."""
-    own, cross = block.self_attention, block.cross_attention
-    return (
-        Reader(own.query_key_value, NORMED, SELF_QKV), Reader(own.out, PLAIN, SELF_OUT),
-        Reader(cross.query, NORMED, CROSS_QUERY), Reader(cross.out, PLAIN, CROSS_OUT),
-        Reader(block.feed_forward_in, NORMED, FEED_FORWARD_IN, norm),
-        Reader(block.feed_forward_out, gate, FEED_FORWARD_OUT),
-    )
+        own, cross = self.self_attention, self.cross_attention
+        norm = self.feed_forward_norm.path if self.activation == GATED else ""
+        return (
+            Reader(own.query_key_value, NORMED, SELF_QKV), Reader(own.out, PLAIN, SELF_OUT),
+            Reader(cross.query, NORMED, CROSS_QUERY), Reader(cross.out, PLAIN, CROSS_OUT),
+            Reader(self.feed_forward_in, NORMED, FEED_FORWARD_IN, norm),
+            Reader(self.feed_forward_out, self.activation, FEED_FORWARD_OUT),
+        )
 
 
 @dataclass(frozen=True)
-class TransformerBlock:
+class TransformerBlock(Block):
+    activation = GATED
     self_norm: LayerNorm
     self_attention: SelfAttention
     cross_norm: LayerNorm
@@ -149,11 +148,6 @@ class TransformerBlock:
     feed_forward_norm: LayerNorm
     feed_forward_in: Linear
     feed_forward_out: Linear
-
-    @property
-    def readers(self) -> tuple[Reader, ...]:
-        """See Block."""
-        return readers_of(self, GATED, self.feed_forward_norm.path)
 
 
 @dataclass(frozen=True)

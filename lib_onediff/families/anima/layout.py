@@ -10,18 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.family import Layout
-from ...core.leaves import (
-    PLAIN,
-    AdaptiveNorm,
-    FusedLinear,
-    Linear,
-    NormedHeads,
-    Reader,
-    RMSNorm,
-    TimeEmbedding,
-    digest_without,
-    readers_of,
-)
+from ...core.leaves import AdaptiveNorm, Block, FusedLinear, Linear, NormedHeads, RMSNorm, TimeEmbedding, digest_without
 from ...core.origins import package
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
@@ -55,7 +44,7 @@ class NormedCrossAttention:
 
 
 @dataclass(frozen=True)
-class AdaptiveBlock:
+class AdaptiveBlock(Block):
     """Self attention, cross attention and feed-forward layers, with the norm before each. Its shift and factor, and
     the gate behind the layer, follow from the timestep."""
 
@@ -64,11 +53,6 @@ class AdaptiveBlock:
     feed_forward_in: Linear
     feed_forward_out: Linear
     norm: AdaptiveNorm
-
-    @property
-    def readers(self) -> tuple[Reader, ...]:
-        """See Block."""
-        return readers_of(self, PLAIN)
 
 
 @dataclass(frozen=True)
