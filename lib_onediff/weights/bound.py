@@ -148,33 +148,30 @@ class BoundUNet:
         if not tree.stands(unet):
             return None
         have_changed = changed()
-        try:
-            # Last: it tells of each edit once.
-            self.edition += parameters.were_edited(found) or have_changed
-        except Refusal:
+        # Last: it tells of each edit once.
+        edited = parameters.were_edited(found)
+        if edited is None:
             return None
+        self.edition += edited or have_changed
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
         if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None
         return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
 
-    def _look_for_edits(self) -> None:
-        """Count edits of values since the last time. Raises Refusal where the weights lie elsewhere by now."""
+    def _look_for_edits(self) -> bool:
+        """Count edits of values since the last time. Returns whether the weights lie where they lay."""
         changed = self._contents is not None and self._contents.begin()()
-        if self._parameters is None:
-            raise Refusal("the weights have moved since they were last looked at")
         # Last: it tells of each edit once.
-        if self._parameters.were_edited() or changed:
-            self.edition += 1
+        edited = None if self._parameters is None else self._parameters.were_edited()
+        if edited is None:
+            return False
+        self.edition += edited or changed
+        return True
 
     def edition_now(self) -> int:
         """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
         now."""
-        try:
-            self._look_for_edits()
-        except Refusal:
-            return self.edition + 1
-        return self.edition
+        return self.edition if self._look_for_edits() else self.edition + 1
 
     def watch_contents(self, whole: bool) -> None:
         """Somebody keeps what was made of the weights' values: let edits be seen that torch does not count. whole: by
@@ -258,9 +255,7 @@ class BoundUNet:
             self._lora = traits.wanted_lora()
         before, binding.cast_to = binding.cast_to, self.on_the_fly.cast_to(binding, call.latent.dtype)
         stays = channels_last == self.channels_last and binding.cast_to == before and device == binding.device
-        if self.unmoved() and stays:
-            self._look_for_edits()
-        else:
+        if not (self.unmoved() and stays and self._look_for_edits()):
             self._bind(channels_last, call)
         moved = self.on_the_fly.refresh(binding, self.edition == self._refreshed, room, self.reader)
         if moved is not None:

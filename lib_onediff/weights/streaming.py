@@ -11,7 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,31 +32,20 @@ Copy = tuple[int, Place]
 Copies = Sequence[tuple[Tensor, Place]]
 
 
-class Lane(Protocol):
-    """Copies to a device beside what it computes. Its marks are events."""
-
-    def computed(self) -> Any:
-        """A mark behind all that was launched to compute."""
-
-    def copy(self, copies: Copies, after: Any) -> Any:
-        """Copy behind a mark, and behind all copies before. Returns a mark behind these."""
-
-    def wait(self, mark: Any) -> None:
-        """What is launched to compute from now on comes behind a mark."""
-
-
 class CopyStream:
-    """The Lane of a GPU."""
+    """Copies to a GPU beside what it computes. Its marks are events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def computed(self) -> torch.cuda.Event:
+        """A mark behind all that was launched to compute."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def copy(self, copies: Copies, after: torch.cuda.Event) -> torch.cuda.Event:
+        """Copy behind a mark, and behind all copies before. Returns a mark behind these."""
         event = torch.cuda.Event()
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
@@ -66,6 +55,7 @@ class CopyStream:
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
+        """What is launched to compute from now on comes behind a mark."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
@@ -118,15 +108,13 @@ class Plan(NamedTuple):
 class Streaming:
     """The layers of a network that are not, or not as a whole, on the device that computes."""
 
-    def __init__(
-        self, binding: Binding, units: Units, device: torch.device, lane: Lane, memory: MainMemory, pinned: bool
-    ) -> None:
+    def __init__(self, binding: Binding, units: Units, lane: CopyStream, memory: MainMemory, pinned: bool) -> None:
         """Moves the parameters that lie in main memory to such that a GPU copies from by itself (pinned),
         where they do not lie there. units: of the whole network.
 
         Raises Refusal where there is none, and torch.cuda.OutOfMemoryError.
         """
-        self.device, self.lane, self._plans = device, lane, dict[Hashable, Plan]()
+        self.device, self.lane, self._plans = binding.device, lane, dict[Hashable, Plan]()
         # Where each member of a fused layer begins in it, and how many rows it has.
         self.members = binding.fusion_of
         names = [name for unit in units for name in unit if name in binding.away]
@@ -143,9 +131,9 @@ class Streaming:
         sizes = [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
         self._ring_bytes = max(2 * max(sizes), min(RING, sum(sizes)))
         # Made when a matrix is copied.
-        self._ring = room_of(0, device)
+        self._ring = room_of(0, self.device)
         places = {key: list(map(Place.of, parts)) for key, parts in vectors.items()}
-        self._room = room_of(sum(map(size_of, places.values())), device)
+        self._room = room_of(sum(map(size_of, places.values())), self.device)
         self._vectors, copies, start = dict[tuple[str, str], Tensor](), list[Copy](), 0
         for key, found in places.items():
             self._vectors[key] = staged(found, self._room, start, copies)
@@ -213,7 +201,7 @@ def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streamin
     """For what computes on a GPU. Raises what Streaming raises."""
     if binding.device.type != "cuda":
         raise Refusal(f"a part of its weights is in main memory, from where none is copied for {binding.device.type}")
-    return Streaming(binding, units, binding.device, CopyStream(binding.device), memory, pinned=True)
+    return Streaming(binding, units, CopyStream(binding.device), memory, pinned=True)
 
 
 class StreamedWeights(WeightsAround):
@@ -224,7 +212,7 @@ class StreamedWeights(WeightsAround):
         self._streaming, self._plan = streaming, plan
         self._unit = -1
         # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
-        self._marks: dict[int, Any] = {}
+        self._marks: dict[int, torch.cuda.Event] = {}
         self._begun = 0
 
     def __getitem__(self, name: str) -> Affine:

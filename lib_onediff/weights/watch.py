@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.refusal import Refusal
 from .contents import Place
 
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
@@ -308,12 +307,12 @@ class Parameters:
         found = self.lie_still()
         return found is not None and self._are_the_same(found)
 
-    def were_edited(self, found: list[Any] | None = None) -> bool:
-        """Whether any was edited in place since this was asked last, as far as torch counts that. found: what lie_still
-        has told at this call. Raises Refusal where they do not stand."""
+    def were_edited(self, found: list[Any] | None = None) -> bool | None:
+        """Whether any was edited in place since this was asked last, as far as torch counts that; None where they do
+        not stand. found: what lie_still has told at this call."""
         parameters = found or self.lie_still()
         if parameters is None or not self._are_the_same(parameters):
-            raise Refusal("the host has moved or exchanged weights")
+            return None
         before, self._versions = self._versions, edit_counts(parameters)
         return self._versions != before
 

@@ -11,7 +11,7 @@ from lib_onediff.weights.streaming import Streaming
 
 
 class Early:
-    """A Lane that copies as soon as it is told to: over what is still to be read, if its marks are wrong."""
+    """A CopyStream that copies as soon as it is told to: over what is still to be read, if its marks are wrong."""
 
     def __init__(self) -> None:
         self.behind: list[Callable[[], None]] = []
@@ -29,7 +29,7 @@ class Early:
 
 
 class Late(Early):
-    """A Lane that copies when somebody waits for it, and no sooner: what is read before is what was there."""
+    """A CopyStream that copies when somebody waits for it, and no sooner: what is read before is what was there."""
 
     def copy(self, copies: Any, after: Any) -> int:
         self.behind.append(lambda: super(Late, self).copy(copies, after) and None)
@@ -44,5 +44,5 @@ class Late(Early):
 def use_lane(monkeypatch: pytest.MonkeyPatch, lane: Callable[[], Early]) -> None:
     """Weights that are away go by this."""
     monkeypatch.setattr(bound, "streaming_of", lambda of, units, memory: Streaming(
-        of, units, of.device, lane(), memory, pinned=False
+        of, units, lane(), memory, pinned=False
     ))
