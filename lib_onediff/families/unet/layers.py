@@ -1,14 +1,22 @@
 """The layers of a UNet, computed with a set of operators: what happens inside a stage."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ...core.affine import Affine, Weights
 from ...core.call import CROSS_ATTENTION, SELF_ATTENTION, ImagePrompt, PatchPoints
-from ...core.leaves import Convolution, CrossAttention, GroupNorm, ResidualBlock, SelfAttention, TransformerBlock
+from ...core.leaves import (
+    Convolution,
+    CrossAttention,
+    GroupNorm,
+    Linear,
+    ResidualBlock,
+    SelfAttention,
+    TransformerBlock,
+)
 from ...core.operators import Image, Operators, Stream
 from .layout import Downsample, SpatialTransformer, Stage, Upsample
 
@@ -91,10 +99,10 @@ class Layers:
         own, cross = block.self_attention, block.cross_attention
         query_key_value, query = weights[own.query_key_value.name], weights[cross.query.path]
         stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm, query_key_value)
-        mixed = self._attend_to_itself(own, *ops.linear(normed, query_key_value).chunk(3, dim=-1))
+        mixed = self._attend(own, *ops.linear(normed, query_key_value).chunk(3, dim=-1))
         stream = ops.add_linear(stream, mixed, weights[own.out.path])
         stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm, query)
-        mixed = self._attend_to_context(cross, ops.linear(normed, query), *self._key_value(cross))
+        mixed = self._attend(cross, ops.linear(normed, query), *self._key_value(cross))
         return self._feed_forward(block, ops.add_linear(stream, mixed, weights[cross.out.path]))
 
     def _feed_forward(self, block: TransformerBlock, stream: Stream) -> Stream:
@@ -108,72 +116,54 @@ class Layers:
         replaced = self.patches.whole_block(block, tokens, self.context)
         if replaced is not None:
             return Stream(replaced)
-        tokens = tokens + self._patched_self_attention(block, tokens)
+        tokens = tokens + self._patched_attention(SELF_ATTENTION, block, tokens)
         tokens = self.patches.between_attentions(tokens)
-        tokens = tokens + self._patched_cross_attention(block, tokens)
+        tokens = tokens + self._patched_attention(CROSS_ATTENTION, block, tokens)
         return self._feed_forward(block, Stream(tokens))
 
-    def _patched_self_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """What self attention adds to the tokens (batch, tokens, width)."""
-        weights, ops, patches = self.weights, self.ops, self.patches
-        attention, norm = block.self_attention, block.self_norm
-        members = attention.query_key_value.members
-        fused = weights[attention.query_key_value.name]
-        _, normed = ops.layer_norm(Stream(tokens), weights[norm.path], norm, fused)
-        replaced = patches.whole_attention(SELF_ATTENTION, block, normed, self.context)
+    def _patched_attention(self, name: str, block: TransformerBlock, tokens: Tensor) -> Tensor:
+        """What an attention adds to the tokens (batch, tokens, width). name: SELF_ATTENTION or CROSS_ATTENTION."""
+        weights, ops, patches, is_self = self.weights, self.ops, self.patches, name == SELF_ATTENTION
+        own, cross = block.self_attention, block.cross_attention
+        attention, norm = (own, block.self_norm) if is_self else (cross, block.cross_norm)
+        reader = weights[own.query_key_value.name if is_self else cross.query.path]
+        _, normed = ops.layer_norm(Stream(tokens), weights[norm.path], norm, reader)
+        replaced = patches.whole_attention(name, block, normed, self.context)
         if replaced is not None:
             return replaced
-        inputs = patches.self_attention_inputs(normed)
-        projected = tuple(
-            ops.linear(given, weights[member.path]) for given, member in zip(inputs, members, strict=True)
-        )
-        mixed = patches.attend(SELF_ATTENTION, *projected)
-        if mixed is None:
-            mixed = self._attend_to_itself(attention, *projected)
-        return patches.attention_output(SELF_ATTENTION, ops.linear(mixed, weights[attention.out.path]))
-
-    def _patched_cross_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """What cross attention adds to the tokens (batch, tokens, width)."""
-        weights, ops, patches = self.weights, self.ops, self.patches
-        attention, norm = block.cross_attention, block.cross_norm
-        query_weights = weights[attention.query.path]
-        _, normed = ops.layer_norm(Stream(tokens), weights[norm.path], norm, query_weights)
-        replaced = patches.whole_attention(CROSS_ATTENTION, block, normed, self.context)
-        if replaced is not None:
-            return replaced
-        given, keyed, valued = patches.cross_attention_inputs(normed, self.context)
-        query = ops.linear(given, query_weights)
-        if keyed is self.context and valued is self.context:
-            key, value = self._key_value(attention)
+        if is_self:
+            projected = self._each(own.query_key_value.members, patches.self_attention_inputs(normed))
         else:
-            key, value = (
-                ops.linear(source, weights[member.path])
-                for source, member in zip((keyed, valued), attention.key_value.members, strict=True)
-            )
-        mixed = patches.attend(CROSS_ATTENTION, query, key, value)
+            given, *others = patches.cross_attention_inputs(normed, self.context)
+            is_plain = all(other is self.context for other in others)
+            query = ops.linear(given, reader)
+            projected = query, *(self._key_value(cross) if is_plain else self._each(cross.key_value.members, others))
+        mixed = patches.attend(name, *projected)
         if mixed is None:
-            mixed = self._attend_to_context(attention, query, key, value)
-        return patches.attention_output(CROSS_ATTENTION, ops.linear(mixed, weights[attention.out.path]))
+            mixed = self._attend(attention, *projected)
+        return patches.attention_output(name, ops.linear(mixed, weights[attention.out.path]))
 
-    def _attend_to_itself(self, attention: SelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(batch, tokens, heads * width) each, and so is the mix of values."""
-        queries, keys, values = (split_heads(part, attention.heads) for part in (query, key, value))
-        return join_heads(self.ops.attention(queries, keys, values, self.upcast_attention))
+    def _each(self, layers: Sequence[Linear], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What each of these layers makes of its own input."""
+        return tuple(
+            self.ops.linear(given, self.weights[layer.path]) for layer, given in zip(layers, inputs, strict=True)
+        )
 
     def _key_value(self, attention: CrossAttention) -> tuple[Tensor, ...]:
         """Keys and values of the context, (batch, tokens, heads * width) each."""
         return self.ops.linear(self.context, self.weights[attention.key_value.name]).chunk(2, dim=-1)
 
-    def _attend_to_context(self, attention: CrossAttention, *projected: Tensor) -> Tensor:
-        """Of queries, keys and values, (batch, tokens, heads * width) each, the mix of values: the context's and the
-        image prompts'."""
+    def _attend(self, attention: SelfAttention | CrossAttention, *projected: Tensor) -> Tensor:
+        """Of queries, keys and values, (batch, tokens, heads * width) each, the mix of values, and of a cross attention
+        the image prompts' too."""
         query, key, value = (split_heads(part, attention.heads) for part in projected)
         mixed = self.ops.attention(query, key, value, self.upcast_attention)
-        for prompt in self.image_prompts:
-            key_value = prompt.key_value(attention.query.path)
-            if key_value is not None:
-                key, value = (split_heads(part, attention.heads) for part in key_value)
-                mixed = mixed + self.ops.attention(query, key, value, self.upcast_attention)
+        if isinstance(attention, CrossAttention):
+            for prompt in self.image_prompts:
+                key_value = prompt.key_value(attention.query.path)
+                if key_value is not None:
+                    key, value = (split_heads(part, attention.heads) for part in key_value)
+                    mixed = mixed + self.ops.attention(query, key, value, self.upcast_attention)
         return join_heads(mixed)
 
 
