@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -278,23 +278,6 @@ class PromptRows(NamedTuple):
     host: Callable[[], Tensor]
 
 
-def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
-    """The call with of(tensor) in the place of every input that is a tensor, in an order that depends on the shape
-    alone."""
-
-    def change(tensor: Tensor | None) -> Any:
-        return None if tensor is None else of(tensor)
-
-    latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
-    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
-    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
-    prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
-    return replace(
-        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
-        context=of(call.context), y=change(call.y), image_prompts=prompts,
-    )
-
-
 def half_of(batch: int, is_first: bool) -> slice:
     """The first or the second half of a batch."""
     return slice(0, batch // 2) if is_first else slice(batch // 2, batch)
@@ -303,31 +286,6 @@ def half_of(batch: int, is_first: bool) -> slice:
 def why_not_taken(call: Call) -> str:
     """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
     return "" if call.patches is None else PATCHED
-
-
-def take_rows(call: Call, rows: slice) -> Call:
-    """The call of these rows alone. Raises ValueError for an input that has neither the batch's rows nor one for all.
-    """
-    return mapped(call, lambda tensor: rows_of(tensor, rows, call.latent.shape[0]))
-
-
-def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
-    """These rows of an input, (batch, ...); one of a single row is for all of them. Raises ValueError for others."""
-    if tensor.shape[0] == batch:
-        return tensor[rows]
-    if tensor.shape[0] != 1:
-        raise ValueError(f"an input has {tensor.shape[0]} rows in a batch of {batch}")
-    return tensor
-
-
-def rows_within(value: Any, rows: slice, batch: int) -> Any:
-    """As rows_of for what a host holds in lists and dictionaries; what is no tensor, or is for all rows, stays."""
-    if isinstance(value, dict):
-        return {name: rows_within(inside, rows, batch) for name, inside in value.items()}
-    if isinstance(value, (list, tuple)):
-        inside = [rows_within(part, rows, batch) for part in value]
-        return inside if isinstance(value, list) else tuple(inside)
-    return rows_of(value, rows, batch) if isinstance(value, Tensor) and value.dim() else value
 
 
 def for_all_rows(output: Tensor, batch: int) -> Tensor:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, mapped, take_rows, why_not_taken
+from ..core.call import Call, why_not_taken
 from ..core.guard import HostFunction
+from ..core.inputs import mapped, take_rows
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
 from ..core.settings import Settings

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..core.call import PromptRows, for_all_rows, take_rows, why_not_taken
+from ..core.call import PromptRows, for_all_rows, why_not_taken
+from ..core.inputs import take_rows
 from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings

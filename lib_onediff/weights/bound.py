@@ -20,7 +20,7 @@ from .main_memory import MainMemory
 from .on_the_fly import OnTheFly
 from .scan import APPLIED_AT_CALL, HostTraits, refuse_foreign_code
 from .streaming import Streaming, Units, streaming_of
-from .watch import Parameters, Tree
+from .watch import Parameters, Tree, during
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -138,21 +138,13 @@ class BoundUNet:
             return None
         if lora is not None and lora() != self._lora:
             return None
-        on_the_fly, contents = self.on_the_fly, self._contents
+        on_the_fly = self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        found = parameters.lie_still()
+        found = during(work, unet, tree, parameters, self._contents)
         if found is None:
             return None
-        changed = bool if contents is None else contents.begin(are_alive=True)
-        result = work()
-        if not tree.stands(unet):
-            return None
-        have_changed = changed()
-        # Last: it tells of each edit once.
-        edited = parameters.were_edited(found)
-        if edited is None:
-            return None
-        self.edition += edited or have_changed
+        result, were_edited = found
+        self.edition += were_edited
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
         if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None

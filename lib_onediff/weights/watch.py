@@ -19,13 +19,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .contents import Place
+from .contents import Contents, Place
 
+Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
 BOOKKEEPING = frozenset({
     "_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
@@ -345,6 +346,26 @@ def guards_of(parameters: Sequence[Tensor]) -> Any:
         return kind(*parameters, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def during(
+    work: Callable[[], Result], root: nn.Module, tree: Tree, parameters: Parameters, contents: Contents | None
+) -> tuple[Result, bool] | None:
+    """What work() returns, a replay, and whether values were edited since that was asked last, as far as torch counts
+    that or the contents of these parameters tell it. None where the module tree computes otherwise, or the parameters
+    are others: that is looked at once the replay is launched, but for what it would read from memory that is not there
+    any more. Then it is not."""
+    found = parameters.lie_still()
+    if found is None:
+        return None
+    changed = bool if contents is None else contents.begin(are_alive=True)
+    result = work()
+    if not tree.stands(root):
+        return None
+    have_changed = changed()
+    # Last: it tells of each edit once.
+    were_edited = parameters.were_edited(found)
+    return None if were_edited is None else (result, were_edited or have_changed)
 
 
 UNCOUNTED = -1

@@ -12,7 +12,8 @@ from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, rel
 from torch import Tensor
 
 from lib_onediff.core import sampling
-from lib_onediff.core.call import CACHED, FULL, Call, PromptRows, half_of, take_rows
+from lib_onediff.core.call import CACHED, FULL, Call, PromptRows, half_of
+from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops

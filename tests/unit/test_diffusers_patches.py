@@ -22,7 +22,7 @@ from builders import (
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs, own_inputs
+from lib_onediff.core.inputs import bytes_of, copy_inputs, own_inputs
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
 

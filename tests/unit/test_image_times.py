@@ -10,7 +10,8 @@ import torch
 from builders import diffusers_output
 from samplings import EVERY_THIRD, STEPS, Adopted, call_of, equal_distances, few_steps_suffice  # noqa: F401
 
-from lib_onediff.core.call import PromptRows, half_of, take_rows
+from lib_onediff.core.call import PromptRows, half_of
+from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import ENOUGH
 from lib_onediff.ui.status import described, summary_html

@@ -16,9 +16,9 @@ from lib_onediff.core.call import (
     PatchPoints,
     for_all_rows,
     half_of,
-    take_rows,
     why_not_taken,
 )
+from lib_onediff.core.inputs import take_rows
 
 
 def whole_call(batch: int = 4) -> Call:

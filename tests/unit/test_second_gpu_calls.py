@@ -13,7 +13,8 @@ from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: 
 from torch import Tensor, nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
-from lib_onediff.core.call import Control, PatchPoints, PromptRows, half_of, take_rows
+from lib_onediff.core.call import Control, PatchPoints, PromptRows, half_of
+from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.device_memory import Card

@@ -13,7 +13,7 @@ from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
-from lib_onediff.devices.cuda.graphs.inputs import own_inputs
+from lib_onediff.core.inputs import own_inputs
 from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from ...core.affine import Affine, Weights
-from ...core.call import Call, mapped
+from ...core.call import Call
 from ...core.device import Device, Traits
+from ...core.inputs import mapped, own_inputs, tensors_of
 from ...core.key import ShapeKey
 from ...core.operators import Operators
 from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ..cuda.graphs.capture import Output
-from ..cuda.graphs.inputs import own_inputs, tensors_of
 from ..torch import operators as torch_ops
 from .gate import OneFlowGate, brief
 

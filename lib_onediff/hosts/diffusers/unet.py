@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import APART, Call, Control, PromptRows, half_of, rows_within
+from ...core.call import APART, Call, Control, PromptRows, half_of
 from ...core.guard import HostFunction
+from ...core.inputs import rows_within
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...core.call import APART, OTHER_ROWS, Call, Control, ImagePrompt, half_of, rows_within
+from ...core.call import APART, OTHER_ROWS, Call, Control, ImagePrompt, half_of
+from ...core.inputs import rows_within
 from ...core.origins import author
 from ...core.refusal import Refusal
 from ..changed_modules import Changed

@@ -13,11 +13,11 @@ from torch import nn
 
 from ...core.call import Call
 from ...core.guard import Guard
+from ...core.inputs import own_inputs
 from ...core.key import LATENT_PIXEL, ShapeKey
 from ...core.operators import Operators
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
-from ...devices.cuda.graphs.inputs import own_inputs
 from ..managed_unet import ManagedUNet
 from .accounting import SMALL_THINGS, Holdings, PoolKey, fits, memory_of, needs_of, too_large
 

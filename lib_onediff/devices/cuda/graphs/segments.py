@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ....core.call import Call, PatchPoints
-from .inputs import bytes_of, copy_inputs
+from ....core.inputs import bytes_of, copy_inputs
 
 INTEGERS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5

@@ -31,8 +31,8 @@ class SharedMemory:
 
 def replaying_graphs() -> Any:
     """What stands in for CudaGraphs."""
+    from lib_onediff.core.inputs import bytes_of, copy_inputs
     from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
-    from lib_onediff.devices.cuda.graphs.inputs import bytes_of, copy_inputs
     from lib_onediff.devices.cuda.graphs.segments import record
     from lib_onediff.families.registry import FAMILIES
 

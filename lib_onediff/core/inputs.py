@@ -1,0 +1,82 @@
+"""The inputs of a call, all treated alike: copies that a graph owns, and rows of them."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call, Control
+
+
+def own_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_format) -> Call:
+    """The call with inputs that belong to the graph.
+
+    The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
+    """
+    own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
+    return replace(own, timestep=own.timestep.float())
+
+
+def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
+    """The call with of(tensor) in the place of every input that is a tensor, in an order that depends on the shape
+    alone."""
+
+    def change(tensor: Tensor | None) -> Any:
+        return None if tensor is None else of(tensor)
+
+    latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
+    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
+    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
+    prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
+    return replace(
+        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
+        context=of(call.context), y=change(call.y), image_prompts=prompts,
+    )
+
+
+def take_rows(call: Call, rows: slice) -> Call:
+    """The call of these rows alone. Raises ValueError for an input that has neither the batch's rows nor one for all.
+    """
+    return mapped(call, lambda tensor: rows_of(tensor, rows, call.latent.shape[0]))
+
+
+def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
+    """These rows of an input, (batch, ...); one of a single row is for all of them. Raises ValueError for others."""
+    if tensor.shape[0] == batch:
+        return tensor[rows]
+    if tensor.shape[0] != 1:
+        raise ValueError(f"an input has {tensor.shape[0]} rows in a batch of {batch}")
+    return tensor
+
+
+def rows_within(value: Any, rows: slice, batch: int) -> Any:
+    """As rows_of for what a host holds in lists and dictionaries; what is no tensor, or is for all rows, stays."""
+    if isinstance(value, dict):
+        return {name: rows_within(inside, rows, batch) for name, inside in value.items()}
+    if isinstance(value, (list, tuple)):
+        inside = [rows_within(part, rows, batch) for part in value]
+        return inside if isinstance(value, list) else tuple(inside)
+    return rows_of(value, rows, batch) if isinstance(value, Tensor) and value.dim() else value
+
+
+def tensors_of(call: Call) -> list[Tensor]:
+    """What a graph reads, in an order that depends on the shape alone."""
+    tensors: list[Tensor] = []
+    mapped(call, tensors.append)
+    return tensors
+
+
+def bytes_of(inputs: Call) -> int:
+    """What a graph's own inputs hold, what it writes at a cut among them: who reads it shares it."""
+    cut = inputs.cut
+    written = cut.memory.bytes if cut is not None and not cut.reads else 0
+    return sum(tensor.nbytes for tensor in tensors_of(inputs)) + written
+
+
+def copy_inputs(source: Call, target: Call) -> None:
+    # Calls of one shape have the same tensors.
+    for given, own in zip(tensors_of(source), tensors_of(target), strict=True):
+        own.copy_(given)
