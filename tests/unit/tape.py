@@ -5,7 +5,6 @@ By itself, as tests/webui/extensions/onediff-graphs loads it inside a WebUI.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -51,5 +50,5 @@ class TapeRecording:
         self.parts += 1
         return tape.replay
 
-    def view(self, tensor: Tensor) -> Any:
-        return SimpleNamespace(tensor=tensor.detach())
+    def view(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()

@@ -11,10 +11,11 @@ from ladder_builders import entry_of, now, reason
 from tape import TapeRecording
 from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.inputs import own_inputs
-from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
+from lib_onediff.devices.cuda.graphs.segments import GraphRecording, GraphRunner, record
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.weights.bound import BoundUNet
@@ -40,6 +41,17 @@ def test_a_replay_is_the_forward_of_its_own_call(case: str) -> None:
         assert recording.parts > 1 and relative_error(runner.output, our_output(unet, first)) < CLOSE
         for call in (second, first):
             assert relative_error(runner.run(call), our_output(unet, call)) < CLOSE
+
+
+def test_what_is_known_of_a_tensor_by_its_address_does_not_keep_it_alive() -> None:
+    given = torch.arange(24.0).view(4, 6)[:, 1:4].t()
+    memory = StorageWeakRef(given.untyped_storage())
+    view = GraphRecording.view(None, given)  # type: ignore[arg-type]
+    assert torch.equal(view, given) and view.stride() == given.stride()
+    view.mul_(2)
+    assert given[0, 0] == 2, "it is the same memory"
+    del given
+    assert memory.expired()
 
 
 def test_each_call_is_handed_its_own_options() -> None:

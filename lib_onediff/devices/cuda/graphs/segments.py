@@ -13,7 +13,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partialmethod
+from functools import partialmethod
 from inspect import isfunction
 from typing import Any
 
@@ -23,26 +23,9 @@ from torch import Tensor
 from ....core.call import Call, PatchPoints
 from ....core.inputs import bytes_of, copy_inputs
 
-INTEGERS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5
 # Where the host's options are told of the place, whether anything stands there or not.
 NOTED = ("before_stage", "join", "begin_block", "end_transformer")
-
-
-class Address:
-    """The memory of a tensor on a GPU, by its address alone: this does not keep it alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self._dtype, self._device = tensor.dtype, tensor.device
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "strides": tuple(size * stride for stride in tensor.stride()),
-            "typestr": INTEGERS[size], "data": (tensor.data_ptr(), False), "version": 3, "stream": None,
-        }
-
-    @cached_property
-    def tensor(self) -> Tensor:
-        return torch.as_tensor(self, device=self._device).view(self._dtype)
 
 
 class GraphRecording:
@@ -93,9 +76,12 @@ class GraphRecording:
             torch.cuda.set_stream(self._host)
         return graph
 
-    def view(self, tensor: Tensor) -> Address:
-        """The memory of a tensor that this knows."""
-        return Address(tensor)
+    def view(self, tensor: Tensor) -> Tensor:
+        """The same tensor by its address alone: it does not keep its memory alive."""
+        storage = tensor.untyped_storage()
+        memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @contextlib.contextmanager
     def ended_on_failure(self) -> Iterator[None]:
@@ -194,14 +180,13 @@ class Function:
 
     name: str
     arguments: tuple[Any, ...]
-    results: tuple[Address, ...]
+    results: tuple[Tensor, ...]
 
     def __call__(self, patches: PatchPoints) -> None:
         returned = tensors_of(getattr(patches, self.name)(*map(fresh, self.arguments)))
-        results = [view.tensor for view in self.results]
-        if list(map(form, returned)) != list(map(form, results)):
+        if list(map(form, returned)) != list(map(form, self.results)):
             raise DoesNotFit(f"a function of another extension returned another shape than before ({self.name})")
-        for result, given in zip(results, returned, strict=True):
+        for result, given in zip(self.results, returned, strict=True):
             result.copy_(given)
 
 
@@ -237,7 +222,7 @@ class RecordedPoints(PatchPoints):
             return getattr(patches, name)(*arguments)
         self.steps.append(replaying(recording.end()))
         views = tuple(recording.view(one) if isinstance(one, Tensor) else one for one in arguments)
-        returned = getattr(patches, name)(*(one.clone() if isinstance(one, Tensor) else one for one in arguments))
+        returned = getattr(patches, name)(*map(fresh, arguments))
         results = recording.begin(tensors_of(returned))
         self.steps.append(Function(name, views, tuple(map(recording.view, results))))
         return tuple(results) if isinstance(returned, (tuple, list)) else results[0]
@@ -306,4 +291,4 @@ def form(tensor: Any) -> tuple[Any, ...]:
 
 def fresh(argument: Any) -> Any:
     """A function may keep what it is given, and write to it."""
-    return argument.tensor.clone() if hasattr(argument, "tensor") else argument
+    return argument.clone() if isinstance(argument, Tensor) else argument
