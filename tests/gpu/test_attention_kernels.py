@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as functional
 from exact_operators import relative_error
 
-from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, attend, random_inputs
+from lib_onediff.devices.cuda.kernels.launch_config import random_on
+from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, attend, inputs_of
 
 nn_attention = pytest.importorskip("torch.nn.attention", reason="needs torch 2.3 or newer")
 
@@ -26,7 +27,7 @@ def test_one_called_by_itself_is_the_one_that_torch_calls(backend: str, shapes: 
     if backend == CUDNN and not HAS_CUDNN:
         pytest.skip("this torch cannot")
     torch.manual_seed(0)
-    inputs = random_inputs(*SHAPES[shapes], dtype, torch.device("cuda"))
+    inputs = inputs_of(random_on(torch.device("cuda"), dtype), *SHAPES[shapes])
     with torch.no_grad():
         ours = attend(backend, *inputs)
         with nn_attention.sdpa_kernel([getattr(nn_attention.SDPBackend, NAMES[backend])]):

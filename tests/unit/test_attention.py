@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.backends import cuda as switches
 
 from lib_onediff.core.card import TuningCache
-from lib_onediff.devices.cuda.kernels.launch_config import Launches
+from lib_onediff.devices.cuda.kernels.launch_config import Launches, random_on
 from lib_onediff.devices.torch import attention as module
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.attention import (
@@ -25,7 +25,7 @@ from lib_onediff.devices.torch.attention import (
     TORCH,
     Attention,
     gemm_attention,
-    random_inputs,
+    inputs_of,
 )
 from lib_onediff.families.registry import FAMILIES
 
@@ -57,7 +57,7 @@ def switches_stay_as_they_are() -> Iterator[None]:
 
 @grid(kind=list(SHAPES), scores_bytes=[1, 3000, 40_000, 64 << 20], dtype=list(ROUNDING))
 def test_gemm_attention_is_exact_however_it_is_cut(kind: str, scores_bytes: int, dtype: torch.dtype) -> None:
-    inputs = random_inputs(*SHAPES[kind], dtype, CPU)
+    inputs = inputs_of(random_on(CPU, dtype), *SHAPES[kind])
     output = gemm_attention(*inputs, scores_bytes=scores_bytes)
     assert output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
     assert output.shape == inputs[0].shape and output.dtype == dtype
@@ -65,7 +65,7 @@ def test_gemm_attention_is_exact_however_it_is_cut(kind: str, scores_bytes: int,
 
 
 def test_upcast_computes_in_float32() -> None:
-    inputs = random_inputs(*SHAPES["self"], torch.float16, CPU)
+    inputs = inputs_of(random_on(CPU, torch.float16), *SHAPES["self"])
     attention = Attention(Launches(TuningCache()))
     upcast = attention(*inputs, upcast=True)
     assert upcast.dtype == torch.float16 and torch.equal(upcast, torch_ops.attention(*inputs, upcast=True))

@@ -28,11 +28,12 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     WIDE_ATTENTION,
     LaunchConfig,
     Launches,
+    random_on,
 )
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
 from lib_onediff.devices.cuda.kernels.tokens import attention, heads_lie_beside
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.devices.torch.attention import random_inputs
+from lib_onediff.devices.torch.attention import inputs_of
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -164,7 +165,7 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 by its bits")
     query, keys = SHAPES[kind]
-    inputs = random_inputs(query, (*query[:2], keys, query[3]), dtype, DEVICE)
+    inputs = inputs_of(random_on(DEVICE, dtype), query, (*query[:2], keys, query[3]))
     assert all(map(heads_lie_beside, inputs))
     output = attention(*inputs)
     assert output.shape == query and output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
@@ -178,12 +179,12 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
      for config in ends([config for config in kernel.candidates if config != LIBRARY])], ids=str,
 )
 def test_every_cut_gives_the_same(width: int, config: LaunchConfig) -> None:
-    inputs = random_inputs((1, 2, 70, width), (1, 2, 154, width), torch.float16, DEVICE)
+    inputs = inputs_of(random_on(DEVICE, torch.float16), (1, 2, 70, width), (1, 2, 154, width))
     assert relative_error(attention(*inputs, config).double(), exact(*inputs)) < ROUNDING[torch.float16]
 
 
 def test_large_scores_do_not_overflow() -> None:
-    query, key, value = random_inputs((1, 1, 20, 64), (1, 1, 77, 64), torch.float16, DEVICE)
+    query, key, value = inputs_of(random_on(DEVICE, torch.float16), (1, 1, 20, 64), (1, 1, 77, 64))
     inputs = 60 * query, 60 * key, value
     assert relative_error(attention(*inputs).double(), exact(*inputs)) < 2e-3
 

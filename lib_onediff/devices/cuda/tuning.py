@@ -2,7 +2,7 @@
 products in eight bits gain; and loaded by a launch on a few numbers, before its first call."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core.affine import Affine, QuantizedWeight
 from ...core.card import on_card
 from ...core.device import TimeMs
+from ...core.family import AttentionShapes
 from ...core.leaves import (
     GATED,
     NORMED,
@@ -27,6 +28,7 @@ from ...core.leaves import (
 from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
 from ...weights import low_bit
 from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
+from ..torch.attention import inputs_of
 from .kernels import images, products, rounding
 from .kernels import launch_config as cuts
 from .kernels import tokens as native_tokens
@@ -67,13 +69,14 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
         yield Trial(cuts.APPLICATION, shape_class, measured)
         added = image, image, vector, torch.empty_like(image)
         yield Trial(cuts.ADDITION, shape_class, partial(images.add_and_measure, *added))
-    for width in widths(users):
+    for width in (norm.width for norm in norms_of(users, LayerNorm)):
         tokens, hidden, vector = make(ROWS, width), make(ROWS, 2 * cuts.FEED_FORWARD * width), make(width)
         normed = partial(native_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, EPS)
         yield Trial(cuts.LAYER_NORM, row_class(width), normed)
         yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
-    for width, heads in head_widths(users, vector.dtype).items():
-        yield Trial(attention_kernel(width), str(width), partial(attend, *cross_attention(make, width, heads)))
+    for query_shape, key_shape in cross_attentions(users, vector.dtype):
+        width, given = query_shape[3], inputs_of(make, query_shape, key_shape)
+        yield Trial(attention_kernel(width), str(width), partial(attend, *given))
 
 
 def launches_of(
@@ -88,12 +91,12 @@ def launches_of(
         ops.group_norm(image, Affine(vector, vector), norm, False)
         ops.resize(ops.residual_add(image, image, vector), side, side)
 
-    def of_tokens(width: int) -> None:
-        vector = make(width)
+    def of_tokens(norm: LayerNorm) -> None:
+        vector = make(norm.width)
         affine = Affine(vector, vector)
-        stream, _ = ops.layer_norm(Stream(make(FEW, width), None, vector), affine, LayerNorm("", width, EPS), affine)
+        stream, _ = ops.layer_norm(Stream(make(FEW, norm.width), None, vector), affine, norm, affine)
         ops.materialize(stream)
-        ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * width), affine)
+        ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * norm.width), affine)
 
     def of_blocks(norm: AdaptiveNorm) -> None:
         stream, affine = adaptive_stream(make, norm.width, FEW)
@@ -113,28 +116,19 @@ def launches_of(
         *(partial(of_blocks, norm) for norm in norms_of(users, AdaptiveNorm)),
         *(partial(of_heads, one) for one in users if isinstance(one, NormedHeads)),
         *(partial(of_image, norm, side) for norm in norms.values() for side in LOADED_SIDES),
-        *(partial(of_tokens, width) for width in widths(users)),
-        *(partial(ops.attention, *cross_attention(make, *one), False) for one in head_widths(users, dtype).items()),
+        *(partial(of_tokens, norm) for norm in norms_of(users, LayerNorm)),
+        *(partial(ops.attention, *inputs_of(make, *one), False) for one in cross_attentions(users, dtype)),
     ]
 
 
-def head_widths(users: Iterable[Any], dtype: torch.dtype) -> Mapping[int, int]:
-    """How many heads cross attentions have, by their width; of those that there is a kernel for."""
+def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[AttentionShapes]:
+    """Of queries and of keys, for every width of heads that there is a kernel for."""
     heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
     widths = native_tokens.ATTENTION_WIDTHS if dtype in native_tokens.ATTENTION_DTYPES else ()
-    return {width: heads[width] for width in widths if width in heads}
-
-
-def cross_attention(make: Callable[..., Tensor], width: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value as a network hands them over."""
-    query = make(BATCH, QUERIES, heads, width).transpose(1, 2)
-    key, value = make(BATCH, KEYS, 2 * heads, width).transpose(1, 2).chunk(2, dim=1)
-    return query, key, value
-
-
-def widths(users: Iterable[Any]) -> Iterable[int]:
-    """Of tokens, one for each class of rows."""
-    return [norm.width for norm in norms_of(users, LayerNorm)]
+    return [
+        ((BATCH, heads[width], QUERIES, width), (BATCH, heads[width], KEYS, width))
+        for width in widths if width in heads
+    ]
 
 
 def norms_of(users: Iterable[Any], kind: Any) -> Iterable[Any]:
@@ -295,7 +289,7 @@ def low_bit_launches(
     norms = {images.join_block(one.channels // one.groups): one for one in users if isinstance(one, GroupNorm)}
     return [
         *(partial(blocks_of, norm) for norm in norms_of(users, AdaptiveNorm)),
-        *(partial(tokens_of, width) for width in widths(users)),
+        *(partial(tokens_of, norm.width) for norm in norms_of(users, LayerNorm)),
         *(partial(norm, one.channels, one.groups) for one in norms.values()),
     ]
 

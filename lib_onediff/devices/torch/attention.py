@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Attention:
         # torch warns of the reasons for which an implementation cannot be used: nobody asked for them.
         with our_modes(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            query, key, value = random_inputs(query_shape, key_shape, dtype, device)
+            query, key, value = inputs_of(random_on(device, dtype), query_shape, key_shape)
             # In float32 from the start, so that ours is judged as well.
             expected = gemm_attention(query.float(), key.float(), value.float())
 
@@ -135,7 +136,7 @@ def may_use(backend: str) -> bool:
     """Whether this torch has an implementation, and the host has not switched it off."""
     if backend == CUDNN and not HAS_CUDNN:
         return False
-    return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled", lambda: False)()
+    return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled")()
 
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:
@@ -172,12 +173,9 @@ def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
     return torch.baddbmm(scores, query.float(), key.float().transpose(1, 2), beta=0, alpha=scale, out=scores)
 
 
-def random_inputs(
-    query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_of(make: Callable[..., Tensor], query_shape: Shape, key_shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of these shapes (batch, heads, tokens, width), lying in memory as our forward has them:
-    parts of what one GEMM gave, (batch, tokens, heads * width) each."""
-    make = random_on(device, dtype)
+    parts of what one GEMM gave, (batch, tokens, heads * width) each. make: a tensor of a shape."""
     batch, heads, queries, width = query_shape
     keys, parts = key_shape[2], 3 if key_shape == query_shape else 2
 
