@@ -74,8 +74,6 @@ def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
 
 
 class Native(Device):
-    """Its operators are made when they are first needed."""
-
     name = "native"
     traits = Traits(has_graphs=True, launches_patched=False, channels_last=True, takes_lossy=True)
 
@@ -85,8 +83,7 @@ class Native(Device):
         self.low_bit = LowBit(tuning_cache, self._launches)
         # Why our kernels cannot run on a device.
         self.why_not = cache(why_not)
-        # Our own, by the name of their attention where it is lossy.
-        self._operators: Operators | None = None
+        self._operators = self.low_bit.operators(self.attention)
         # By the kind of network: why its kernels cannot be loaded, "" where they were. Not an exception: its traceback
         # would keep the UNet that was being called.
         self._loading: dict[Hashable, Future[str]] = {}
@@ -105,13 +102,10 @@ class Native(Device):
         return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
     def contents_reader(self, device: torch.device) -> Reader | None:
-        return None if device.type != "cuda" or self.why_not(device) is not None else read_contents
+        return None if self.why_not(device) is not None else read_contents
 
     def operators(self, wide_norms: bool = False) -> Operators:
         """wide_norms: our kernels always round once."""
-        with self._lock:
-            if self._operators is None:
-                self._operators = self.low_bit.operators(self.attention)
         return self._operators
 
     def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:

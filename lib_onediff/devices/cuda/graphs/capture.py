@@ -82,8 +82,7 @@ class CudaGraphs:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
-        self, architecture: str, binding: Source, ops: Operators, inputs: Call,
-        needs: int = 0,
+        self, architecture: str, binding: Source, ops: Operators, inputs: Call, needs: int = 0
     ) -> GraphRunner:
         """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
         thread before, by the same operators: it loaded kernels and chose algorithms, which a capture must not do.

@@ -180,9 +180,7 @@ class NativeOperators:
         if stream.bias is not None or stream.update is not None:
             stream = Stream(self.materialize(stream))
         # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
-        update, scales = self._update(x, affine)
-        scales = None if scales is None else scales.view(*x.shape, 1)
-        return Stream(stream.tokens, stream.deferred_bias, affine.bias, update.view(*x.shape, -1), scales)
+        return Stream(stream.tokens, stream.deferred_bias, affine.bias, *self._update(x, affine))
 
     def _add_gated(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor) -> Stream:
         tokens = self.materialize(stream)
@@ -191,9 +189,7 @@ class NativeOperators:
             if kind is None:
                 return Stream(tokens, update=self.linear(x, affine), gate=gate)
             x = rounding.rounded(x, kind)
-        update, scales = self._update(x, affine)
-        scales = None if scales is None else scales.view(*x.shape, 1)
-        return Stream(tokens, update=update.view(*x.shape, -1), update_scales=scales, gate=gate)
+        return Stream(tokens, None, None, *self._update(x, affine), gate)
 
     def _add_exact(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
@@ -308,10 +304,11 @@ class NativeOperators:
         return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
 
     def _update(self, x: QuantizedTokens, affine: Affine) -> tuple[Tensor, Tensor | None]:
-        """As float8.update."""
+        """What is to be added to a stream's tokens, and its scales, as Stream has them."""
         if x.values.dtype == INT8.dtype:
-            return self._product(x, affine, None), None
-        return float8.update(x, weight_like(x, affine))
+            return self._product(x, affine, None).view(*x.shape, -1), None
+        update, scales = float8.update(x, weight_like(x, affine))
+        return update.view(*x.shape, -1), None if scales is None else scales.view(*x.shape, 1)
 
     def _product(self, x: QuantizedTokens, affine: Affine, bias: Tensor | None) -> Tensor:
         weight, dtype = weight_like(x, affine), affine.weight.dtype
