@@ -17,7 +17,6 @@ from gpu_calls import host
 
 from lib_onediff.bench.models import inputs
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.cuda.graphs.capture import peak
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.public import status
 from lib_onediff.runtime.graphs.accounting import memory_of
@@ -111,7 +110,7 @@ def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Mod
     larger = torch.empty(4 * expected, dtype=torch.uint8, device=device)
     del larger
     shown = torch.cuda.max_memory_allocated()
-    _, measured = peak(device, call)
+    _, measured = runtime.services.holdings.made.peak(device, call)
     assert abs(measured - expected) <= 0.02 * expected + 2 * MIB
     assert torch.cuda.max_memory_allocated() == shown, "A1111 shows it below every image"
     assert not torch._C._cuda_isHistoryEnabled()

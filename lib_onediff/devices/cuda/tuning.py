@@ -75,8 +75,8 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
         yield Trial(cuts.LAYER_NORM, row_class(width), normed)
         yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
     for query_shape, key_shape in cross_attentions(users, vector.dtype):
-        width, given = query_shape[3], inputs_of(make, query_shape, key_shape)
-        yield Trial(attention_kernel(width), str(width), partial(attend, *given))
+        width, attended = query_shape[3], inputs_of(make, query_shape, key_shape)
+        yield Trial(attention_kernel(width), str(width), partial(attend, *attended))
 
 
 def launches_of(

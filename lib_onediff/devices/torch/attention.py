@@ -136,7 +136,7 @@ def may_use(backend: str) -> bool:
     """Whether this torch has an implementation, and the host has not switched it off."""
     if backend == CUDNN and not HAS_CUDNN:
         return False
-    return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled")()
+    return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled", lambda: False)()
 
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:

@@ -130,8 +130,26 @@ class CudaGraphs:
         return device.type != "cuda" or torch.cuda.memory_stats(device).get("max_split_size") == UNLIMITED
 
     def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-        """What work() returns, and how much memory it had in use at most."""
-        return peak(device, work) if device.type == "cuda" else (work(), 0)
+        """What work() returns, and the bytes that it had in use at most, beside what was in use before.
+
+        torch's peak can only be begun anew for everybody, and a host shows it to its user (A1111 below every image). So
+        every allocation is recorded while the work runs, by what torch offers for memory snapshots, and added up.
+        Where torch cannot record, or somebody else does: no less than these bytes, by torch's own peak.
+        """
+        if device.type != "cuda":
+            return work(), 0
+        before, highest = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        recording = begin_recording()
+        try:
+            result = work()
+            events = recorded(device) if recording else None
+        finally:
+            if recording:
+                # What was recorded is dropped with this.
+                torch.cuda.memory._record_memory_history(None)
+        if events is not None:
+            return result, most_in_use(events)
+        return result, max(highest, torch.cuda.max_memory_allocated(device)) - before
 
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
         """How long a run of work takes in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot
@@ -168,27 +186,6 @@ def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
         torch.nn.functional.linear(square, square, square[0])
         torch.bmm(square[None], square[None])
     stream.synchronize()
-
-
-def peak(device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-    """What work() returns, and the bytes that it had in use at most, beside what was in use before.
-
-    torch's peak can only be begun anew for everybody, and a host shows it to its user (A1111 below every image). So
-    every allocation is recorded while the work runs, by what torch offers for memory snapshots, and added up.
-    Where torch cannot record, or somebody else does: no less than these bytes, by torch's own peak.
-    """
-    before, highest = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    recording = begin_recording()
-    try:
-        result = work()
-        events = recorded(device) if recording else None
-    finally:
-        if recording:
-            # What was recorded is dropped with this.
-            torch.cuda.memory._record_memory_history(None)
-    if events is not None:
-        return result, most_in_use(events)
-    return result, max(highest, torch.cuda.max_memory_allocated(device)) - before
 
 
 def begin_recording() -> bool:

@@ -40,12 +40,11 @@ MOST_GROUPS = 32
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """statistics: (batch, count, mean then squared deviations, channels) in float32, each over so many pixels, but the
+    """statistics: (batch, strips, mean then squared deviations, channels) in float32, each over so many pixels, but the
     last over what is left. bounds: the lowest numbers, then the highest, in the same shape; None where those were not
     asked for."""
 
     statistics: Tensor
-    count: int
     pixels: int
     bounds: Tensor | None = None
 
@@ -80,7 +79,7 @@ def add_and_measure(
         statistics if bounds is None else bounds, pixels, count, tiles, channels, int(output is not None),
         int(image is not None), int(bias is not None), warps=warps, BLOCK=CHANNEL_BLOCK, ROWS=rows, BOUNDED=bounded,
     )
-    return PartialStatistics(statistics, count, tiles * rows, bounds)
+    return PartialStatistics(statistics, tiles * rows, bounds)
 
 
 def wanted_strips(device: torch.device, programs_per_strip: int) -> int:
@@ -134,8 +133,8 @@ def group_norm(
     launch(
         "group_norm.join_statistics", (groups, batch), one.statistics, other.statistics,
         *(part.statistics if part.bounds is None else part.bounds for part in (one, other)), added, weight, bias,
-        scales, largest, pixels, one.count, other.count, one.pixels, other.pixels, added_stride, has_shift, eps, here,
-        there, group_width, int(silu), warps=8, BLOCK=join_block(group_width),
+        scales, largest, pixels, one.statistics.shape[1], other.statistics.shape[1], one.pixels, other.pixels,
+        added_stride, has_shift, eps, here, there, group_width, int(silu), warps=8, BLOCK=join_block(group_width),
         STRIPS=JOINED_NUMBERS // join_block(group_width), BOUNDED=bounded,
     )
     rows, warps = application_cut
