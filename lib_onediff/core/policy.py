@@ -66,10 +66,6 @@ class StepMemory:
 
     walk: object = None
 
-    def bytes(self) -> int:
-        """The memory of its tensors."""
-        return 0
-
 
 Memory = TypeVar("Memory", bound=StepMemory)
 

@@ -85,9 +85,9 @@ class Line:
         return torch.lerp(before.float(), last.float(), 1 + damping * distance).to(last.dtype)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """What it keeps, the last one last."""
-        return [tensor for _, tensor in self._points]
+    def last(self) -> Tensor | None:
+        """The last that was computed; None before that."""
+        return self._points[-1][1] if self._points else None
 
 
 @dataclass
@@ -152,14 +152,9 @@ class Place:
     def _take(self, record: Record) -> None:
         other, self.occupant = self.occupant, record
         if other is not None and other is not record and other.made_at is not None and other.aside is None:
-            kept = other.line.tensors
+            kept = other.line.last
             # What lies there may be a forecast.
-            other.aside = kept[-1] if kept else self.memory.read().clone()
-
-    def bytes(self) -> int:
-        records = list(self.records.values())
-        kept = {id(one): one for record in records for one in (*record.line.tensors, record.aside) if one is not None}
-        return self.memory.bytes + sum(tensor.nbytes for tensor in kept.values())
+            other.aside = kept if kept is not None else self.memory.read().clone()
 
 
 class Cached(StepMemory):
@@ -181,10 +176,6 @@ class Cached(StepMemory):
         if is_whole_step and step.index != self._whole_steps[1]:
             self._whole_steps = self._whole_steps[1], step.index
         return self._whole_steps[0] if is_whole_step and forecasts else last_whole(interval, step)
-
-    def bytes(self) -> int:
-        """GPU memory of all features in use, those that graphs write and read included, and of their prompts."""
-        return self.threads.bytes() + sum(place.bytes() for place in list(self.places.values()))
 
 
 class DeepCache:

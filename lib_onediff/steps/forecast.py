@@ -39,10 +39,6 @@ class Outputs(StepMemory):
         self.threads = Threads()
         self.by_thread: defaultdict[Hashable, Output] = defaultdict(Output)
 
-    def bytes(self) -> int:
-        kept = [tensor for output in list(self.by_thread.values()) for tensor in output.line.tensors]
-        return self.threads.bytes() + sum(tensor.nbytes for tensor in kept)
-
 
 class Forecast:
     """The step policy. See core.policy.StepPolicy."""

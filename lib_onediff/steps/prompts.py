@@ -67,11 +67,6 @@ class Threads:
             raise Refusal(TILES)
         return found
 
-    def bytes(self) -> int:
-        """Memory of what was in the prompts."""
-        kept = [tensor for seen in list(self._prompts) for tensor in seen.content if tensor is not None]
-        return sum(tensor.nbytes for tensor in kept)
-
     def _number(self, tensors: tuple[Tensor | None, ...]) -> int:
         newest_first = self._prompts[::-1]
         for knows in (SeenPrompt.is_same, SeenPrompt.is_equal):

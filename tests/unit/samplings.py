@@ -14,6 +14,7 @@ from torch import Tensor
 from lib_onediff.core import sampling
 from lib_onediff.core.call import CACHED, FULL, Call, PromptRows, half_of
 from lib_onediff.core.inputs import take_rows
+from lib_onediff.core.policy import StepMemory
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
@@ -52,9 +53,10 @@ def counts(runtime: Any) -> dict[str, int]:
     return {name: status[name] for name in (FULL, CACHED)}
 
 
-def feature_bytes(rig: Rig) -> int:
-    """The memory of what step policies keep for the rig's UNet."""
-    return sum(memory.bytes() for memory in rig.runtime.managed_unet(rig.unet).step_memories.values())
+def memories(rig: Rig) -> dict[str, StepMemory]:
+    """What step policies keep for the rig's UNet."""
+    kept: dict[str, StepMemory] = rig.runtime.managed_unet(rig.unet).step_memories
+    return kept
 
 
 def prompt(name: str, tokens: int = 77) -> Tensor:

@@ -15,8 +15,8 @@ from samplings import (  # noqa: F401
     Rig,
     call_of,
     equal_distances,
-    feature_bytes,
     few_steps_suffice,
+    memories,
     passes,
 )
 from torch import Tensor
@@ -125,9 +125,9 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
     rig.begin(STEPS)
     assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
     rig.begin(STEPS)
-    assert rig.sample(STEPS[12:]) == passes([0, 3, 6, 7], 8) and feature_bytes(rig) > 0
+    assert rig.sample(STEPS[12:]) == passes([0, 3, 6, 7], 8) and memories(rig)
     rig.runtime.end_sampling()
-    assert set(rig.sample(STEPS[2:5])) == {"whole"} and feature_bytes(rig) == 0
+    assert set(rig.sample(STEPS[2:5])) == {"whole"} and not memories(rig)
     assert rig.reason == f"DeepCache rests: {UNANNOUNCED}"
 
 
@@ -164,7 +164,7 @@ def test_a_release_gives_the_features_back() -> None:
     rig.begin()
     rig.sample(STEPS[:2])
     rig.runtime.release_memory()
-    assert feature_bytes(rig) == 0
+    assert not memories(rig)
     assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
