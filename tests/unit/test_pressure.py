@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.capture import PIECE, most_in_use
-from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
+from lib_onediff.runtime.graphs.cache import CARD_IS_FULL, GRAPHS, WEIGHTS
 from lib_onediff.runtime.runtime import HOST_NEEDS, runtime
 
 CLOSE = 1e-5
@@ -88,10 +88,13 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
 def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
-    unet: nn.Module, weather: Weather, card: PretendedCard
+    has_graphs: bool, unet: nn.Module, weather: Weather, card: PretendedCard, caplog: pytest.LogCaptureFixture
 ) -> None:
     call, asked = a_call(unet, seed=3), list[int]()
+    if has_graphs:
+        make_ready(unet, (8, 8))
     served(unet, call)
     managed = runtime.managed_unet(unet)
     assert managed is not None
@@ -106,6 +109,8 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     with torch.no_grad():
         output = runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call)) and asked == [HOST_NEEDS]
+    [told] = [line for line in caplog.messages if "tries once more" in line]
+    assert (GRAPHS in told, WEIGHTS in told) == (has_graphs, True)
     managed.bound.host_traits = replace(traits, make_room=lambda unet, size: False)
     asked.clear()
     runtime.free_graphs()

@@ -30,6 +30,8 @@ PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all g
 # and after its norms and convolutions.
 VALUES_PER_DECODED_PIXEL = 1024
 SECONDS_BETWEEN_LOOKS = 2.0
+# What makes room where the host runs out of memory, for people.
+GRAPHS, WEIGHTS = "OneDiff gives its graphs up", "the WebUI takes some of its weights off the GPU"
 
 
 class GraphCache:
@@ -237,10 +239,12 @@ class MemoryPressure:
         try:
             return host()
         except torch.cuda.OutOfMemoryError:
-            if not make_room() and not self._now.devices():
+            given = [GRAPHS] if self._now.devices() else []
+            given += [WEIGHTS] if make_room() else []
+            if not given:
                 raise
         # Only now is everything gone that the host had computed before it failed.
-        log.warning("The GPU's memory is full: OneDiff gives its graphs up, and the WebUI tries once more.")
+        log.warning("The GPU's memory is full: %s, and the WebUI tries once more.", ", ".join(given))
         with self._lock:
             self._graphs.free()
         return host()
