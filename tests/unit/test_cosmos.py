@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,3 +101,13 @@ def test_what_only_the_host_knows_is_the_hosts(where: str, change: dict[str, Any
         except Exception as error:
             answers.append(torch.tensor(list(str(error).encode())))
     assert torch.equal(*answers) and reason in lib_onediff.status()["reason"]
+
+
+@pytest.mark.parametrize(("folder", "name"), [("Anima-2B", "Anima"), ("Predict2-2B", "Cosmos")])
+@torch.no_grad()
+def test_the_status_names_what_was_loaded(folder: str, name: str, tmp_path: Path) -> None:
+    """Both are the same network."""
+    network().save_pretrained(tmp_path / folder / "transformer")
+    unet = code.CosmosTransformer3DModel.from_pretrained(tmp_path / folder / "transformer")
+    ours(lib_onediff.compile_unet(unet.requires_grad_(False)), call())
+    assert lib_onediff.status()["model"] == name

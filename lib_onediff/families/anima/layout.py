@@ -198,6 +198,12 @@ def is_cosmos(network: nn.Module) -> bool:
     return kind.__name__ == "CosmosTransformer3DModel" and package(kind.__module__) == "diffusers" and is_genuine(kind)
 
 
+def made_of_anima(network: Any) -> bool:
+    """Whether a CosmosTransformer3DModel was loaded as Anima's: Cosmos-Predict2's is the same network with other
+    weights. For the name that people see, and nothing else."""
+    return "anima" in str(network.config.get("_name_or_path")).lower()
+
+
 def read_cosmos(network: Any) -> AnimaLayout:
     """The layout of a CosmosTransformer3DModel (Cosmos-Predict2, Anima). Its masks are channels of the latent. Raises
     Refusal with the reason."""
@@ -232,7 +238,8 @@ def read_cosmos(network: Any) -> AnimaLayout:
         downs=leaves.fused("modulation.down", *(place.linear_1 for place in (*places, final))),
         ups=leaves.fused("modulation.up", *(place.linear_2 for place in places)), out_up=leaves.linear(final.linear_2),
         positions=Positions((rope.dim_t, rope.dim_h, rope.dim_w), thetas_of(rope), torch.float32, torch.float32),
-        blocks=blocks, out_norm=adaptive_norm(final.norm, width, leaves), out=leaves.linear(out), model_name="Cosmos",
+        blocks=blocks, out_norm=adaptive_norm(final.norm, width, leaves), out=leaves.linear(out),
+        model_name="Anima" if made_of_anima(network) else "Cosmos",
     )
     leaves.refuse_unclaimed()
     refuse_biases(network)
