@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from ..core.quality import ImageComparison, compare
+from ..core.sizes import parse_size
+from ..runtime.runtime import runtime
 from .images import STATUS, STEPS_TO_SETTLE, WebUI
 from .steps import Row, Size
 
 OFF, FILES = "off", ("onediff-card.json", "onediff-card.md")
-# What checkpoints were trained at, by how the names of their networks begin.
-SIDES, LARGEST_SIDE = {"SD1": 512, "SD 1.x": 512, "SD2": 768}, 1024
 MOST_IMAGES_UNTIL_READY = 5
 HINT = """
 Medians; in brackets how many times as fast as off, and how near: Exact to off, the others to Exact.
@@ -48,9 +48,9 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         **status["machine"], **{name: status[name] for name in ("release", "model", "backend")},
         "steps": options.steps, "runs": options.runs,
     }
-    side = next((side for name, side in SIDES.items() if status["model"].startswith(name)), LARGEST_SIDE)
+    trained_at = parse_size(runtime.services.families.usual_sizes_of(status["model"])[0].sizes[0])
     rows, lines = [], []
-    for size in options.size or [(side, side)]:
+    for size in options.size or [(trained_at.width, trained_at.height)]:
         made = list(measured(running, size, options, status["presets"]))
         yield from made
         rows += made

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -56,6 +56,15 @@ class Layout:
         return tuple(self.layers(CrossAttention))
 
 
+class UsualSizes(NamedTuple):
+    """Of one kind of model. name: for people. models: how the model_name of its layouts may begin. sizes: what it was
+    trained at, then what hires fix makes of that."""
+
+    name: str
+    models: tuple[str, ...]
+    sizes: tuple[str, ...]
+
+
 class Family(Protocol):
     @property
     def layout(self) -> type[Layout]:
@@ -64,6 +73,10 @@ class Family(Protocol):
     @property
     def first_timestep(self) -> float:
         """That of pure noise, as its networks get it; that of an image is 0."""
+
+    @property
+    def usual_sizes(self) -> tuple[UsualSizes, ...]:
+        """Of each kind of model."""
 
     @property
     def readers(self) -> tuple[Reader, ...]:

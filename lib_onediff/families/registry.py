@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.affine import Weights
 from ..core.call import Call
-from ..core.family import Family, Reader
+from ..core.family import Family, Reader, UsualSizes
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from . import vae
@@ -25,6 +25,16 @@ class Families:
 
     def __init__(self, families: Iterable[Family]) -> None:
         self.all = tuple(families)
+
+    @property
+    def usual_sizes(self) -> tuple[UsualSizes, ...]:
+        """See Family.usual_sizes."""
+        return tuple(sizes for family in self.all for sizes in family.usual_sizes)
+
+    def usual_sizes_of(self, model: str | None) -> tuple[UsualSizes, ...]:
+        """Those of a model by its name, such as "SDXL refiner"; all where none fits or none is loaded."""
+        fitting = tuple(one for one in self.usual_sizes if (model or "").startswith(one.models))
+        return fitting or self.usual_sizes
 
     def read(self, module: nn.Module) -> Any:
         """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""

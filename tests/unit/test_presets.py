@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
-from lib_onediff.prewarm.worker import FAMILIES, families_for
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.store.history import HistoryRow, most_used
 
 ALL = ["SD 1.5", "SD 2", "SDXL", "Anima"]
@@ -18,8 +18,8 @@ ALL = ["SD 1.5", "SD 2", "SDXL", "Anima"]
     ("SDXL UNet, small (prompt width 64)", ["SDXL"]), ("Anima", ["Anima"]), ("another", ALL), (None, ALL), ("", ALL),
 ])
 def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
-    assert [family.name for family in families_for(model)] == names
-    assert all(parse_sizes(size) for family in FAMILIES for size in family.sizes)
+    assert [family.name for family in FAMILIES.usual_sizes_of(model)] == names
+    assert all(parse_sizes(size) for family in FAMILIES.usual_sizes for size in family.sizes)
 
 
 def row(resolution: str, uses: int, batch: int = 2, tokens: int = 77, model: str = "SD1") -> HistoryRow:

@@ -56,7 +56,7 @@ def read_toy(module: Any) -> ToyLayout:
 
 
 class Toys:
-    layout, readers = ToyLayout, ((is_toy, read_toy),)
+    layout, readers, usual_sizes = ToyLayout, ((is_toy, read_toy),), ()
 
     def refuse_call(self, layout: ToyLayout, call: Call) -> None:
         if call.latent.shape[1] != layout.convolution.in_channels:

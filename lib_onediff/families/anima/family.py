@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.affine import Affine, Weights
 from ...core.call import Call
-from ...core.family import AttentionShapes
+from ...core.family import AttentionShapes, UsualSizes
 from ...core.leaves import names_of
 from ...core.operators import Operators, Rows, Stream, Turns
 from ...core.refusal import Refusal
@@ -41,6 +41,9 @@ class Animas:
     # The timestep is the share of noise.
     layout, first_timestep = AnimaLayout, 1.0
     readers = (is_anima, read_anima), (is_cosmos, read_cosmos)
+    usual_sizes = (UsualSizes("Anima", ("Anima",), (
+        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
+    )),)
 
     def refuse_call(self, layout: AnimaLayout, call: Call) -> None:
         latent, context = call.latent, call.context

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...core.affine import Weights
 from ...core.call import Call
-from ...core.family import AttentionShapes
+from ...core.family import AttentionShapes, UsualSizes
 from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Operators
 from ...core.refusal import Refusal
@@ -26,6 +26,16 @@ class UNets:
 
     layout, first_timestep = UNetLayout, 1000.0
     readers = (is_ldm_unet, read_ldm), (is_diffusers_unet, read_diffusers)
+    usual_sizes = (
+        UsualSizes("SD 1.5", ("SD1", "SD 1.x"), (
+            "512x512", "512x768", "768x512", "768x768", "1024x1024", "1024x1536", "1536x1024",
+        )),
+        UsualSizes("SD 2", ("SD2",), ("768x768", "1536x1536")),
+        UsualSizes("SDXL", ("SDXL",), (
+            "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x640",
+            "640x1536", "1536x1536", "1248x1824", "1824x1248",
+        )),
+    )
 
     def refuse_call(self, layout: UNetLayout, call: Call) -> None:
         latent, context = call.latent, call.context

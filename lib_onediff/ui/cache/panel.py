@@ -6,14 +6,15 @@ timers. No handler waits for an image that is being made.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gradio as gr
 
+from ...core.family import UsualSizes
 from ...core.refusal import NotKept
 from ...core.sizes import parse_sizes
-from ...prewarm.worker import FAMILIES, WarmUp, families_for, rows_with_jobs
+from ...prewarm.worker import WarmUp, rows_with_jobs
 from ...runtime.runtime import Runtime
 from ..amounts import counted, memory
 from ..chore import Chore, Exclusively
@@ -152,12 +153,13 @@ class Panel:
         rows = rows_with_jobs(known, jobs, self.warmup.model)
         models = models_of(rows)
         model = model if model in models else ALL_MODELS
-        families = families_for(self.warmup.model)
+        families = self.runtime.services.families
+        fitting = families.usual_sizes_of(self.warmup.model)
         return (
             below, waits_now, totals_html(self.runtime.totals(), known, jobs, self.runtime.history.folder),
             jobs_html(jobs),
             gr.update(choices=models, value=model), resolutions_html(selected(rows, model)),
-            *(gr.update(visible=family in families) for family in FAMILIES),
+            *(gr.update(visible=one in fitting) for one in families.usual_sizes),
         )
 
 
@@ -184,7 +186,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         look = a_button("", "look", elem_classes=HIDDEN)
         totals = a_place("cache_totals")
         gr.HTML("<h2>Pre-warm sizes</h2>")
-        rows, presets = build_presets()
+        rows, presets = build_presets(runtime.services.families.usual_sizes)
         with gr.Row(elem_classes=CONTROLS):
             label = "Sizes; x2: two images at once"
             sizes = a_text(label, "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
@@ -237,14 +239,14 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
     forget_when_changed([sizes], told)
 
 
-def build_presets() -> tuple[list[Any], list[tuple[Any, str]]]:
+def build_presets(families: Iterable[UsualSizes]) -> tuple[list[Any], list[tuple[Any, str]]]:
     """A row of buttons for each kind of model; the rows, and each button with its size."""
     rows, buttons = [], []
-    for family in FAMILIES:
-        with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{family.model}") as row:
-            gr.HTML(f"<b>{family.name}</b>", elem_classes="onediff-presets-of")
-            for size in family.sizes:
-                button = a_button(size, f"preset_{family.model}_{size}", size="sm", min_width=20)
+    for name, (model, *_), sizes in families:
+        with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{model}") as row:
+            gr.HTML(f"<b>{name}</b>", elem_classes="onediff-presets-of")
+            for size in sizes:
+                button = a_button(size, f"preset_{model}_{size}", size="sm", min_width=20)
                 buttons.append((button, size))
         rows.append(row)
     return rows, buttons
