@@ -64,6 +64,8 @@ class WebUI:
 
     def after_run(self, p: Any) -> None:
         """The generation p is done."""
+        for forwards in self.patches:
+            forwards.end_sampling()
         runtime.end_sampling()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:

@@ -105,6 +105,9 @@ class ForwardPatches:
         for patch in self.patches:
             patch.undo()
 
+    def end_sampling(self) -> None:
+        """The last sampling of a generation is over."""
+
 
 class UNetHooks(ForwardPatches):
     """Our forward in UNets' calls, and a look at every sampling for calls that went past it."""
@@ -197,14 +200,13 @@ class VaeHooks(ForwardPatches):
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
         """Stands in for Decoder.forward(self, z, **kwargs), and for Encoder's."""
-        host, upcasts = lambda: original(decoder, z, **kwargs), self._upcasts()
-        runtime.vae.adopt(decoder, host_traits=self._host_traits)
-        try:
+
+        def check() -> None:
             refuse_replaced(type(decoder), beneath_ours=original)
             if kwargs:
                 names = ", ".join(sorted(kwargs))
                 raise Refusal(f"the VAE is called with arguments that OneDiff does not know ({names})")
             self._check(decoder)
-        except Refusal as refusal:
-            return runtime.vae.decode(decoder, z, host, upcasts, str(refusal))
-        return runtime.vae.decode(decoder, z, host, upcasts)
+
+        runtime.vae.adopt(decoder, host_traits=self._host_traits)
+        return runtime.vae.decode(decoder, z, lambda: original(decoder, z, **kwargs), self._upcasts(), check)

@@ -24,6 +24,7 @@ from vae_builders import (
     overflowing,
 )
 
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.families.vae import Decoding
@@ -245,9 +246,12 @@ def test_a_store_that_anybody_has_written(stored: Any, monkeypatch: pytest.Monke
 
 
 def foreign(host: Host, latent: Tensor, reason: str = "Decoder.forward was replaced by somebody") -> Tensor:
+    def check() -> None:
+        raise Refusal(reason)
+
     runtime.vae.adopt(host.decoder)
     with torch.no_grad():
-        return runtime.vae.decode(host.decoder, latent, lambda: host(latent), why_host=reason)
+        return runtime.vae.decode(host.decoder, latent, lambda: host(latent), check=check)
 
 
 @pytest.mark.parametrize("change", [

@@ -113,10 +113,6 @@ class A1111(WebUI):
     def before_step(self, params: Any) -> None:
         self._step = weakref.ref(params)
 
-    def after_run(self, p: Any) -> None:
-        self._unets.end_sampling()
-        super().after_run(p)
-
     def _why_bypassed(self) -> str:
         unet = self.unet_of(self.checkpoint())
         owner = None if unet is None else foreign_forward(unet)

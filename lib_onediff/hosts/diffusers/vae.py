@@ -27,17 +27,16 @@ class DecoderForward(InstanceForward):
         # What does not fit is the host's to refuse.
         given = {**dict(zip(self.__signature__.parameters, args)), **kwargs}  # noqa: B905
         latent = given.pop("sample", None)
-        decode = lambda: host(module, *args, **kwargs)  # noqa: E731
-        try:
+
+        def check() -> None:
             refuse_replaced(type(module))
             if not isinstance(latent, Tensor):
                 raise Refusal("the VAE's decoder is called without a latent")
             passed = sorted(name for name, value in given.items() if value is not None)
             if passed:
                 raise Refusal(f"the VAE passes {', '.join(passed)}")
-        except Refusal as refusal:
-            return runtime.vae.decode(module, latent, decode, why_host=str(refusal))
-        return runtime.vae.decode(module, latent, decode)
+
+        return runtime.vae.decode(module, latent, lambda: host(module, *args, **kwargs), check=check)
 
     def declined(self, module: Any, reason: str) -> None:
         runtime.vae.note_host(reason)

@@ -143,10 +143,6 @@ class Forge(WebUI):
         self._unets.begin_sampling(p, self.adopt(p.sd_model))
         self._look_again(sampling_of(p))
 
-    def after_run(self, p: Any) -> None:
-        super().after_run(p)
-        self._unets.end_sampling()
-
     def _look_again(self, sampling: Sampling) -> None:
         """A sampling begins: each UNet is looked at when it is first called in it."""
         self._refusals.clear()

@@ -98,10 +98,10 @@ class DecoderRoute:
 
     def decode(
         self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], upcast_attention: bool = False,
-        why_host: str = "",
+        check: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """The decoder's image of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
-        why_host: why it has to be the host's, which its adapter knows.
+        check: raises Refusal where it has to be the host's, which its adapter knows.
 
         Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. An image
         with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
@@ -109,17 +109,16 @@ class DecoderRoute:
         """
         asked, may_help = HostDecode(decoder, latent, host, upcast_attention), True
         self._entry = None
-        if not why_host:
-            try:
-                made = self._attempt(lambda: self._serve(asked))
-            except Refusal as refusal:
-                # The exception would keep what our forward had computed.
-                why_host, may_help = str(refusal), not isinstance(refusal, NoTypeHelps)
-            else:
-                self._note(OURS, made.reason)
-                self._count(OURS, latent)
-                return made.image
-        return self._by_host(asked, why_host, may_help)
+        try:
+            made = self._attempt(lambda: self._serve(asked, check))
+        except Refusal as refusal:
+            # The exception would keep what our forward had computed.
+            reason, may_help = str(refusal), not isinstance(refusal, NoTypeHelps)
+        else:
+            self._note(OURS, made.reason)
+            self._count(OURS, latent)
+            return made.image
+        return self._by_host(asked, reason, may_help)
 
     def _attempt(self, work: Callable[[], Decoded]) -> Decoded:
         """work(). Raises Refusal with what stands in its way."""
@@ -132,10 +131,11 @@ class DecoderRoute:
         except Exception as error:
             raise Refusal(self._services.guard.note("the VAE's forward", error)) from None
         # Only now is everything gone that our forward had computed before it failed.
-        self._services.free_graphs()
+        self._services.release_memory()
         raise Refusal(OUT_OF_MEMORY)
 
-    def _serve(self, asked: HostDecode) -> Decoded:
+    def _serve(self, asked: HostDecode, check: Callable[[], object]) -> Decoded:
+        check()
         ours = self._ours(asked)
         refuse_surroundings(asked.latent)
         return ours.serve()
