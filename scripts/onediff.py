@@ -169,24 +169,13 @@ def tabs() -> list[tuple[Any, str, str]]:
     return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 
 
-@guard.hook("adding routes to the API")
-def add_routes(app: Any) -> None:
-    from lib_onediff.api import routes
-
-    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui.exclusively, current_status, warmup.why_not_ready)
-
-
-@guard.hook("keeping other sites' pages from the events of the page")
-def protect_events(page: Any) -> None:
-    from lib_onediff.api.auth import refuse_foreign_pages
-
-    refuse_foreign_pages(page, shared.cmd_opts)
-
-
+@guard.hook("protecting the page and adding routes to the API")
 def start(page: Any, app: Any) -> None:
     """The page is there: what only programs and other sites' pages need has kept nobody waiting until now."""
-    add_routes(app)
-    protect_events(page)
+    from lib_onediff.api import auth, routes
+
+    auth.refuse_foreign_pages(page, shared.cmd_opts)
+    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui.exclusively, current_status)
 
 
 @guard.hook("opening the cache")

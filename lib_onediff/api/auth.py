@@ -4,8 +4,7 @@ No page of another site may use either: gradio runs our events on the WebUI's pa
 """
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import gradio as gr
@@ -14,7 +13,8 @@ from fastapi import Depends, HTTPException, Request
 
 from .gate import FOREIGN_PAGE, READING, Origins, origins_of
 
-PACKAGE = __name__.partition(".")[0]
+# Where the handlers of a WebUI's page are; none of them is a generator.
+OURS = f"{__name__.partition('.')[0]}.ui."
 HOSTS_OWN = "/sdapi/v1/txt2img"
 # Since gradio 5 with a prefix.
 LOGIN_CHECK = f"{getattr(getattr(gr, 'route_utils', None), 'API_PREFIX', '')}/login_check"
@@ -105,24 +105,17 @@ def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
 
 
 def is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == PACKAGE
+    return str(getattr(function, "__module__", "")).startswith(OURS)
 
 
 def checked(function: Callable[..., Any], origins: Origins) -> Callable[..., Any]:
-    """function, or the generator that it is, which gradio also hands the request."""
-
-    def check(request: gr.Request) -> None:
-        headers = getattr(request, "headers", None) or {}
-        if origins.is_foreign({name.lower(): value for name, value in headers.items()}):
-            raise gr.Error(FOREIGN_PAGE)
+    """function, which gradio also hands the request."""
 
     # Not dressed up as function: by the signature gradio knows what to hand over.
     def answer(request: gr.Request, *values: Any) -> Any:
-        check(request)
+        headers = getattr(request, "headers", None) or {}
+        if origins.is_foreign({name.lower(): value for name, value in headers.items()}):
+            raise gr.Error(FOREIGN_PAGE)
         return function(*values)
 
-    def generate(request: gr.Request, *values: Any) -> Iterator[Any]:
-        check(request)
-        yield from function(*values)
-
-    return generate if inspect.isgeneratorfunction(function) else answer
+    return answer

@@ -43,16 +43,16 @@ JobId = Path(..., ge=1, le=bodies.LARGEST_NUMBER, description="As GET jobs names
 
 def add_routes(
     app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any],
-    status: Status, why_not_ready: Callable[[], str],
+    status: Status,
 ) -> None:
     """Serve the API from app where the WebUI serves its own, which it does with --api and with --nowebui.
 
     cmd_opts: the WebUI's command line. exclusively: runs work while no image is being made. status: what GET status
-    answers, beside why_not_ready(): "" or a sentence.
+    answers, beside whether this process is ready.
     """
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
-    routes = Routes(runtime, warmup, exclusively, status, why_not_ready)
+    routes = Routes(runtime, warmup, exclusively, status)
     checked, busy, unknown = protection(app, cmd_opts), {409: "An image is being made."}, {404: "Not known."}
     full = {507: "Done, but the disk does not keep it."}
 
@@ -80,10 +80,9 @@ class Routes:
     """What the routes do; the docstrings stand in the host's /docs, the answers' fields in .readme/api.md."""
 
     def __init__(
-        self, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any], status: Status,
-        why_not_ready: Callable[[], str],
+        self, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any], status: Status
     ) -> None:
-        self._runtime, self._warmup, self._status, self._why_not_ready = runtime, warmup, status, why_not_ready
+        self._runtime, self._warmup, self._status = runtime, warmup, status
         self._exclusively, self._turn = exclusively, threading.Lock()
 
     def status(
@@ -95,7 +94,7 @@ class Routes:
         sizes that the settings or users ask for are queued or made ready. A size that fails does not hold it up.
         """
         part: Any = partial(self._runtime.guard.attempt, "the status")
-        waits_for = part(self._why_not_ready, NOT_KNOWN)
+        waits_for = part(self._warmup.why_not_ready, NOT_KNOWN)
         if probe and waits_for:
             raise HTTPException(503, waits_for)
         ready = {"ready": not waits_for, "ready_reason": waits_for}

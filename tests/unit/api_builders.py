@@ -64,7 +64,7 @@ class Api:
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
         """The same app, with the API where cmd_opts lets it."""
         exclusively = self.webui.exclusively
-        routes.add_routes(app, cmd_opts, runtime, self.warmup, exclusively, lambda: STATUS, self.warmup.why_not_ready)
+        routes.add_routes(app, cmd_opts, runtime, self.warmup, exclusively, lambda: STATUS)
         return app
 
     def get(self, path: str, status: int = 200) -> Any:

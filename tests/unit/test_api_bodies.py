@@ -63,7 +63,7 @@ def test_what_is_no_json_becomes_null() -> None:
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}
     api = Api()
     app = FastAPI()
-    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, lambda: odd, str)
+    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, lambda: odd)
     answer = TestClient(app).get("/onediff/v1/status")
     assert answer.status_code == 200
     said = {"ratio": None, "reason": "half \ud800", "3": [None, [1.5, None, True]]}
@@ -78,7 +78,7 @@ def test_a_fault_of_ours_is_one_sentence_and_in_the_log(
 
     monkeypatch.setattr(api.warmup, "jobs", broken)
     app = FastAPI()
-    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, dict, str)
+    rest.add_routes(app, command_line(), runtime, api.warmup, api.webui.exclusively, dict)
     answer = TestClient(app, raise_server_exceptions=False).get("/onediff/v1/jobs")
     assert answer.status_code == 500 and set(answer.json()) == {"detail"} and "secret" not in answer.text
     assert "secret" in caplog.text

@@ -1,8 +1,6 @@
 """Our events on the page refuse what pages of other sites send, in either gradio; the WebUI's own stay as they are."""
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +12,7 @@ pytest.importorskip("httpx")
 import gradio
 from fastapi.testclient import TestClient
 
-from lib_onediff.api.auth import LOGIN_CHECK, checked, refuse_foreign_pages
-from lib_onediff.api.gate import Origins
+from lib_onediff.api.auth import LOGIN_CHECK, refuse_foreign_pages
 from lib_onediff.ui.events import QUIET
 
 # gradio's.
@@ -71,15 +68,3 @@ def test_the_webuis_own_page_reaches_all(clicked: Any, headers: dict[str, str]) 
     answer = click(client, headers)
     assert answer.status_code == 200 and answer.json()["data"] == ["fox 2"]
     assert given == [("fox", 2)]
-
-
-def test_a_generator_stays_one() -> None:
-    """gradio knows by that to show what it yields."""
-    def count(most: int) -> Iterator[int]:
-        yield from range(most)
-
-    generate = checked(count, Origins())
-    assert inspect.isgeneratorfunction(generate)
-    assert list(generate(SimpleNamespace(headers=OWN[1]), 3)) == [0, 1, 2]
-    with pytest.raises(gradio.Error):
-        next(generate(SimpleNamespace(headers=FOREIGN[0]), 3))
