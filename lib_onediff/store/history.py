@@ -176,7 +176,20 @@ class History:
         """The sizes that this model ("SD1") has made the most UNet calls at, here before and after updates, the most
         used first: each resolution once, with the number of images and the prompt's length that were the most usual
         there."""
-        return most_used(self.rows(every_machine=True), model, count)
+        by_resolution: dict[str, Counter[tuple[int, int]]] = {}
+        for row in self.rows(every_machine=True):
+            if row.model == model and row.uses and row.tokens:
+                # With guidance, a UNet call has two rows for each image.
+                images = row.batch if row.batch % 2 else row.batch // 2
+                by_resolution.setdefault(row.resolution, Counter())[images, row.tokens] += row.uses
+        found = []
+        for resolution in sorted(by_resolution, key=lambda resolution: -by_resolution[resolution].total()):
+            ((images, tokens), _), = by_resolution[resolution].most_common(1)
+            # What an extension has drawn at may be no size that a user could ask for.
+            with contextlib.suppress(ValueError):
+                size = Size(parse_size(resolution).width, parse_size(resolution).height, images)
+                found.append(WantedSize(size, tokens if tokens in TOKEN_CHOICES else TOKENS))
+        return found[:count]
 
     def _is_of(self, entry: Entry) -> bool:
         """Whether an entry's times may be kept: they are not another card's."""
@@ -352,21 +365,3 @@ def history_row(entry: Entry, uses: int, times: Times | None = None) -> HistoryR
         step_ms=step_ms if ratio is not None or not entry.host.is_remembered else None,
         host_ms=None if ratio is None else host_ms, relative_error=entry.relative_error,
     )
-
-
-def most_used(rows: Iterable[HistoryRow], model: str | None, count: int) -> list[WantedSize]:
-    """See History.most_used."""
-    by_resolution: dict[str, Counter[tuple[int, int]]] = {}
-    for row in rows:
-        if row.model == model and row.uses and row.tokens:
-            # With guidance, a UNet call has two rows for each image.
-            images = row.batch if row.batch % 2 else row.batch // 2
-            by_resolution.setdefault(row.resolution, Counter())[images, row.tokens] += row.uses
-    found = []
-    for resolution in sorted(by_resolution, key=lambda resolution: -by_resolution[resolution].total()):
-        ((images, tokens), _), = by_resolution[resolution].most_common(1)
-        # What an extension has drawn at may be no size that a user could ask for.
-        with contextlib.suppress(ValueError):
-            size = Size(parse_size(resolution).width, parse_size(resolution).height, images)
-            found.append(WantedSize(size, tokens if tokens in TOKEN_CHOICES else TOKENS))
-    return found[:count]
