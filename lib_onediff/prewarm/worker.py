@@ -166,10 +166,6 @@ class WarmUp:
         with self._lock:
             return list(map(replace, self._jobs))
 
-    def busy(self) -> bool:
-        """Whether any job is pending."""
-        return any(job.pending for job in self.jobs())
-
     def cancel(self, job_id: int) -> bool:
         """Take a job out of the queue, or end it after the UNet call in progress; False when it is over or unknown."""
         with self._lock:

@@ -214,14 +214,6 @@ class Cache:
         self._services.devices.measure_anew()
         return max(0, before - self._services.history.size_bytes())
 
-    def release_memory(self) -> int:
-        """Drop every graph and empty torch's caches; what was checked stays checked. Returns the bytes given back.
-
-        To be called while no image is being made; see hosts.contract.WebUI.exclusively.
-        """
-        with self._services.lock:
-            return self._services.graphs.free()
-
     def _look(self) -> MemorySnapshot:
         """What the graphs hold: now, or, while a UNet call keeps the lock, when somebody last looked."""
         if self._services.lock.acquire(timeout=SECONDS_A_PAGE_WAITS):

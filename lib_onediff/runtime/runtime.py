@@ -57,7 +57,7 @@ class Runtime:
         self.devices, self.call_stats = services.devices, services.call_stats
         self.generations, self.pressure = services.generations, services.pressure
         self.wait_for_compile, self.computing = services.wait_for_compile, services.computing
-        self.free_graphs = services.free_graphs
+        self.release_memory = services.release_memory
         self.stepping = Stepping(services, step_policies() if policies is None else policies, self.sampling_of)
         self.by_card = CardRoute(services, self.stepping)
         self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
@@ -65,7 +65,7 @@ class Runtime:
         cache = self.cache = Cache(services, self.stepping, self.vae, self.two_gpus)
         self.rows, self.totals, self.status, self.pin = cache.rows, cache.totals, cache.status, cache.pin
         self.open_cache, self.keep_history, self.purge = cache.open_cache, cache.keep_history, cache.purge
-        self.purge_disk, self.release_memory = cache.purge_disk, cache.release_memory
+        self.purge_disk = cache.purge_disk
         self.webui: Any = None
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
@@ -258,7 +258,7 @@ class Runtime:
     def by_host(self, unet: nn.Module, reason: str, host: Host) -> Tensor:
         """Run the host's forward, with the reason for the user."""
         if reason is OUT_OF_MEMORY:
-            self.free_graphs()
+            self.release_memory()
         self.call_stats.note(HOST, reason)
         self._leave_as_found(unet)
         managed = self.managed_unet(unet)

@@ -98,7 +98,10 @@ class Services:
         threads wait for the lock, and the GPU finishes the work of other streams first. It may be entered again."""
         return self.order.turn(device)
 
-    def free_graphs(self) -> None:
-        """Drop every graph and hand the memory back to the driver; the next call at a shape captures again."""
+    def release_memory(self) -> int:
+        """Drop every graph and empty torch's caches; what was checked stays checked. Returns the bytes given back.
+
+        Users have it called while no image is being made; see hosts.contract.WebUI.exclusively.
+        """
         with self.lock:
-            self.graphs.free()
+            return self.graphs.free()

@@ -14,6 +14,18 @@ log = logging.getLogger("onediff")
 Exclusively = Callable[[Callable[[], Any]], Any]
 
 
+def attempted(name: str, work: Callable[[], Any]) -> tuple[Any, bool]:
+    """What work returns, or a sentence for the user where it fails; and whether it has. name: for people, such as
+    "Purging"."""
+    try:
+        return work(), False
+    except NotKept as problem:
+        return str(problem), True
+    except Exception as error:
+        log.exception("%s failed", name)
+        return f"{name} failed: {first_line(error)}.", True
+
+
 class Chore:
     """Work in a thread of its own: no request of the page waits for it.
 
@@ -21,7 +33,7 @@ class Chore:
     """
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
-        """name: for people, such as "Purging"."""
+        """name: see attempted."""
         self.name, self.failed = name, False
         self.outcome: Any = None
         self._work, self._over = work, threading.Event()
@@ -32,12 +44,5 @@ class Chore:
         return self._over.wait(seconds)
 
     def _run(self) -> None:
-        try:
-            self.outcome = self._work()
-        except NotKept as problem:
-            self.failed, self.outcome = True, str(problem)
-        except Exception as error:
-            log.exception("%s failed", self.name)
-            self.failed, self.outcome = True, f"{self.name} failed: {first_line(error)}."
-        finally:
-            self._over.set()
+        self.outcome, self.failed = attempted(self.name, self._work)
+        self._over.set()

@@ -10,7 +10,7 @@ import gradio as gr
 from ..core.settings import HOST_KEY_PREFIX
 from ..runtime.runtime import runtime
 from .amounts import counted, memory
-from .chore import Chore
+from .chore import attempted
 from .events import HIDDEN, QUIET, a_button, a_place
 from .markup import sentence
 from .settings_tab import for_the_browser
@@ -21,9 +21,6 @@ REMOVED = (
     "Removed: {}, {} and {} of disk. Now stop the WebUI and delete the extension's folder; until then OneDiff runs on "
     "its defaults."
 )
-
-# Nothing of it waits for an image.
-SECONDS_FOR_REMOVING = 30.0
 
 
 def build_for_the_settings() -> None:
@@ -36,9 +33,8 @@ def build_for_the_settings() -> None:
 
 def removal() -> str:
     """What came of removing, as markup."""
-    chore = Chore("Removing", remove_what_is_kept)
-    chore.over(SECONDS_FOR_REMOVING)
-    return sentence(chore.outcome or "", wrong=chore.failed)
+    told, failed = attempted("Removing", remove_what_is_kept)
+    return sentence(told, wrong=failed)
 
 
 def remove_what_is_kept() -> str:

@@ -20,7 +20,7 @@ def wait_for_compile() -> Iterator[None]:
 def fresh_runtime() -> Iterator[None]:
     runtime.purge()
     yield
-    runtime.free_graphs()
+    runtime.release_memory()
 
 
 @pytest.fixture

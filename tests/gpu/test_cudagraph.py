@@ -81,7 +81,7 @@ def settle_workspaces() -> None:
     compile_unet(unet)
     ours(unet, arguments(unet))
     uncompile_unet(unet)
-    runtime.free_graphs()
+    runtime.release_memory()
 
 
 def requested_bytes() -> int:
@@ -109,7 +109,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
         compile_unet(unet, backend="cudagraph")
         ours(unet, given)
         uncompile_unet(unet)
-        runtime.free_graphs()
+        runtime.release_memory()
         assert requested_bytes() == requested
     for name, value in unet.state_dict().items():
         assert torch.equal(value.cpu(), before[name]), name

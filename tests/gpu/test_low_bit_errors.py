@@ -36,7 +36,7 @@ def sdxl() -> Iterator[nn.Module]:
     unet = random_unet("sdxl", torch.device("cuda")).half()
     yield unet
     uncompile_unet(unet)
-    runtime.free_graphs()
+    runtime.release_memory()
 
 
 @torch.no_grad()

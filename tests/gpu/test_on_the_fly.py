@@ -77,7 +77,7 @@ def fresh_runtime() -> Iterator[None]:
     runtime.purge()
     yield
     runtime.release_all()
-    runtime.free_graphs()
+    runtime.release_memory()
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -113,7 +113,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     assert (GRAPHS in told, WEIGHTS in told) == (has_graphs, True)
     managed.bound.host_traits = replace(traits, make_room=lambda unet, size: False)
     asked.clear()
-    runtime.free_graphs()
+    runtime.release_memory()
     with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
         runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
 

@@ -92,7 +92,7 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
     monkeypatch.setattr(torch_ops, "resize", out_of_memory)
-    monkeypatch.setattr(runtime.services, "free_graphs", lambda: freed.append(True))
+    monkeypatch.setattr(runtime.services, "release_memory", lambda: freed.append(True))
     host.change = lambda picture: (freed.append(held[0]() is None), picture)[1]
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
