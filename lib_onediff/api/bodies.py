@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, StrictBool, conint, constr
 from starlette.exceptions import HTTPException
 
 from ..core.logs import readable
+from ..core.refusal import NotKept
 from ..core.sizes import TOKEN_CHOICES, TOKENS
 
 LONGEST_NAME, LONGEST_SIZES = 200, 4000
@@ -95,6 +96,8 @@ class SentenceRoute(APIRoute):
                 return refusal(422, sentence_of(error))
             except HTTPException as error:
                 return refusal(error.status_code, str(error.detail), error.headers)
+            except NotKept as problem:
+                return refusal(507, str(problem))
             except Exception:
                 log.exception("a fault of ours in %s", self.path)
                 return refusal(500, "A fault of OneDiff, please report it; the WebUI's console shows more.")

@@ -1,10 +1,9 @@
 """The routes /onediff/v1/...: each asks the runtime or the pre-warm queue, and answers in plain values."""
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict
@@ -15,7 +14,6 @@ from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import JSONResponse
 
 from ..core.guard import outcome_of
-from ..core.refusal import NotKept
 from ..core.sizes import Size, parse_sizes
 from ..prewarm.worker import Job, check_tokens, rows_with_jobs
 from . import bodies
@@ -175,16 +173,13 @@ class Routes:
             vram = 0 if body.disk else self._runtime.purge(resolutions, body.model)
             return vram, self._runtime.purge_disk() if body.disk or body.all else 0
 
-        with kept():
-            vram, disk = self._between_images(purge, body.wait)
+        vram, disk = self._between_images(purge, body.wait)
         purged = [{"resolution": row.resolution, "model": row.model} for row in gone]
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
     def pin(self, body: bodies.PinBody) -> Response:
         """Keep a resolution's graphs when another model needs memory, or no longer; that outlives the process."""
-        with kept():
-            known = self._runtime.pin(body.resolution, body.model, body.pinned)
-        if not known:
+        if not self._runtime.pin(body.resolution, body.model, body.pinned):
             raise HTTPException(404, NO_RESOLUTION)
         return json_answer(dict(body))
 
@@ -223,15 +218,6 @@ class Routes:
             if turn.cancel():
                 raise busy from None
         return turn.result().result()
-
-
-@contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Answer 507 with a sentence where something was done, and is not on the disk."""
-    try:
-        yield
-    except NotKept as problem:
-        raise HTTPException(507, str(problem)) from problem
 
 
 def sizes_of(body: bodies.PrewarmBody) -> list[Size]:

@@ -109,10 +109,6 @@ class Record:
         else:
             self.line.note(step, computed, edition)
 
-    def forecast(self, step: int) -> Tensor | None:
-        """The feature of a later step; None where there is no line."""
-        return self.line.at(step, DAMPING, FARTHEST) if self.line.edition == self.edition else None
-
 
 @dataclass
 class Place:
@@ -132,7 +128,7 @@ class Place:
 
     def bring_back(self, record: Record, step: int) -> None:
         """Let this record's feature be read, as it is at a step where that is forecast."""
-        feature = record.forecast(step)
+        feature = record.line.at(step, DAMPING, FARTHEST)
         if feature is None and self.occupant is not record:
             feature = record.aside
             assert feature is not None, "whoever took the place has put it aside"

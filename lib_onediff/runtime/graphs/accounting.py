@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...core.device import Memory, Runner
+from ...core.device import Runner
 from ...core.key import ShapeKey
 from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
@@ -71,26 +71,22 @@ class HeldGraph(NamedTuple):
     own_bytes: int
 
 
-class MemorySnapshot:
-    """What all graphs hold at one moment; it keeps none alive. vram: bytes that they hold together."""
+class MemorySnapshot(NamedTuple):
+    """What all graphs hold at one moment; it keeps none alive. vram: bytes that they hold together. memories: the size
+    of each, and what lies in it."""
 
-    def __init__(self, vram: int = 0) -> None:
-        self.vram = vram
-        # By an identity for each memory: its size, and what lies in it.
-        self._memories: dict[int, tuple[int, list[HeldGraph]]] = {}
-
-    def add(self, memory: Memory, graph: HeldGraph) -> None:
-        self._memories.setdefault(id(memory), (memory.bytes, []))[1].append(graph)
+    vram: int = 0
+    memories: Collection[tuple[int, list[HeldGraph]]] = ()
 
     def gives_back(self, keys: Collection[ShapeKey]) -> int:
         """Bytes of GPU memory that come back without the graphs of these shapes."""
-        own = sum(graph.own_bytes for _, graphs in self._memories.values() for graph in graphs if graph.key in keys)
-        return own + sum(shrinks(size, graphs, keys) for size, graphs in self._memories.values())
+        own = sum(graph.own_bytes for _, graphs in self.memories for graph in graphs if graph.key in keys)
+        return own + sum(shrinks(size, graphs, keys) for size, graphs in self.memories)
 
     def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
         """The graphs that have to go too so that the memory of these shapes comes back, where that is worth it."""
         return {
-            graph.key for size, graphs in self._memories.values() if shrinks(size, graphs, keys) for graph in graphs
+            graph.key for size, graphs in self.memories if shrinks(size, graphs, keys) for graph in graphs
         }
 
 
@@ -198,10 +194,11 @@ class Holdings:
 
     def memory(self) -> MemorySnapshot:
         """What would come back without some graphs."""
-        snapshot = MemorySnapshot(sum(map(self.held, self.devices())))
+        memories: dict[int, tuple[int, list[HeldGraph]]] = {}
         for held in self.graphs():
-            snapshot.add(held.runner.memory, HeldGraph(held.key, held.entry.needs, held.runner.own_bytes))
-        return snapshot
+            _, graphs = memories.setdefault(id(held.runner.memory), (held.runner.memory.bytes, []))
+            graphs.append(HeldGraph(held.key, held.entry.needs, held.runner.own_bytes))
+        return MemorySnapshot(sum(map(self.held, self.devices())), memories.values())
 
     def graphs(self) -> list[GraphRecord]:
         """Every graph. Drop it soon: it keeps them alive."""
