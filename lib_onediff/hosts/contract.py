@@ -19,7 +19,6 @@ from ..core.call import Call
 from ..core.key import LATENT_PIXEL
 from ..core.origins import origin, package
 from ..core.refusal import Refusal
-from ..families.registry import FAMILIES
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits
 from .hooks import ForwardPatches
@@ -183,8 +182,8 @@ class WebUI:
         unet = self.adopt(self.checkpoint())
         if unet is None:
             raise Refusal(self.why_not_served() or "no checkpoint is loaded yet")
-        layout, size = runtime.layout_of(unet), (height // LATENT_PIXEL, width // LATENT_PIXEL)
-        return FAMILIES.of(layout).example(layout, size, batch, tokens, noise)
+        layout, size = runtime.families.read(unet), (height // LATENT_PIXEL, width // LATENT_PIXEL)
+        return runtime.families.of(layout).example(layout, size, batch, tokens, noise)
 
     def model_name(self, checkpoint: Any = None) -> str | None:
         """What the rows of a checkpoint's UNet call it ("SD1"); None for one that is none of ours.

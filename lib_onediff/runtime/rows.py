@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.call import CACHED
 from ..core.key import ShapeKey
-from ..core.table import Entry, State, Times
+from ..core.table import Entry, State, Times, ratio_of
 from ..store.history import HistoryRow
 from .low_bit_errors import ClassError
 from .step_times import StepTimes
@@ -211,7 +211,7 @@ def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
     """One that this process has not used."""
     return ShapeRow(
         batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
-        host_ms=row.host_ms, ratio=row.ratio, bytes=0, uses=row.uses, last_used=row.last_used,
+        host_ms=row.host_ms, ratio=ratio_of(row.step_ms, row.host_ms), bytes=0, uses=row.uses, last_used=row.last_used,
         relative_error=row.relative_error, control=False, pinned=pinned,
     )
 

@@ -26,7 +26,6 @@ from ..weights.watch import no_object
 from .cache import Cache
 from .call_stats import HOST
 from .card_route import CardRoute
-from .graphs.cache import no_room
 from .managed_unet import ManagedUNet
 from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
@@ -131,14 +130,6 @@ class Runtime:
     def managed_unet(self, unet: nn.Module) -> ManagedUNet | None:
         """What is kept for a UNet, or None if it was not handed over."""
         return self.services.managed.get(unet)
-
-    def layout_of(self, unet: nn.Module) -> Any:
-        """The layout of a UNet in our care. Raises Refusal."""
-        managed = self.managed_unet(unet)
-        if managed is None:
-            raise Refusal(NOT_HANDED_OVER)
-        with self.services.lock:
-            return managed.bound.layout_now()
 
     def model_name(self, unet: nn.Module | None) -> str | None:
         """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made.
@@ -264,7 +255,7 @@ class Runtime:
         managed = self.managed_unet(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
         is_ours = managed is not None and managed.bound.has_binding
-        room = partial(managed.make_room, HOST_NEEDS, is_urgent=True) if managed and is_ours else no_room
+        room = partial(managed.make_room, HOST_NEEDS, is_urgent=True) if managed and is_ours else None
         return self.pressure.run_host(host, room)
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:

@@ -103,5 +103,3 @@ class Stepping:
 def rest(policy: StepPolicy, reason: str = "") -> None:
     """A call is computed as without this policy: for this reason, or "" where it is off."""
     policy.status["reason"] = f"{policy.title} rests: {reason}" if reason else ""
-
-

@@ -75,11 +75,6 @@ class HistoryRow:
         """What makes two rows the same shape."""
         return dataclasses.astuple(self)[:6]
 
-    @property
-    def ratio(self) -> float | None:
-        """How many times faster than the host's own forward, or None while one of the two is unknown."""
-        return self.host_ms / self.step_ms if self.host_ms and self.step_ms else None
-
 
 def chosen_folder() -> Path | None:
     """Where the environment says that we remember; None: nothing."""

@@ -100,4 +100,3 @@ def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[st
         "sample": call.latent, "timestep": call.timestep[0].long(), "encoder_hidden_states": call.context,
         "added_cond_kwargs": conditions,
     }
-

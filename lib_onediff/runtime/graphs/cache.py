@@ -203,10 +203,6 @@ class GraphCache:
         self._shared_noticed = self._now.shared()
 
 
-def no_room() -> bool:
-    return False
-
-
 class MemoryPressure:
     """Asked wherever somebody else is about to need GPU memory; nothing of it is asked at every step."""
 
@@ -233,14 +229,14 @@ class MemoryPressure:
             wanted = pixels * VALUES_PER_DECODED_PIXEL * latent.element_size()
             self._relieve(PoolKey(latent.device, None), wanted)
 
-    def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] = no_room) -> Result:
+    def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] | None = None) -> Result:
         """What host() returns; once more without our graphs where it runs out of GPU memory beside them. make_room: see
         ManagedUNet.make_room."""
         try:
             return host()
         except torch.cuda.OutOfMemoryError:
             given = [GRAPHS] if self._now.devices() else []
-            given += [WEIGHTS] if make_room() else []
+            given += [WEIGHTS] if make_room is not None and make_room() else []
             if not given:
                 raise
         # Only now is everything gone that the host had computed before it failed.
