@@ -100,12 +100,8 @@ def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
     origins = origins_of(cmd_opts)
     # A list in gradio 3.
     for function in functions.values() if isinstance(functions, Mapping) else functions:
-        if is_ours(function.fn):
+        if str(getattr(function.fn, "__module__", "")).startswith(OURS):
             function.fn = checked(function.fn, origins)
-
-
-def is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith(OURS)
 
 
 def checked(function: Callable[..., Any], origins: Origins) -> Callable[..., Any]:

@@ -127,14 +127,10 @@ class Runtime:
             self.release(unet)
         self.vae.release_all()
 
-    def managed_unet(self, unet: nn.Module) -> ManagedUNet | None:
-        """What is kept for a UNet, or None if it was not handed over."""
-        return self.services.managed.get(unet)
-
     def model_name(self, unet: nn.Module | None) -> str | None:
         """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made.
         """
-        managed = None if unet is None else self.managed_unet(unet)
+        managed = None if unet is None else self.managed.get(unet)
         with contextlib.suppress(Refusal):  # It has not been called yet.
             if managed is not None:
                 return str(managed.bound.layout.model_name)
@@ -154,7 +150,7 @@ class Runtime:
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
         """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
         refiner."""
-        managed = self.managed_unet(unet)
+        managed = self.managed.get(unet)
         if self.generations.innermost is None:
             self.call_stats.show()
         if of_all:
@@ -252,7 +248,7 @@ class Runtime:
             self.release_memory()
         self.call_stats.note(HOST, reason)
         self._leave_as_found(unet)
-        managed = self.managed_unet(unet)
+        managed = self.managed.get(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
         is_ours = managed is not None and managed.bound.has_binding
         room = partial(managed.make_room, HOST_NEEDS, is_urgent=True) if managed and is_ours else None
@@ -270,7 +266,7 @@ class Runtime:
         """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
         makes the host's own image to the bit. One that takes turns with us does not move them at every turn: there the
         host convolves the same numbers in channels-last order, which some processors round in another way."""
-        managed = self.managed_unet(unet)
+        managed = self.services.managed.get(unet)
         if self.services.is_between_graphs:
             # The call around this one goes on with the weights where they are.
             return

@@ -101,14 +101,6 @@ class Record:
     aside: Tensor | None = None
     line: Line = field(default_factory=Line)
 
-    def note(self, step: int, edition: int, computed: Tensor | None) -> None:
-        """A step has made the feature. computed: its values where forecasts are wanted."""
-        self.made_at, self.edition = step, edition
-        if computed is None:
-            self.line = Line()
-        else:
-            self.line.note(step, computed, edition)
-
 
 @dataclass
 class Place:
@@ -238,8 +230,11 @@ class Passes:
         if answer.served is None:
             return answer
         with moment.ordered():
-            feature = place.memory.read() if self.forecasts else None
-            record.note(moment.position().step.index, answer.served.edition, feature)
+            record.made_at, record.edition = moment.position().step.index, answer.served.edition
+            if self.forecasts:
+                record.line.note(record.made_at, place.memory.read(), record.edition)
+            else:
+                record.line = Line()
         again = self._cut(reads=True)
         try:
             compute.check(again, answer.served)

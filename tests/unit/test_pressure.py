@@ -77,7 +77,7 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
 
     def host() -> Tensor:
         attempts.append(states())
-        if runtime.services.holdings.devices():
+        if runtime.services.holdings.made.devices():
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return diffusers_output(unet, call)
 
@@ -96,7 +96,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     if has_graphs:
         make_ready(unet, (8, 8))
     served(unet, call)
-    managed = runtime.managed_unet(unet)
+    managed = runtime.managed.get(unet)
     assert managed is not None
 
     def host() -> Tensor:
@@ -145,10 +145,10 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     runtime.generations.begin(p, Settings())
     emptied = card.emptied
     runtime.pressure._note_lost()
-    assert card.emptied == emptied and runtime.managed_unet(unet).runners
+    assert card.emptied == emptied and runtime.managed.get(unet).runners
     runtime.generations.end(p)
     runtime.pressure._note_lost()
-    assert card.emptied > emptied and not runtime.managed_unet(unet).runners
+    assert card.emptied > emptied and not runtime.managed.get(unet).runners
 
 
 def test_the_most_that_is_in_use_at_a_time() -> None:

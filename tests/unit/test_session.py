@@ -211,7 +211,7 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
     call = a_call(unet)
     ready(unet, call)
     patched = replace(call, patches=Louder())
-    bound = runtime.managed_unet(unet).bound
+    bound = runtime.managed.get(unet).bound
     with torch.no_grad():
         expected = compute(bound.layout, bound.binding.weights(), torch_ops, patched)
     for route in ("plain", "plain", "graph", "graph"):

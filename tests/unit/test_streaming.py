@@ -159,7 +159,7 @@ def test_what_the_host_brings_to_the_gpu_is_not_copied_and_what_it_takes_from_th
             parameter.data = parameter.data.clone()
         for _ in range(3):
             assert is_right(unet, call)
-        managed = runtime.managed_unet(unet)
+        managed = runtime.managed.get(unet)
         assert managed is not None and (managed.bound.streaming is None) == (not managed.bound.binding.away)
 
 
@@ -242,7 +242,7 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
     call = half_call(eight)
     for _ in range(4):
         assert is_near(eight, call)
-    managed = runtime.managed_unet(eight)
+    managed = runtime.managed.get(eight)
     assert managed is not None and managed.low_bit is not None and managed.bound.streaming is not None
     assert lib_onediff.status()["lossy"] == "8-bit only" and now()[1] == "graph"
     whole, rest = managed.bound.streaming.copied(), managed.bound.streaming.copied(managed.low_bit.names())
@@ -261,7 +261,7 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
 ) -> None:
     from low_bit_builders import half_call
 
-    call, managed, asked = half_call(eight), runtime.managed_unet(eight), list[int]()
+    call, managed, asked = half_call(eight), runtime.managed.get(eight), list[int]()
     assert managed is not None
     computer.is_away = half
 

@@ -63,7 +63,7 @@ def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud
 @pytest.mark.parametrize(("name", "stays"), [("where_it_lies", True), ("how_it_computes", False)])
 def test_a_verdict_stays_where_the_host_notes_that_it_has_moved_weights(name: str, stays: bool) -> None:
     unet = checkpoint(False)
-    managed = runtime.managed_unet(unet)
+    managed = runtime.managed.get(unet)
     managed.bound.host_traits = replace(managed.bound.host_traits, placed=frozenset({"where_it_lies"}))
     route_of(unet)
     before = managed.bound.identity()

@@ -147,13 +147,9 @@ class Holdings:
         total = self.card.total(device)
         return min(budget * MEBIBYTE or total // SHARE_OF_THE_CARD, total)
 
-    def devices(self) -> set[torch.device]:
-        """Those that hold graphs."""
-        return self.made.devices()
-
     def shared(self) -> int:
         """Bytes that the graphs of all devices share."""
-        return sum(map(self.made.bytes, self.devices()))
+        return sum(map(self.made.bytes, self.made.devices()))
 
     def held(self, device: torch.device) -> int:
         """Bytes that all graphs of a device hold, with what was made of functions that hosts apply to their weights."""
@@ -198,7 +194,7 @@ class Holdings:
         for held in self.graphs():
             _, graphs = memories.setdefault(id(held.runner.memory), (held.runner.memory.bytes, []))
             graphs.append(HeldGraph(held.key, held.entry.needs, held.runner.own_bytes))
-        return MemorySnapshot(sum(map(self.held, self.devices())), memories.values())
+        return MemorySnapshot(sum(map(self.held, self.made.devices())), memories.values())
 
     def graphs(self) -> list[GraphRecord]:
         """Every graph. Drop it soon: it keeps them alive."""

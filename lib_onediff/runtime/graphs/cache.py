@@ -191,7 +191,7 @@ class GraphCache:
         self._shared_noticed = self._now.shared()
 
     def _drop(self, keys: Collection[ShapeKey]) -> None:
-        for device in self._now.devices():
+        for device in self._now.made.devices():
             # The last replay may not be over, and its memory is about to go.
             self._now.card.wait(device)
         for managed in self._managed.values():
@@ -216,14 +216,14 @@ class MemoryPressure:
     def before_sampling(self, architecture: str | None, budget: int) -> None:
         """A UNet of this architecture is about to be sampled; None: of one that is not known yet. budget: what graphs
         may hold, in MiB; 0: a quarter of the card."""
-        for device in self._now.devices():
+        for device in self._now.made.devices():
             self._relieve(PoolKey(device, architecture))
             with self._lock:
                 self._graphs.keep_within(budget, PoolKey(device, architecture))
 
     def before_decode(self, latent: torch.Tensor) -> None:
         """A latent, (batch, channels, ..., h, w), is about to be decoded; a host may need several GiB for that."""
-        if latent.device in self._now.devices():
+        if latent.device in self._now.made.devices():
             batch, (height, width) = latent.shape[0], latent.shape[-2:]
             pixels = batch * height * width * LATENT_PIXEL**2
             wanted = pixels * VALUES_PER_DECODED_PIXEL * latent.element_size()
@@ -235,7 +235,7 @@ class MemoryPressure:
         try:
             return host()
         except torch.cuda.OutOfMemoryError:
-            given = [GRAPHS] if self._now.devices() else []
+            given = [GRAPHS] if self._now.made.devices() else []
             given += [WEIGHTS] if make_room is not None and make_room() else []
             if not given:
                 raise
@@ -248,12 +248,12 @@ class MemoryPressure:
     def watch(self) -> None:
         """Notice in a thread, as long as there are graphs, when the host takes their UNet off the GPU or unloads it
         between images: no host says so, and it does that for the memory."""
-        if self._now.devices() and (self._watcher is None or not self._watcher.is_alive()):
+        if self._now.made.devices() and (self._watcher is None or not self._watcher.is_alive()):
             self._watcher = threading.Thread(target=self._watch, name="onediff-memory", daemon=True)
             self._watcher.start()
 
     def _watch(self) -> None:
-        while self._now.devices():
+        while self._now.made.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
             self._guard.attempt("watching the GPU's memory", self._note_lost)
 
