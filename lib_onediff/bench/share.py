@@ -48,7 +48,7 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         **status["machine"], **{name: status[name] for name in ("release", "model", "backend")},
         "steps": options.steps, "runs": options.runs,
     }
-    trained_at = parse_size(runtime.services.families.usual_sizes_of(status["model"])[0].sizes[0])
+    trained_at = parse_size(runtime.services.families.usual_sizes(status["model"])[0].sizes[0])
     rows, lines = [], []
     for size in options.size or [(trained_at.width, trained_at.height)]:
         made = list(measured(running, size, options, status["presets"]))

@@ -26,15 +26,10 @@ class Families:
     def __init__(self, families: Iterable[Family]) -> None:
         self.all = tuple(families)
 
-    @property
-    def usual_sizes(self) -> tuple[UsualSizes, ...]:
-        """See Family.usual_sizes."""
-        return tuple(sizes for family in self.all for sizes in family.usual_sizes)
-
-    def usual_sizes_of(self, model: str | None) -> tuple[UsualSizes, ...]:
-        """Those of a model by its name, such as "SDXL refiner"; all where none fits or none is loaded."""
-        fitting = tuple(one for one in self.usual_sizes if (model or "").startswith(one.models))
-        return fitting or self.usual_sizes
+    def usual_sizes(self, model: str | None = None) -> tuple[UsualSizes, ...]:
+        """Those of a model by its name, such as "SDXL refiner"; of every model where none fits or is given."""
+        every = tuple(sizes for family in self.all for sizes in family.usual_sizes)
+        return tuple(sizes for sizes in every if (model or "").startswith(sizes.models)) or every
 
     def read(self, module: nn.Module) -> Any:
         """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""

@@ -20,8 +20,8 @@ ALL = ["SD 1.5", "SD 2", "SDXL", "Anima"]
     ("SDXL UNet, small (prompt width 64)", ["SDXL"]), ("Anima", ["Anima"]), ("another", ALL), (None, ALL), ("", ALL),
 ])
 def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
-    assert [family.name for family in FAMILIES.usual_sizes_of(model)] == names
-    assert all(parse_sizes(size) for family in FAMILIES.usual_sizes for size in family.sizes)
+    assert [family.name for family in FAMILIES.usual_sizes(model)] == names
+    assert all(parse_sizes(size) for family in FAMILIES.usual_sizes() for size in family.sizes)
 
 
 def row(resolution: str, uses: int, batch: int = 2, tokens: int = 77, model: str = "SD1") -> HistoryRow:

@@ -154,12 +154,12 @@ class Panel:
         models = models_of(rows)
         model = model if model in models else ALL_MODELS
         families = self.runtime.services.families
-        fitting = families.usual_sizes_of(self.warmup.model)
+        fitting = families.usual_sizes(self.warmup.model)
         return (
             below, waits_now, totals_html(self.runtime.totals(), known, jobs, self.runtime.history.folder),
             jobs_html(jobs),
             gr.update(choices=models, value=model), resolutions_html(selected(rows, model)),
-            *(gr.update(visible=one in fitting) for one in families.usual_sizes),
+            *(gr.update(visible=one in fitting) for one in families.usual_sizes()),
         )
 
 
@@ -186,7 +186,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         look = a_button("", "look", elem_classes=HIDDEN)
         totals = a_place("cache_totals")
         gr.HTML("<h2>Pre-warm sizes</h2>")
-        rows, presets = build_presets(runtime.services.families.usual_sizes)
+        rows, presets = build_presets(runtime.services.families.usual_sizes())
         with gr.Row(elem_classes=CONTROLS):
             label = "Sizes; x2: two images at once"
             sizes = a_text(label, "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
