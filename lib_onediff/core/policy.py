@@ -62,8 +62,10 @@ class Compute(Protocol):
 
 
 class StepMemory:
-    """What a policy keeps of a network's calls within one walk through a sampling."""
+    """What a policy keeps of a network's calls within one walk through a sampling. keeps_tensors: whether it is given
+    back where the host takes the network off the GPU before the walk is over."""
 
+    keeps_tensors = False
     walk: object = None
 
 

@@ -197,6 +197,9 @@ class ManagedUNet:
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
         the GPU: half a millisecond."""
-        holds = self.runners or self.low_bit is not None or self.step_memories or self.bound.bytes
+        holds = (
+            self.runners or self.low_bit is not None or self.bound.bytes
+            or any(memory.keeps_tensors for memory in self.step_memories.values())
+        )
         if holds and not self.bound.unmoved():
             self.drop_runners()

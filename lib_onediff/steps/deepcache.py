@@ -151,6 +151,8 @@ class Cached(StepMemory):
     failure: why some of its calls are no cached passes.
     """
 
+    keeps_tensors = True
+
     def __init__(self) -> None:
         self.places: dict[Hashable, Place] = {}
         self.threads = Threads()

@@ -35,6 +35,8 @@ class Output:
 class Outputs(StepMemory):
     """The outputs of one network in one walk through a sampling, by shape and prompt."""
 
+    keeps_tensors = True
+
     def __init__(self) -> None:
         self.threads = Threads()
         self.by_thread: defaultdict[Hashable, Output] = defaultdict(Output)

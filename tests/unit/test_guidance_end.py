@@ -76,6 +76,19 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     assert ours.sample() == steps(1)
 
 
+def test_what_the_first_step_has_shown_stays_where_weights_move_and_a_page_looks() -> None:
+    """Or else a step's other calls would be forgotten between two of them."""
+    ours = Samplings("guidance", skip_negative_after=1)
+    ours.begin()
+    for time in STEPS:
+        call = ours.call(time)
+        assert ours.run(call)[0] == WHOLE
+        for parameter in ours.unet.parameters():
+            parameter.data = parameter.data.clone()
+        ours.runtime.rows()
+        assert ours.run(call, refusing("several prompts"))[0] == WHOLE
+
+
 def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("onediff"), "propagate", True)
     ours = Samplings("guidance")
