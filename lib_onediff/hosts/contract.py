@@ -182,8 +182,8 @@ class WebUI:
         unet = self.adopt(self.checkpoint())
         if unet is None:
             raise Refusal(self.why_not_served() or "no checkpoint is loaded yet")
-        layout, size = runtime.families.read(unet), (height // LATENT_PIXEL, width // LATENT_PIXEL)
-        return runtime.families.of(layout).example(layout, size, batch, tokens, noise)
+        layout, size = runtime.services.families.read(unet), (height // LATENT_PIXEL, width // LATENT_PIXEL)
+        return runtime.services.families.of(layout).example(layout, size, batch, tokens, noise)
 
     def model_name(self, checkpoint: Any = None) -> str | None:
         """What the rows of a checkpoint's UNet call it ("SD1"); None for one that is none of ours.

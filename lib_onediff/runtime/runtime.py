@@ -130,7 +130,7 @@ class Runtime:
     def model_name(self, unet: nn.Module | None) -> str | None:
         """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made.
         """
-        managed = None if unet is None else self.managed.get(unet)
+        managed = None if unet is None else self.services.managed.get(unet)
         with contextlib.suppress(Refusal):  # It has not been called yet.
             if managed is not None:
                 return str(managed.bound.layout.model_name)
@@ -150,7 +150,7 @@ class Runtime:
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
         """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
         refiner."""
-        managed = self.managed.get(unet)
+        managed = self.services.managed.get(unet)
         if self.generations.innermost is None:
             self.call_stats.show()
         if of_all:
@@ -248,7 +248,7 @@ class Runtime:
             self.release_memory()
         self.call_stats.note(HOST, reason)
         self._leave_as_found(unet)
-        managed = self.managed.get(unet)
+        managed = self.services.managed.get(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
         is_ours = managed is not None and managed.bound.has_binding
         room = partial(managed.make_room, HOST_NEEDS, is_urgent=True) if managed and is_ours else None

@@ -26,7 +26,7 @@ def host(fresh_runtime: None) -> Iterator[A1111Host]:
 
 
 def managed(host: A1111Host) -> ManagedUNet:
-    found = runtime.managed.get(host.unet)
+    found = runtime.services.managed.get(host.unet)
     assert found is not None
     return found
 

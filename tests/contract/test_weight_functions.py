@@ -61,7 +61,7 @@ def differences(host: Host, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def managed(host: Host) -> ManagedUNet:
-    found = runtime.managed.get(host.unet)
+    found = runtime.services.managed.get(host.unet)
     assert found is not None
     return found
 

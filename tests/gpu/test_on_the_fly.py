@@ -205,7 +205,7 @@ def test_no_second_unet() -> None:
     start = torch.cuda.memory_allocated()
     served(unet, call, "eager", calls=2)
     held = torch.cuda.memory_allocated() - start
-    managed = runtime.managed.get(unet)
+    managed = runtime.services.managed.get(unet)
     assert managed is not None
     mine = peak(lambda: served(unet, call, "eager", calls=1)) + held
     # Beside the LoRAs and small parameters.

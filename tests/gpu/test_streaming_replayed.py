@@ -52,7 +52,7 @@ def brought(unet: nn.Module) -> nn.Module:
 
 def in_our_care(unet: nn.Module, **options: Any) -> Any:
     lib_onediff.compile_unet(unet, backend="native", **options)
-    managed = runtime.managed.get(unet)
+    managed = runtime.services.managed.get(unet)
     assert managed is not None
     managed.bound.host_traits = replace(managed.bound.host_traits, movers=(__name__,))
     return managed

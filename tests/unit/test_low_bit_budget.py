@@ -67,7 +67,7 @@ def used() -> set[str]:
 
 def classes_kept(unet: nn.Module) -> set[str]:
     """Of the weights in eight bits that are there."""
-    managed = runtime.managed.get(unet)
+    managed = runtime.services.managed.get(unet)
     classes = runtime.devices.lossy.low_bit.classes(managed.bound.layout)
     return set() if managed.low_bit is None else {classes[name] for name, _ in managed.low_bit._kept}
 

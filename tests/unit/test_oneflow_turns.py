@@ -56,7 +56,7 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    managed, route = runtime.managed.get(unet), oneflow.OneFlow(FAMILIES.output)
+    managed, route = runtime.services.managed.get(unet), oneflow.OneFlow(FAMILIES.output)
 
     def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner:
         call, bound = calls[index], managed.bound

@@ -96,7 +96,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     if has_graphs:
         make_ready(unet, (8, 8))
     served(unet, call)
-    managed = runtime.managed.get(unet)
+    managed = runtime.services.managed.get(unet)
     assert managed is not None
 
     def host() -> Tensor:
@@ -145,10 +145,10 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     runtime.generations.begin(p, Settings())
     emptied = card.emptied
     runtime.pressure._note_lost()
-    assert card.emptied == emptied and runtime.managed.get(unet).runners
+    assert card.emptied == emptied and runtime.services.managed.get(unet).runners
     runtime.generations.end(p)
     runtime.pressure._note_lost()
-    assert card.emptied > emptied and not runtime.managed.get(unet).runners
+    assert card.emptied > emptied and not runtime.services.managed.get(unet).runners
 
 
 def test_the_most_that_is_in_use_at_a_time() -> None:

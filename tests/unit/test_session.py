@@ -174,11 +174,11 @@ def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_firs
     for step in range(3, 5):
         if looks:
             with pytest.raises(Refusal, match="hook"):
-                runtime.layout_of(unet)
+                runtime.services.managed[unet].bound.layout_now()
         assert run(unet, call, step) == ("host", 0.0) and "hook" in runtime.status()["reason"]
     hook.remove()
     if looks:
-        runtime.layout_of(unet)
+        runtime.services.managed[unet].bound.layout_now()
     route, error = run(unet, call, 5)
     assert route in ("plain", "graph") and error < CLOSE
 
@@ -211,7 +211,7 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
     call = a_call(unet)
     ready(unet, call)
     patched = replace(call, patches=Louder())
-    bound = runtime.managed.get(unet).bound
+    bound = runtime.services.managed.get(unet).bound
     with torch.no_grad():
         expected = compute(bound.layout, bound.binding.weights(), torch_ops, patched)
     for route in ("plain", "plain", "graph", "graph"):

@@ -100,7 +100,7 @@ def test_it_computes_what_the_host_does(computer: Computer, lane: type[Early], w
 
 def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(computer: Computer) -> None:
     """Were one missing, its matrix would be copied by itself."""
-    layout = runtime.layout_of(in_our_care(computer, deepcache_interval=2))
+    layout = runtime.services.families.read(in_our_care(computer, deepcache_interval=2))
     whole, shallow = layout.units(None), layout.units(1)
     names = [name for unit in whole for name in unit]
     assert len(names) == len(set(names)) and set(names) == {
@@ -159,7 +159,7 @@ def test_what_the_host_brings_to_the_gpu_is_not_copied_and_what_it_takes_from_th
             parameter.data = parameter.data.clone()
         for _ in range(3):
             assert is_right(unet, call)
-        managed = runtime.managed.get(unet)
+        managed = runtime.services.managed.get(unet)
         assert managed is not None and (managed.bound.streaming is None) == (not managed.bound.binding.away)
 
 
@@ -242,7 +242,7 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
     call = half_call(eight)
     for _ in range(4):
         assert is_near(eight, call)
-    managed = runtime.managed.get(eight)
+    managed = runtime.services.managed.get(eight)
     assert managed is not None and managed.low_bit is not None and managed.bound.streaming is not None
     assert lib_onediff.status()["lossy"] == "8-bit only" and now()[1] == "graph"
     whole, rest = managed.bound.streaming.copied(), managed.bound.streaming.copied(managed.low_bit.names())
@@ -261,7 +261,7 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
 ) -> None:
     from low_bit_builders import half_call
 
-    call, managed, asked = half_call(eight), runtime.managed.get(eight), list[int]()
+    call, managed, asked = half_call(eight), runtime.services.managed.get(eight), list[int]()
     assert managed is not None
     computer.is_away = half
 

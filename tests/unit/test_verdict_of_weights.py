@@ -50,7 +50,8 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud_weights: None) -> None:
     unet, other = checkpoint(False), checkpoint(True)
     before = {name: one.clone() for name, one in unet.state_dict().items()}
-    assert runtime.layout_of(unet).architecture == runtime.layout_of(other).architecture
+    read = runtime.services.families.read
+    assert read(unet).architecture == read(other).architecture
     for _ in range(2):
         assert (route_of(other), route_of(unet)) == ("host", "plain")
     with torch.no_grad():
@@ -63,7 +64,7 @@ def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud
 @pytest.mark.parametrize(("name", "stays"), [("where_it_lies", True), ("how_it_computes", False)])
 def test_a_verdict_stays_where_the_host_notes_that_it_has_moved_weights(name: str, stays: bool) -> None:
     unet = checkpoint(False)
-    managed = runtime.managed.get(unet)
+    managed = runtime.services.managed.get(unet)
     managed.bound.host_traits = replace(managed.bound.host_traits, placed=frozenset({"where_it_lies"}))
     route_of(unet)
     before = managed.bound.identity()
