@@ -100,13 +100,13 @@ def test_forecasts_answer_some_steps(webui: WebUI, exact: Counted, far: float, s
 
 
 # How often a sampler calls the UNet is the host's own business: A1111's DDIM does once less than it is asked for. A
-# host may call once for the prompt and once for the negative prompt.
+# host may call once for the prompt and once for the negative prompt. What is left is seen with the last.
 @pytest.mark.parametrize("request_", [
     {"sampler_name": "Euler a"}, {"sampler_name": "DPM++ 2M"}, {"sampler_name": "Heun"}, {"sampler_name": "DDIM"},
     {"batch_size": 2}, {"prompt": "a fox AND a hill"}, {"prompt": "a red fox and " * 30},
     {"width": 72, "height": 88}, {**start_from(gradient(64, 64)), "steps": 24}, {"steps": 16, "cfg_scale": 1.0},
 ], ids=lambda request: str(request)[:40])
-def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, exact: Counted, request_: dict[str, Any]) -> None:
+def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, sd15: Models, request_: dict[str, Any]) -> None:
     need(webui, "AND prompts" if "AND" in request_.get("prompt", "") else "")
     need(webui, "img2img" if "init_images" in request_ else "")
     found = made(webui, EVERY_THIRD, **request_)
