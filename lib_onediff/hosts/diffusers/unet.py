@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, refuse_replaced
 from ...weights.watch import no_object
-from ..hooks import serve_call
 from .cosmos import cosmos_call
 from .instance_forward import InstanceForward, attached, only_moves, put_on, take_off
 from .loras import LoraReader
@@ -77,8 +76,13 @@ class DiffusersForward(InstanceForward):
         given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
         return_dict = given.pop("return_dict", True)
         by_host = lambda: sample_of(host, module, given)  # noqa: E731
-        read, rows = partial(self._read, module, given), partial(self._prompt_rows, host, module, given)
-        sample = serve_call(module, read, by_host, rows)
+        try:
+            call = self._read(module, given)
+        except Refusal as reason:
+            runtime.note_host(str(reason), module)
+            sample = runtime.pressure.run_host(by_host)
+        else:
+            sample = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
         if not return_dict:
             return (sample,)
         place, output = OUTPUTS[kind.__name__]
