@@ -1,4 +1,4 @@
-"""What OneFlow's compiler does to a process: it takes long, its graphs stay, and after a failure it must rest."""
+"""What OneFlow's compiler does to a process, and environments in which it cannot be used: each has its sentence."""
 from __future__ import annotations
 
 import os
@@ -16,6 +16,7 @@ from builders import SMALL, a_call, diffusers_output, diffusers_unet
 from oneflow_builders import Ours, agree, count
 
 from lib_onediff.core.settings import Settings
+from lib_onediff.devices.oneflow.gate import OneFlowGate
 from lib_onediff.devices.oneflow.route import (
     COMPILING,
     MOST_GRAPHS,
@@ -118,3 +119,24 @@ def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         runner.run(call)
     assert seen == [("1", "1"), ("0", "0")]
     assert os.environ[ONEFLOW_MATMUL] == "as it was" and ONEFLOW_CONVOLUTION not in os.environ
+
+
+def reason_with(folder: Path) -> str | None:
+    """With this folder's packages before all others."""
+    gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(folder)})
+    return gate.why_not(torch.device("cpu"), torch.float32)
+
+
+def test_a_torch_that_shares_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "usercustomize.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text("import torch\n\ndel torch.to_dlpack\n")
+    reason = reason_with(tmp_path)
+    assert reason.startswith(f"OneFlow failed beside torch {torch.__version__} ") and "to_dlpack" in reason
+
+
+def test_a_graph_that_computes_something_else(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch\n\nplain = torch.nn.functional.silu\ntorch.nn.functional.silu = lambda x: plain(x) * 1.01\n"
+    )
+    reason = reason_with(tmp_path)
+    assert reason.startswith("OneFlow failed ") and "something else" in reason

@@ -83,8 +83,7 @@ def test_every_step_counts_where_times_are_shown_and_stored(
     images.make(size=9)
     assert_times(next(row for row in images.runtime.rows() if row.resolution == "64x64"), step_ms)
     images.runtime.keep_history()
-    stored = {(row.resolution, row.batch): row for row in images.runtime.history.rows()}
-    kept = stored["64x64", 2]
+    kept = {(row.resolution, row.batch): row for row in images.runtime.history.rows()}["64x64", 2]
     assert (kept.step_ms, kept.host_ms) == (pytest.approx(step_ms, abs=SLACK), pytest.approx(HOST_MS))
     facts = dict(described(status))
     assert facts["Image"] == "2.0 s" and " ms" in facts["Step"]

@@ -10,14 +10,7 @@ import torch
 from grid import grid
 
 from lib_onediff.core import precision
-from lib_onediff.core.precision import (
-    HALF_SUMS,
-    SWITCHES,
-    TF32_CONVOLUTION,
-    TF32_MATMUL,
-    applied,
-    flags_for,
-)
+from lib_onediff.core.precision import HALF_SUMS, SWITCHES, TF32_CONVOLUTION, TF32_MATMUL, applied, flags_for
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.kernels import launching
 from lib_onediff.runtime.runtime import Runtime, runtime

@@ -1,7 +1,6 @@
 """The sizes that one click makes ready, those that this machine has used the most, and sizes as users write them."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,16 @@ def row(resolution: str, uses: int, batch: int = 2, tokens: int = 77, model: str
     return HistoryRow("architecture", model, resolution, batch, tokens, "float16", uses=uses)
 
 
-@pytest.fixture
-def history(tmp_path: Path) -> Iterator[History]:
+def history_of(folder: Path, *rows: HistoryRow) -> History:
     history = History()
-    history.open(tmp_path)
-    yield history
-    history.close()
-
-
-def record(history: History, *rows: HistoryRow) -> None:
+    history.open(folder)
     for each in rows:
         history.record(each)
+    return history
 
 
-def test_the_most_used_come_first_each_once(history: History) -> None:
-    record(history, row("512x512", 40), row("512x768", 30), row("768x512", 90), row("512x512", 60, batch=4))
+def test_the_most_used_come_first_each_once(tmp_path: Path) -> None:
+    history = history_of(tmp_path, row("512x512", 40), row("512x768", 30), row("768x512", 90), row("512x512", 60, 4))
     assert history.most_used("SD1", 10) == [
         (Size(512, 512, 2), 77), (Size(768, 512), 77), (Size(512, 768), 77),
     ]
@@ -51,16 +45,14 @@ def test_the_most_used_come_first_each_once(history: History) -> None:
 
 
 @pytest.mark.parametrize("batch, tokens, wanted", [(1, 154, (1, 154)), (3, 308, (3, 77)), (16, 75, (8, 77))])
-def test_images_of_a_batch_and_the_usual_length_of_the_prompt(
-    batch: int, tokens: int, wanted: Any, history: History
-) -> None:
-    record(history, row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4))
+def test_images_of_a_batch_and_the_usual_prompt(batch: int, tokens: int, wanted: Any, tmp_path: Path) -> None:
+    history = history_of(tmp_path, row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4))
     assert history.most_used("SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 
 
-def test_what_no_user_could_ask_for_is_left_out(history: History) -> None:
-    record(history, row("8192x64", 50), row("rubbish", 40), row("512x512", 30, batch=1000), row("64x64", 1))
-    assert history.most_used("SD1", 2) == [(Size(64, 64), 77)]
+def test_what_no_user_could_ask_for_is_left_out(tmp_path: Path) -> None:
+    rows = row("8192x64", 50), row("rubbish", 40), row("512x512", 30, batch=1000), row("64x64", 1)
+    assert history_of(tmp_path, *rows).most_used("SD1", 2) == [(Size(64, 64), 77)]
 
 
 @pytest.mark.parametrize("text, expected", [

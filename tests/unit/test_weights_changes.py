@@ -1,8 +1,10 @@
 """What a host does to its weights while they are bound: noticed, followed, and bound again only if they moved.
-test_random_edits.py has every other kind of edit."""
+And every other kind of edit under a compiled UNet: it counts at the next call, by graph or not."""
 from __future__ import annotations
 
+import contextlib
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +22,10 @@ from builders import (
     relative_error,
     served,
 )
-from grid import grid
+from graph_builders import PretendedGraphs
+from grid import WHOLE, grid
+from ladder_builders import NATIVE
+from random_edits import EDITS, edited
 from torch import nn
 
 import lib_onediff
@@ -177,3 +182,30 @@ def test_a_unet_is_freed_whatever_happened_to_it(change: Callable[[Any], object]
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def must_be_right(unet: Any, call: Any, what: str) -> None:
+    given = diffusers_arguments(call)
+    with torch.no_grad():
+        output, expected = unet(**given).sample, type(unet).forward(unet, **given).sample
+    error = relative_error(output, expected)
+    assert error < 1e-5, f"{what}: {error:.1e} by {runtime.status()['route']}, {runtime.status()['reason']}"
+
+
+@pytest.mark.parametrize("seed", range(25 if WHOLE else 1))
+def test_an_edit_counts_at_the_next_call(pretended: PretendedGraphs, seed: int) -> None:
+    chance = random.Random(seed)
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
+    call = a_call(unet)
+    for _ in range(4):
+        must_be_right(unet, call, "unedited")
+    graphs = runtime.status()["calls"]["graph"]
+    assert graphs, runtime.status()["reason"]
+    for what in edited(unet, chance, len(EDITS) + 11):
+        if chance.random() < 0.5:
+            call = replace(call, context=call.context.clone() + 0.1, y=call.y.clone())
+        loop = lib_onediff.sampling(unet) if chance.random() < 0.5 else contextlib.nullcontext()
+        with loop:
+            for _ in range(chance.choice([1, 1, 4])):
+                must_be_right(unet, call, what)
+    assert runtime.status()["calls"]["graph"] > graphs
