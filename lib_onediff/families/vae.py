@@ -27,6 +27,9 @@ from .unet.layout import Downsample, Upsample
 from .unet.read import check_attention, is_plain, modules_of, read_upsample, require_silu
 
 HALVES = ("Decoder", "Encoder")
+DIFFUSERS_LEVELS = {
+    "UNetMidBlock2D", "UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D",
+}
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def read_diffusers(half: Any) -> DecoderLayout:
 def diffusers_level(block: Any, leaves: LeafReader) -> list[Any]:
     """The layers of one resolution, or of the middle, in the order of the host's forward."""
     resamplers = getattr(block, "upsamplers", None) or getattr(block, "downsamplers", None) or ()
-    return [*chain(*modules_of(block, leaves)), *resamplers]
+    return [*chain(*modules_of(block, leaves, DIFFUSERS_LEVELS)), *resamplers]
 
 
 # --- what both have ---------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Place:
 
     def bring_back(self, record: Record, step: int) -> None:
         """Let this record's feature be read, as it is at a step where that is forecast."""
-        feature = record.line.at(step, DAMPING, FARTHEST)
+        feature = record.line.at(step, DAMPING, FARTHEST) if record.line.edition == record.edition else None
         if feature is None and self.occupant is not record:
             feature = record.aside
             assert feature is not None, "whoever took the place has put it aside"

@@ -20,11 +20,7 @@ BLOCK = "BasicTransformerBlock"
 FORGES_UNET = "IntegratedUNet2DConditionModel"
 UNET_CLASSES = {"UNetModel", FORGES_UNET}
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
-BLOCKS = {
-    "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS,
-    # Of VAEs.
-    "UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D",
-}
+BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
 # These compute plain softmax attention; any other processor may compute something else.
 PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
 # What fuse_qkv_projections() sets, and the layers that it makes and leaves behind when that is undone.
@@ -254,10 +250,10 @@ def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     return LabelEmbedding(leaves.linear(embedding.linear_1), leaves.linear(embedding.linear_2))
 
 
-def modules_of(block: Any, leaves: LeafReader) -> list[list[Any]]:
+def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) -> list[list[Any]]:
     """The layers of one resolution, or of the middle, in the order of the host's forward: a list for each residual
-    block. No attention is None."""
-    if leaves.kind(block) not in BLOCKS:
+    block. No attention is None. Raises Refusal for a block of a class that is not known."""
+    if leaves.kind(block) not in known:
         raise leaves.unknown(block)
     resnets, attentions = list(block.resnets), list(getattr(block, "attentions", None) or ())
     if leaves.kind(block) in MIDDLE_BLOCKS:
