@@ -7,7 +7,7 @@ import torch.nn.functional as functional
 from exact_operators import relative_error
 
 from lib_onediff.devices.cuda.kernels.launch_config import random_on
-from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, attend, inputs_of
+from lib_onediff.devices.torch.attention import CUDNN, FUSED, HAS_CUDNN, MATH, attend, inputs_of
 
 nn_attention = pytest.importorskip("torch.nn.attention", reason="needs torch 2.3 or newer")
 
@@ -15,14 +15,15 @@ pytestmark = pytest.mark.gpu
 NAMES = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 SHAPES = {
     "SDXL": ((2, 10, 4096, 64), (2, 10, 4096, 64)), "SDXL context": ((2, 10, 4096, 64), (2, 10, 77, 64)),
-    "SD1.5": ((2, 8, 1024, 80), (2, 8, 1024, 80)), "odd": ((2, 8, 45 * 23, 40), (2, 8, 154, 40)),
+    "SD1.5": ((2, 8, 1024, 80), (2, 8, 1024, 80)), "odd": ((2, 8, 45, 40), (2, 8, 154, 40)),
 }
+# What holds all scores at once refuses more of them than that.
+CASES = [(backend, name) for backend in FUSED for name in SHAPES if backend != MATH or name == "odd"]
 CLOSE = {torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize(("backend", "shapes"), CASES)
 def test_one_called_by_itself_is_the_one_that_torch_calls(backend: str, shapes: str, dtype: torch.dtype) -> None:
     if backend == CUDNN and not HAS_CUDNN:
         pytest.skip("this torch cannot")
