@@ -1,4 +1,4 @@
-"""The command line: python -m lib_onediff.bench step|cold|image|quality|webui."""
+"""The command line: python -m lib_onediff.bench step|image|quality|webui."""
 from __future__ import annotations
 
 import argparse
@@ -21,13 +21,10 @@ from . import images, models, steps
 from .share import share
 from .steps import HOSTS, Row, Size
 
-COMMANDS = {
-    "step": steps.step, "cold": steps.cold, "image": images.image, "quality": images.quality, "webui": images.webui,
-}
+COMMANDS = {"step": steps.step, "image": images.image, "quality": images.quality, "webui": images.webui}
 EPILOG = """\
 commands:
-  step      one UNet call by backend, side by side: time and error against float32
-  cold      first calls at every size in a fresh process: with empty caches, and in the next
+  step      one UNet call by backend, side by side: time, first call, and error against float32
   image     whole images through diffusers: seconds, and difference from the host's
   quality   how far images are from the host's in float32, on trained weights
   webui     images of a running WebUI with OneDiff off and on, over its REST API; with --share off and by each preset,
@@ -36,7 +33,6 @@ commands:
 examples:
   python -m lib_onediff.bench step --model sdxl sd15 --batch 2 8 --runs 40
   python -m lib_onediff.bench step --model sdxl --backend host native --set low_bit=fp8 --set low_bit=int8
-  python -m lib_onediff.bench cold --model sdxl --size 1024x1024 832x1216 960x720 --backend host native
   python -m lib_onediff.bench image --model sdxl --steps 30 --set deepcache_interval=3 --set second_gpu=auto
   python -m lib_onediff.bench quality --images 200 --steps 30 --set deepcache_interval=3 deepcache_depth=2
   python -m lib_onediff.bench webui http://127.0.0.1:7860 --size 512x512 960x720
@@ -82,16 +78,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                         "checkpoint's file or folder; for image and quality a diffusers folder")
     parser.add_argument("--backend", nargs="+", choices=everyone, metavar="NAME",
                         default=[*HOSTS, "native", "cudagraph", "eager"] if gpu else ["host", "eager"],
-                        help=f"step, cold: a row for each of: {', '.join(everyone)}")
-    parser.add_argument("--batch", nargs="+", type=int, help="step, cold: latents of a call, 2 is an image with "
+                        help=f"step: a row for each of: {', '.join(everyone)}")
+    parser.add_argument("--batch", nargs="+", type=int, help="step: latents of a call, 2 is an image with "
                         "guidance; image: images by one call")
-    parser.add_argument("--tokens", type=int, default=77, help="step, cold: tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=77, help="step: tokens of the prompt")
     parser.add_argument("--offload", action="store_true", help="step: all weights are in main memory, from where "
                         "diffusers' group offloading takes them, with streams")
     parser.add_argument("--runs", type=int, help="timed calls of each row (default: step 40, else 5)")
     parser.add_argument("--steps", type=int, help="image, quality, webui: of an image (default: 20, quality 30)")
     parser.add_argument("--images", type=int, default=200, help="quality: how many")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.runs = options.runs or (40 if options.command == "step" else 5)
     options.batch = options.batch or [1 if options.command == "image" else 2]
@@ -147,9 +142,6 @@ def main() -> int:
     # A WebUI needs the card's memory for itself.
     here = torch.cuda.is_available() and not options.share
     device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
-    if options.child:
-        print(json.dumps(steps.first_calls(options, device)))
-        return 0
     facts, rows, problem = machine(device), [], ""
     try:
         for row in (share if options.share else COMMANDS[options.command])(options, device):

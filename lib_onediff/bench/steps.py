@@ -1,20 +1,14 @@
-"""The time of one UNet call by backend, side by side in one process, and the first calls of a fresh process."""
+"""The time of one UNet call by backend, side by side in one process."""
 from __future__ import annotations
 
 import argparse
 import copy
 import gc
 import itertools
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,15 +27,10 @@ HOST, HOST_GRAPH, COMPILED, COMPILED_GRAPH = HOSTS = ("host", "host+graph", "com
 # Enough calls for kernels to be compiled, the first use to be checked, and graphs to be captured.
 CALLS_UNTIL_READY = 4
 CALLS_IN_TURN = 5
-MOST_CALLS_UNTIL_FAST = 1000
-SECONDS_FOR_A_PROCESS = 600
 # An error budget of Low-bit is measured in the second half of an image too.
 LATE_TIMESTEP = 301.0
 # torch.compile gives up after eight shapes otherwise.
 MOST_COMPILED_SHAPES = 256
-
-# The environment variables of folders in which OneDiff and the compilers keep their work.
-CACHES = "ONEDIFF_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
 
 Size = tuple[int, int]
 Arguments = dict[str, Any]
@@ -72,11 +61,6 @@ class Variant:
         if self.name in (HOST_GRAPH, COMPILED_GRAPH):
             return captured(forward, arguments)
         return lambda: forward(**arguments)[0]
-
-    def is_at_full_speed(self, device: torch.device) -> bool:
-        """Whether the last call of ours was as fast as any will be."""
-        graphs = device.type == "cuda" and self.options is not None and self.options.get("backend") != "eager"
-        return self.options is None or status()["route"] == ("graph" if graphs else "plain")
 
 
 def variants(options: argparse.Namespace) -> list[Variant]:
@@ -225,79 +209,22 @@ def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
 
 
 def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: Tensor) -> tuple[Call, Row]:
-    """A variant's function, called until nothing is left to compile, check or capture; its error and memory."""
+    """A variant's function, called until nothing is left to compile, check or capture. Its error, its memory, and the
+    seconds of its first call, with what that compiles, measures and checks."""
     free_memory()
     sample, timestep = arguments["sample"], arguments["timestep"]
     if sample.is_cuda:
         torch.cuda.reset_peak_memory_stats(sample.device)
         before = torch.cuda.memory_allocated(sample.device)
     with runtime.wait_for_compile():
-        call = variant.prepare(unet, arguments)
-        call()
+        call, preparing_s = timed(lambda: variant.prepare(unet, arguments), sample.device)
+        _, calling_s = timed(call, sample.device)
     # The last calls are at the timestep of the exact output.
     for value in (float(timestep), LATE_TIMESTEP, float(timestep)):
         timestep.fill_(value)
         for _ in range(CALLS_UNTIL_READY):
             output = call()
-    measured = {"relative_error": relative_error(output.cpu(), exact)}
+    measured = {"first_call_s": preparing_s + calling_s, "relative_error": relative_error(output.cpu(), exact)}
     if sample.is_cuda:
         measured["peak_mib"] = (torch.cuda.max_memory_allocated(sample.device) - before) / 2**20
     return call, measured
-
-
-# --- first calls ------------------------------------------------------------------------------------------------------
-
-
-def cold(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """First calls in a fresh process with empty caches, and in the next one with what the first has left there."""
-    for model in options.model:
-        for index, variant in enumerate(variants(options)):
-            with tempfile.TemporaryDirectory() as folder:
-                for caches in ("empty", "kept"):
-                    row = {"model": model, "backend": variant.name, "caches": caches}
-                    for found in in_process(["--child", model, str(index)], folder):
-                        yield {**row, **found}
-
-
-def in_process(arguments: list[str], folder: str) -> list[Row]:
-    """What the same command prints as a process that keeps all its caches in a folder; a note where it fails."""
-    command = [sys.executable, "-m", "lib_onediff.bench", *sys.argv[1:], *arguments]
-    caches = {name: os.path.join(folder, name) for name in CACHES}
-    try:
-        finished = subprocess.run(
-            command, env={**os.environ, **caches}, capture_output=True, errors="replace", timeout=SECONDS_FOR_A_PROCESS
-        )
-        return list(json.loads(finished.stdout.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        return [{"note": f"not done after {SECONDS_FOR_A_PROCESS} s"}]
-    except (ValueError, IndexError):
-        printed = (finished.stderr.strip() or f"the process ended with {finished.returncode}").splitlines()
-        return [{"note": printed[-1]}]
-
-
-def first_calls(options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """What a child of cold does: first calls at each size, until they are at full speed."""
-    model, index = options.child
-    variant, dtype = variants(options)[int(index)], DTYPES[options.dtype]
-    unet = models.unet_named(model, torch.device("cpu")).to(dtype).to(device)
-    if variant.options is not None:
-        # As where a WebUI loads its checkpoint before the first image.
-        compile_unet(unet, **variant.options)
-        runtime.devices.finish()
-    rows: list[Row] = []
-    for width, height in sizes_of(model, options):
-        arguments = models.inputs(unet, width, height, options.batch[0], options.tokens, dtype)
-        row: Row = {"size": f"{width}x{height}"}
-        call, preparing_s = timed(partial(variant.prepare, unet, arguments), device)
-        row["first_call_s"] = preparing_s + timed(call, device)[1]
-        row["full_speed_s"], row["calls"] = row["first_call_s"], 1
-        while row["calls"] == 1 or not variant.is_at_full_speed(device):
-            row["full_speed_s"] += timed(call, device)[1]
-            row["calls"] += 1
-            if row["calls"] == MOST_CALLS_UNTIL_FAST:
-                return [*rows, {**row, "note": f"not at full speed: {served_by()}"}]
-        if variant.options is not None:
-            row["served_by"] = served_by()
-        rows.append(row)
-    runtime.keep_history()
-    return rows
