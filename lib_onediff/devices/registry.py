@@ -128,10 +128,6 @@ class Devices:
         given = weakref.ref(network), settings, read or self._read, parameter.dtype, device
         self._worker.submit(self._prepare, *given)
 
-    def finish(self) -> None:
-        """Wait for what was begun."""
-        self._worker.submit(lambda: None).result()
-
     def _prepare(
         self, network: weakref.ref[nn.Module], settings: Settings, read: Callable[[nn.Module], Any],
         dtype: torch.dtype, device: torch.device,

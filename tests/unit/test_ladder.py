@@ -145,7 +145,7 @@ def test_kernels_are_loaded_beside_the_model(weather: Weather, monkeypatch: pyte
         lambda network: prepared.append((network.dtype, threading.current_thread() is threading.main_thread())),
     )
     unet = small_xl()
-    runtime.devices.finish()
+    runtime.devices._worker.submit(lambda: None).result()
     assert prepared == [(unet.dtype, False)]
 
 
