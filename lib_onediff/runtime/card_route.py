@@ -22,7 +22,6 @@ from ..core.table import Entry, State, Stopwatch
 from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice, LowBitRoute
 from .call_stats import GRAPH, PLAIN
-from .graphs.cache import CARD_IS_FULL
 from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services
@@ -31,6 +30,8 @@ from .stepping import Stepping
 from .verify import judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
+# So many bytes more than a graph lacks, that it does not lack a few at the next call.
+AT_LEAST = 64 << 20
 
 
 class CardRoute:
@@ -263,9 +264,9 @@ class OneCard:
             if entry.key.lossy.low_bit and self._managed.low_bit is None:
                 # By what was measured now, the next call goes another way.
                 return
-            self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
-            if entry.waits == CARD_IS_FULL:
-                self._managed.make_room(entry.needs)
+            lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
+            if lacking:
+                self._managed.make_room(lacking + AT_LEAST)
         except torch.cuda.OutOfMemoryError:
             makes_room = self._managed.make_room(entry.needs)
             self._graphs.free()

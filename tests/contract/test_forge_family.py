@@ -5,11 +5,13 @@ import gc
 import threading
 import types
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from contract_hosts import FAMILY, Host, calls_of
+from contract_hosts import FAMILY, Host, Sampler, calls_of
 from test_generations import OURS, close
 from torch import nn
 
@@ -145,6 +147,28 @@ def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch
     assert not switch, "stopped after the first call, and served again after the second"
     assert not any(shares_storage(parameter) for parameter in host.unet.parameters())
     assert calls_of(host.generate)[1] == OURS and adapter.hooks() == 1
+
+
+@pytest.mark.parametrize("host", ["neo"], indirect=True)
+def test_the_room_that_steps_have_lacked_is_asked_for_when_the_next_sampling_of_that_size_begins(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, checkpoint = host.start(), host.checkpoint
+
+    def asked_for(width: int, *lacking: int) -> int:
+        """What the host is asked for before a sampling, in whose steps so much lacks then."""
+        checkpoint.forge_objects = checkpoint.forge_objects_after_applying_lora.shallow_copy()
+        adapter.before_sampling(SimpleNamespace(sd_model=checkpoint, sampler=Sampler(), is_hr_pass=False, width=width))
+        for size in lacking:
+            assert adapter.host_traits(host.unet).make_room(host.unet, size)
+        return checkpoint.forge_objects.unet.extra_preserved_memory_during_sampling
+
+    assert [asked_for(512, 300, 50), asked_for(512), asked_for(768), asked_for(512, 10)] == [0, 350, 0, 350]
+    held = replace(runtime.totals(), vram=150, low_bit=50)
+    monkeypatch.setattr(runtime, "totals", lambda: held)
+    # What OneDiff holds by then is not to be left free once more.
+    assert [asked_for(512), asked_for(768, 30), asked_for(768)] == [160, 0, 30]
+    assert checkpoint.forge_objects_original.unet.extra_preserved_memory_during_sampling == 0
 
 
 @forges

@@ -56,11 +56,9 @@ class GraphCache:
         entry.needs = needs_of(peak, self._now.made.in_one_piece(entry.key.device))
         return result
 
-    def capture(
-        self, managed: ManagedUNet, entry: Entry, budget: int, call: Call
-    ) -> None:
+    def capture(self, managed: ManagedUNet, entry: Entry, budget: int, call: Call) -> int:
         """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
-        (0: a quarter of the card).
+        (0: a quarter of the card). Returns how many bytes of the card it lacks; 0 where it waits for none.
 
         Where it does not fit, entry.no_graph says so, and entry.waits where it may later.
         Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
@@ -68,43 +66,47 @@ class GraphCache:
         device, allowed = entry.key.device, self._now.allowed(budget, entry.key.device)
         if not fits(memory_of(entry.needs), allowed):
             entry.no_graph = too_large(memory_of(entry.needs), allowed)
-            return
-        entry.waits = self._why_wait(entry, allowed)
+            return 0
+        entry.waits, lacking = self._why_wait(entry, allowed)
         if entry.waits:
-            return
+            return lacking
         self._make(managed, entry, call)
         if fits(self._now.held(device), allowed):
-            return
+            return 0
         # In a memory made for it alone it takes less; the others are captured into that at their next use.
         pool = PoolKey.of(entry.key)
         self._drop_pool(pool)
         if entry.key.patches:
             # A capture calls functions of other extensions, whose state is set back for one.
             entry.no_graph = NO_ROOM_BESIDE
-            return
+            return 0
         self._make(managed, entry, call)
         if not fits(self._now.held(device), allowed):
             needed = self._now.held_by(pool)
             self._drop({entry.key})
             entry.needs, entry.no_graph = needed, too_large(needed, allowed)
+        return 0
 
-    def _why_wait(self, entry: Entry, allowed: int) -> str:
-        """Make room for a graph that would fit alone; why that is not possible now, if so."""
+    def _why_wait(self, entry: Entry, allowed: int) -> tuple[str, int]:
+        """Make room for a graph that would fit alone; why that is not possible now, if so, and how many bytes of the
+        card it lacks."""
         pool, device = PoolKey.of(entry.key), entry.key.device
         growth = max(0, memory_of(entry.needs) - self._now.made.bytes(*pool))
         others = self._now.others(pool)
         while others and not fits(self._now.held(device) + growth, allowed):
             self.drop(others.pop(0))
         if not fits(self._now.held(device) + growth, allowed) and self._now.held(device) - self._now.held_by(pool) > 0:
-            return PINNED_TAKE_IT
-        while others and growth and self._now.left(device) < growth + self._now.card.spare(device):
+            return PINNED_TAKE_IT, 0
+        wanted = growth + self._now.card.spare(device) if growth else 0
+        while others and self._now.left(device) < wanted:
             self.drop(others.pop(0))
-        if growth and self._now.left(device) < growth + self._now.card.spare(device):
-            return CARD_IS_FULL
+        left = self._now.left(device)
+        if left < wanted:
+            return CARD_IS_FULL, wanted - left
         if growth > self._now.card.free(device):
             # A capture cannot ask torch for what it keeps unused.
             self._now.card.empty_cache()
-        return ""
+        return "", 0
 
     def _make(self, managed: ManagedUNet, entry: Entry, call: Call) -> None:
         key = entry.key

@@ -18,3 +18,11 @@ class OnlineLoRAPatch:
 class ModelPatcher(ComfyPatcher):
     def functions(self, key: str, patches: list[Any]) -> list[Any]:
         return [OnlineLoRAPatch("a file", key, patch) for patch in patches]
+
+    extra_preserved_memory_during_sampling = 0
+
+    def add_extra_preserved_memory_during_sampling(self, memory_in_bytes: int) -> None:
+        self.extra_preserved_memory_during_sampling += memory_in_bytes
+
+    def partially_unload(self, device_to: Any, memory_to_free: int = 0) -> int:
+        return memory_to_free
