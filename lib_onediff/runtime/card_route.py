@@ -30,7 +30,7 @@ from .stepping import Stepping
 from .verify import judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
-# So many bytes more than a graph lacks, that it does not lack a few at the next call.
+# So many bytes more than a graph lacks: what is left changes a little from call to call.
 AT_LEAST = 64 << 20
 
 
@@ -266,6 +266,8 @@ class OneCard:
                 return
             lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
             if lacking:
+                self._managed.note_lacking(lacking + AT_LEAST)
+            if lacking > 0:
                 self._managed.make_room(lacking + AT_LEAST)
         except torch.cuda.OutOfMemoryError:
             makes_room = self._managed.make_room(entry.needs)

@@ -61,6 +61,10 @@ class ManagedUNet:
         self.low_bit_choice: Choice | None = None
         self.no_room_for_low_bit, self.asked_for_room = False, 0
         self.runners: dict[ShapeKey, CachedRunner] = {}
+        # Bytes that the steps want beside the weights, by the size of what is made; what they have in this sampling.
+        self._rooms: dict[Hashable, int] = {}
+        self._size: Hashable = None
+        self._room = 0
 
     @property
     def architecture(self) -> str | None:
@@ -192,7 +196,22 @@ class ManagedUNet:
         unet = self.bound.module
         # As the host would: what it moves then is of the kind that it was.
         with torch.no_grad(), torch.inference_mode(next(unet.parameters()).is_inference()):
-            return self.bound.host_traits.make_room(unet, size)
+            freed = self.bound.host_traits.make_room(unet, size)
+        self._room += freed
+        return freed > 0
+
+    def room_lacked(self, size: Hashable) -> int:
+        """See Runtime.room_lacked. What is held already is not lacked; where hosts look, graphs' memory counts as free.
+        """
+        held = self.bound.bytes + (0 if self.low_bit is None else self.low_bit.bytes)
+        lacking = max(0, self._rooms.get(size, 0) - held)
+        self._size, self._room = size, held + lacking
+        return lacking
+
+    def note_lacking(self, lacking: int) -> None:
+        """A graph's memory lacks so many bytes of the card now, or leaves so many over (less than 0)."""
+        if self.bound.streaming is not None:
+            self._rooms[self._size] = self._room + lacking
 
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off

@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -163,6 +163,14 @@ class Runtime:
             managed.bound.begin_sampling()
             budget = (managed.settings or self.settings).memory_budget
             self.pressure.before_sampling(managed.architecture, budget)
+
+    def room_lacked(self, unet: nn.Module, size: Hashable) -> int:
+        """A sampling of this size is about to begin, and the host is about to bring a UNet's weights: the bytes that
+        its steps have lacked before at this size, where a part of the weights had to stay in main memory."""
+        with self.services.lock:
+            self.services.graphs.note_lost()
+            managed = self.services.managed.get(unet)
+            return 0 if managed is None else managed.room_lacked(size)
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
         """A host says that the sampling of a UNet, or of all that it uses, is over: nothing of it counts for later

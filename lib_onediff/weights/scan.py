@@ -119,7 +119,7 @@ class HostTraits:
     written: attributes that the host's forwards write on their modules, and that nothing computes with.
     placed: attributes that say where a host keeps a module's weights; they change nothing that is computed.
     movers: Python modules whose hooks on a network's modules move weights, and change nothing that is computed.
-    make_room: has the host take so many bytes of a UNet's weights off the GPU, or more; whether it has taken any.
+    make_room: has the host take so many bytes of a UNet's weights off the GPU, or more; how many it has taken.
     """
 
     trusted: Collection[str] = ()
@@ -133,7 +133,7 @@ class HostTraits:
     written: frozenset[str] = frozenset()
     placed: frozenset[str] = frozenset()
     movers: Collection[str] = ()
-    make_room: Callable[[nn.Module, int], bool] = lambda unet, size: False
+    make_room: Callable[[nn.Module, int], int] = lambda unet, size: 0
 
 
 def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:

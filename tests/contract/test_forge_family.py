@@ -5,7 +5,6 @@ import gc
 import threading
 import types
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,25 +149,18 @@ def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_the_room_that_steps_have_lacked_is_asked_for_when_the_next_sampling_of_that_size_begins(
+def test_the_host_is_asked_for_room_in_the_samplings_that_lack_it_and_in_no_others(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter, checkpoint = host.start(), host.checkpoint
+    monkeypatch.setattr(runtime, "room_lacked", lambda unet, size: 300 if unet is host.unet and 512 in size else 0)
 
-    def asked_for(width: int, *lacking: int) -> int:
-        """What the host is asked for before a sampling, in whose steps so much lacks then."""
+    def left_free(width: int) -> int:
         checkpoint.forge_objects = checkpoint.forge_objects_after_applying_lora.shallow_copy()
         adapter.before_sampling(SimpleNamespace(sd_model=checkpoint, sampler=Sampler(), is_hr_pass=False, width=width))
-        for size in lacking:
-            assert adapter.host_traits(host.unet).make_room(host.unet, size)
         return checkpoint.forge_objects.unet.extra_preserved_memory_during_sampling
 
-    assert [asked_for(512, 300, 50), asked_for(512), asked_for(768), asked_for(512, 10)] == [0, 350, 0, 350]
-    held = replace(runtime.totals(), vram=150, low_bit=50)
-    monkeypatch.setattr(runtime, "totals", lambda: held)
-    # What OneDiff holds by then is not to be left free once more.
-    assert [asked_for(512), asked_for(768, 30), asked_for(768)] == [160, 0, 30]
-    assert checkpoint.forge_objects_original.unet.extra_preserved_memory_during_sampling == 0
+    assert [left_free(width) for width in (512, 768, 512)] == [300, 0, 300]
 
 
 @forges

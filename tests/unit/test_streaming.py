@@ -255,6 +255,44 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
         assert is_near(eight, call)
 
 
+def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
+    computer: Computer, pretended: PretendedGraphs
+) -> None:
+    """So that it takes no weights off the GPU between two steps again."""
+    unet, card, asked = in_our_care(computer), pretended.card, list[int]()
+    managed = runtime.services.managed.get(unet)
+    assert managed is not None
+
+    def make_room(unet: Any, size: int) -> int:
+        asked.append(size)
+        card.others -= size
+        return size
+
+    def sampling(size: str, left: int) -> int:
+        """The host leaves so much beside what it hears, which is returned; and it has moved the weights meanwhile."""
+        for parameter in unet.parameters():
+            parameter.data = parameter.data.clone()
+        lacked = runtime.room_lacked(unet, size)
+        card.others = 0
+        card.others = card.free(torch.device("cpu")) - left - lacked
+        runtime.begin_sampling(unet)
+        for _ in range(4):
+            assert is_right(unet, a_call(unet))
+        assert now() == ("native", "graph")
+        return lacked
+
+    card.size = 24 << 30
+    managed.bound.host_traits = replace(managed.bound.host_traits, make_room=make_room)
+    assert sampling("512x512", 600 << 20) == 0
+    [lacked] = asked
+    assert lacked > 64 << 20
+    assert [sampling(size, 600 << 20) for size in ("512x512", "512x512", "768x768")] == [lacked, lacked, 0]
+    assert asked == [lacked] * 2, "once at each size"
+    # Somebody else has given memory back.
+    assert [sampling("512x512", 650 << 20), sampling("512x512", 650 << 20)] == [lacked, lacked - (50 << 20)]
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("takes", [True, False])
 def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
     eight: Any, computer: Computer, monkeypatch: pytest.MonkeyPatch, takes: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -108,10 +108,6 @@ class Forge(WebUI):
         # Why each UNet that was called in this sampling is the host's; "" where it is ours.
         self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._sampling = Sampling()
-        # Bytes that our steps want beside the weights: by UNet and size, and what they have in this sampling.
-        self._rooms: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, int]] = weakref.WeakKeyDictionary()
-        self._size: Hashable = None
-        self._room = 0
         # Images are made on one thread, settings and reloads come on others.
         self._lock = threading.RLock()
 
@@ -209,29 +205,22 @@ class Forge(WebUI):
     def host_traits(self, unet: Any) -> HostTraits:
         return self._traits[self._loaded(unet).kind]
 
-    def _make_room(self, unet: nn.Module, size: int) -> bool:
+    def _make_room(self, unet: nn.Module, size: int) -> int:
         """See HostTraits. By what the host itself does when another model needs the room."""
         patcher = patcher_of(self.checkpoint())
         unload = getattr(patcher, "partially_unload", None)
         if unload is None or getattr(patcher.model, "diffusion_model", None) is not unet:
-            return False
-        has_made = bool(unload(patcher.offload_device, size))
-        if has_made and hasattr(patcher, "add_extra_preserved_memory_during_sampling"):
-            self._room += size
-            self._rooms.setdefault(unet, {})[self._size] = self._room
-        return has_made
+            return 0
+        return int(unload(patcher.offload_device, size))
 
     def _ask_for_room(self, p: Any, unet: nn.Module) -> None:
         """Have the host leave the room that steps of this size have lacked before, when it loads the weights: to take
         them off the GPU between two steps costs a second. By a patcher for this sampling alone, as ControlNets do."""
-        self._size = tuple(getattr(p, name, None) for name in ("width", "height", "batch_size", "is_hr_pass"))
-        totals = runtime.totals()
-        self._room = totals.vram + totals.low_bit
-        lacking = self._rooms.get(unet, {}).get(self._size, 0) - self._room
-        if lacking > 0:
-            patcher = p.sd_model.forge_objects.unet = patcher_of(p.sd_model).clone()
+        size = tuple(getattr(p, name, None) for name in ("width", "height", "batch_size", "is_hr_pass"))
+        lacking, patcher = runtime.room_lacked(unet, size), patcher_of(p.sd_model)
+        if lacking and hasattr(patcher, "add_extra_preserved_memory_during_sampling"):
+            patcher = p.sd_model.forge_objects.unet = patcher.clone()
             patcher.add_extra_preserved_memory_during_sampling(lacking)
-            self._room += lacking
 
     def _check_vae(self, decoder: Any) -> None:
         """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""

@@ -58,7 +58,8 @@ class GraphCache:
 
     def capture(self, managed: ManagedUNet, entry: Entry, budget: int, call: Call) -> int:
         """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
-        (0: a quarter of the card). Returns how many bytes of the card it lacks; 0 where it waits for none.
+        (0: a quarter of the card). Returns how many bytes of the card it lacks, or leaves over (less than 0); 0 where
+        that does not decide.
 
         Where it does not fit, entry.no_graph says so, and entry.waits where it may later.
         Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
@@ -72,24 +73,23 @@ class GraphCache:
             return lacking
         self._make(managed, entry, call)
         if fits(self._now.held(device), allowed):
-            return 0
+            return lacking
         # In a memory made for it alone it takes less; the others are captured into that at their next use.
         pool = PoolKey.of(entry.key)
         self._drop_pool(pool)
         if entry.key.patches:
             # A capture calls functions of other extensions, whose state is set back for one.
             entry.no_graph = NO_ROOM_BESIDE
-            return 0
+            return lacking
         self._make(managed, entry, call)
         if not fits(self._now.held(device), allowed):
             needed = self._now.held_by(pool)
             self._drop({entry.key})
             entry.needs, entry.no_graph = needed, too_large(needed, allowed)
-        return 0
+        return lacking
 
     def _why_wait(self, entry: Entry, allowed: int) -> tuple[str, int]:
-        """Make room for a graph that would fit alone; why that is not possible now, if so, and how many bytes of the
-        card it lacks."""
+        """Make room for a graph that would fit alone; why that is not possible now, if so, and what capture returns."""
         pool, device = PoolKey.of(entry.key), entry.key.device
         growth = max(0, memory_of(entry.needs) - self._now.made.bytes(*pool))
         others = self._now.others(pool)
@@ -97,16 +97,21 @@ class GraphCache:
             self.drop(others.pop(0))
         if not fits(self._now.held(device) + growth, allowed) and self._now.held(device) - self._now.held_by(pool) > 0:
             return PINNED_TAKE_IT, 0
-        wanted = growth + self._now.card.spare(device) if growth else 0
-        while others and self._now.left(device) < wanted:
+        if not growth:
+            return "", 0
+        lacking = self._lacking(growth, device)
+        while others and lacking > 0:
             self.drop(others.pop(0))
-        left = self._now.left(device)
-        if left < wanted:
-            return CARD_IS_FULL, wanted - left
+            lacking = self._lacking(growth, device)
+        if lacking > 0:
+            return CARD_IS_FULL, lacking
         if growth > self._now.card.free(device):
             # A capture cannot ask torch for what it keeps unused.
             self._now.card.empty_cache()
-        return "", 0
+        return "", lacking
+
+    def _lacking(self, growth: int, device: torch.device) -> int:
+        return growth + self._now.card.spare(device) - self._now.left(device)
 
     def _make(self, managed: ManagedUNet, entry: Entry, call: Call) -> None:
         key = entry.key

@@ -23,6 +23,3 @@ class ModelPatcher(ComfyPatcher):
 
     def add_extra_preserved_memory_during_sampling(self, memory_in_bytes: int) -> None:
         self.extra_preserved_memory_during_sampling += memory_in_bytes
-
-    def partially_unload(self, device_to: Any, memory_to_free: int = 0) -> int:
-        return memory_to_free
