@@ -265,10 +265,10 @@ class OneCard:
                 # By what was measured now, the next call goes another way.
                 return
             lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
-            if lacking:
-                self._managed.note_lacking(lacking + AT_LEAST)
             if lacking > 0:
                 self._managed.make_room(lacking + AT_LEAST)
+            elif lacking:
+                self._managed.note_left_over(-lacking - AT_LEAST)
         except torch.cuda.OutOfMemoryError:
             makes_room = self._managed.make_room(entry.needs)
             self._graphs.free()

@@ -198,6 +198,8 @@ class ManagedUNet:
         with torch.no_grad(), torch.inference_mode(next(unet.parameters()).is_inference()):
             freed = self.bound.host_traits.make_room(unet, size)
         self._room += freed
+        if freed and self.bound.streaming is not None:
+            self._rooms[self._size] = self._room
         return freed > 0
 
     def room_lacked(self, size: Hashable) -> int:
@@ -208,10 +210,10 @@ class ManagedUNet:
         self._size, self._room = size, held + lacking
         return lacking
 
-    def note_lacking(self, lacking: int) -> None:
-        """A graph's memory lacks so many bytes of the card now, or leaves so many over (less than 0)."""
-        if self.bound.streaming is not None:
-            self._rooms[self._size] = self._room + lacking
+    def note_left_over(self, size: int) -> None:
+        """A graph leaves so many bytes more than it has to; less than 0: fewer."""
+        if self.bound.streaming is not None and not self.asked_for_room:
+            self._rooms[self._size] = self._room - size
 
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off
