@@ -167,10 +167,12 @@ class Runtime:
     def room_lacked(self, unet: nn.Module, size: Hashable) -> int:
         """A sampling of this size is about to begin, and the host is about to bring a UNet's weights: the bytes that
         its steps have lacked before at this size, where a part of the weights had to stay in main memory."""
-        with self.services.lock:
-            self.services.graphs.note_lost()
-            managed = self.services.managed.get(unet)
-            return 0 if managed is None else managed.room_lacked(size)
+        services, managed = self.services, self.services.managed.get(unet)
+        if managed is None or not self._settings_of(managed)[0].enabled:
+            return 0
+        with services.lock:
+            services.graphs.note_lost()
+            return managed.room_lacked(size)
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
         """A host says that the sampling of a UNet, or of all that it uses, is over: nothing of it counts for later
@@ -243,12 +245,16 @@ class Runtime:
         managed = self.services.managed.get(unet)
         if managed is None:
             raise Refusal(NOT_HANDED_OVER)
-        settings, why_off = self.services.run_settings or (managed.settings or self.settings, "")
+        settings, why_off = self._settings_of(managed)
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
         if torch.is_grad_enabled():
             raise Refusal(TRAINING)
         return managed, settings
+
+    def _settings_of(self, managed: ManagedUNet) -> tuple[Settings, str]:
+        """Those that hold for a network now, and why they are off where a generation says so."""
+        return self.services.run_settings or (managed.settings or self.settings, "")
 
     def by_host(self, unet: nn.Module, reason: str, host: Host) -> Tensor:
         """Run the host's forward, with the reason for the user."""
