@@ -125,6 +125,8 @@ def ldm_unet(seed: int = 0, **config: Any) -> Any:
 SMALL_LDM = {
     "model_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 2], "num_heads": 2, "attention_resolutions": [2, 1],
 }
+# Triton's interpreter takes a millisecond or more for each group of a norm.
+FEW_NORMS_LDM = {**SMALL_LDM, "attention_resolutions": [2]}
 LDM_SD2 = {"num_heads": -1, "num_head_channels": 16, "use_linear_in_transformer": True}
 LDM_LAYOUTS = {"SD1": {}, "SD2": LDM_SD2, "inpainting": {"in_channels": 9}}
 
