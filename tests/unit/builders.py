@@ -110,10 +110,14 @@ def ldm_structure(config: dict[str, Any], module: str = LDM_UNET, kind: str = "U
     }
     with without_initial_values():
         unet = getattr(importlib.import_module(module), kind)(**{**layout, **config})
-    for module in unet.modules():
+    return with_small_groups(unet)
+
+
+def with_small_groups(network: Any) -> Any:
+    for module in network.modules():
         if isinstance(module, nn.GroupNorm):
             module.num_groups = GROUPS
-    return unet
+    return network
 
 
 def ldm_unet(seed: int = 0, **config: Any) -> Any:
