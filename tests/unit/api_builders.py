@@ -92,13 +92,12 @@ def command_line(**flags: Any) -> SimpleNamespace:
     return SimpleNamespace(**{"api": True, "nowebui": False, "api_auth": None, "gradio_auth": None, **flags})
 
 
-def remember(folder: Path, rows: Iterable[tuple[str, str]], batches: Iterable[int] = (2,)) -> None:
+def remember(folder: Path, rows: Iterable[tuple[str, str]]) -> None:
     """Let the runtime start in a folder where earlier processes have used these (resolution, model)."""
     history = History()
     history.open(folder)
     for resolution, model in rows:
-        for batch in batches:
-            history.record(HistoryRow(model, model, resolution, batch, 77, "float16", step_ms=10.0, host_ms=20.0))
+        history.record(HistoryRow(model, model, resolution, 2, 77, "float16", step_ms=10.0, host_ms=20.0))
     history.commit()
     runtime.history.open(folder)
 
