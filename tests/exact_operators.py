@@ -37,6 +37,12 @@ def geglu(tokens: Tensor) -> Tensor:
     return value * gate * 0.5 * torch.special.erfc(-gate * 0.5**0.5)
 
 
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Of heads, (batch, heads, tokens, width)."""
+    scores = query.double() @ key.double().transpose(-1, -2) / query.shape[-1] ** 0.5
+    return scores.softmax(-1) @ value.double()
+
+
 def worst_error(output: Tensor, exact: Tensor) -> float:
     """The largest difference, in units of what rounding to output's dtype costs at the size of the exact value."""
     assert output.shape == exact.shape

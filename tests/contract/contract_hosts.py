@@ -116,6 +116,11 @@ class Host:
         encoder, decoder = (ldm_decoder(module=self.vae_module, kind=kind, **small) for kind in ("Encoder", "Decoder"))
         return encoder, decoder
 
+    def forwards(self) -> list[Any]:
+        """Of the classes that we put ours into."""
+        unet, vae = getattr(self.module(self.unet_module), self.unet_class), self.module(self.vae_module)
+        return [kind.__dict__["forward"] for kind in (unet, vae.Decoder, vae.Encoder)]
+
     # --- as scripts/onediff.py does --------------------------------------------------------------------------------
 
     def start(self) -> WebUI:
@@ -123,6 +128,12 @@ class Host:
         self.switch(True)
         self.announce()
         return self.adapter
+
+    def begin(self) -> WebUI:
+        """Start OneDiff and a sampling."""
+        adapter = self.start()
+        adapter.before_sampling(SimpleNamespace(sd_model=self.checkpoint, sampler=Sampler(), is_hr_pass=False))
+        return adapter
 
     def switch(self, on: bool) -> None:
         """As the settings tab does."""
@@ -219,12 +230,9 @@ class FamilyHost(Host):
             return {"sampling_sigmas": torch.tensor([9.0, 1.5, 0.0])}
         return {"uuids": [1, 2]} if self.name == "reforge" else {}
 
-    def set_lora(self, strength: float, online: bool = False) -> None:
-        patcher = self.checkpoint.forge_objects_original.unet.clone()
-        if strength:
-            weight = self.unet.get_submodule(ATTENTION).weight
-            patcher.add_patches({f"diffusion_model.{ATTENTION}.weight": (random(*weight.shape),)}, strength, online)
-        self.checkpoint.forge_objects_after_applying_lora.unet = patcher
+    def set_lora(self, strength: float) -> None:
+        difference = {f"{ATTENTION}.weight": (random(*self.unet.get_submodule(ATTENTION).weight.shape),)}
+        self.set_loras(*[(difference, strength)] * bool(strength), online=False)
 
     def set_loras(self, *loras: tuple[dict[str, Any], float], online: bool = True) -> None:
         """LoRAs, by default on the fly, for the generations to come: what each adds to which parameters, and its
@@ -260,11 +268,11 @@ class ClassicHost(LdmPatchedHost):
         checkpoint.forge_objects_after_applying_lora = None
         return checkpoint
 
-    def set_lora(self, strength: float, online: bool = False) -> None:
+    def set_lora(self, strength: float) -> None:
         checkpoint = self.checkpoint
         checkpoint.forge_objects_after_applying_lora = checkpoint.forge_objects.shallow_copy() if strength else None
         if strength:
-            super().set_lora(strength, online)
+            super().set_lora(strength)
 
     def write_in_place(self) -> None:
         """As its setting "patch LoRA in place" does."""
@@ -303,13 +311,13 @@ class A1111Host(Host):
             image = image - 0.1 * (predictions[:1] + 3 * (predictions[:1] - predictions[1:]))
         return image
 
-    def store_in_fp8(self, on: bool, by_hand: bool = False, cache: bool = False) -> None:
+    def store_in_fp8(self, on: bool, cache: bool = False) -> None:
         """As the options "FP8 weight" and "Cache FP16 weight for LoRA" do: the checkpoint is loaded anew, into the
-        module that is there. by_hand: see the stand-in's devices."""
+        module that is there."""
         devices = self.module("modules.devices")
         if self._file is None:
             self._file = {name: value.clone() for name, value in self.unet.state_dict().items()}
-        devices.fp8, devices.by_hand = on, on and by_hand
+        devices.fp8 = on
         self.unet.float().load_state_dict(self._file)
         for layer in self.unet.modules():
             for name in ("network_current_names", "network_weights_backup", "fp16_weight", "fp16_bias"):

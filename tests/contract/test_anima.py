@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from builders import CONTEXT_WIDTH, randomise, relative_error
-from contract_hosts import FamilyHost, Sampler, calls_of, random, running
+from contract_hosts import FamilyHost, calls_of, random, running
 from test_forge_family import load
 from test_generations import OURS, attributes, close, same
 from test_weight_functions import lora
@@ -57,10 +56,6 @@ class AnimaHost(FamilyHost):
         if not self.is_anima:
             return image, context
         return image.unsqueeze(2), functional.pad(context, (0, 0, 0, FEWEST_TOKENS - context.shape[1])).unsqueeze(1)
-
-    def begin(self) -> None:
-        """Start OneDiff and a sampling."""
-        self.start().before_sampling(SimpleNamespace(sd_model=self.checkpoint, sampler=Sampler(), is_hr_pass=False))
 
     def output(
         self, size: tuple[int, int] = (8, 8), batch: int = 2, tokens: int = 20, frames: int = 1, **others: Any

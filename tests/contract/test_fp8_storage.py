@@ -1,34 +1,23 @@
 """A1111's option "FP8 weight": what it stores in float8 is cast where we use it, as the WebUI casts it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from builders import CONTEXT_WIDTH, relative_error
-from contract_hosts import ATTENTION, A1111Host, calls_of, random, running
+from contract_hosts import ATTENTION, A1111Host, calls_of, random
 from test_generations import BY_HOST, OURS, same
+from test_weight_functions import managed
 from torch import Tensor
 
-from lib_onediff.runtime.managed_unet import ManagedUNet
 from lib_onediff.runtime.runtime import runtime
 
+pytestmark = pytest.mark.parametrize("host", ["a1111"], indirect=True)
 FLOAT8 = torch.float8_e4m3fn
 STORED = "weights stored as float8_e4m3fn"
 LAYERS = (ATTENTION, "input_blocks.1.0.in_layers.2", "input_blocks.1.0.emb_layers.1", "time_embed.0", "out.2")
-
-
-@pytest.fixture
-def host(fresh_runtime: None) -> Iterator[A1111Host]:
-    with running("a1111") as made:
-        yield made
-
-
-def managed(host: A1111Host) -> ManagedUNet:
-    found = runtime.services.managed.get(host.unet)
-    assert found is not None
-    return found
 
 
 def bits(host: A1111Host) -> dict[str, Tensor]:
@@ -112,29 +101,14 @@ def test_loras_are_merged_and_taken_out(host: A1111Host, cache: bool) -> None:
     assert same(host.generate(), expected[-1][0])
 
 
-def cast_by_hand(host: A1111Host) -> None:
-    """As on a GPU with --no-half."""
-    host.store_in_fp8(True, by_hand=True)
-
-
-def cast_without_float8(host: A1111Host) -> None:
-    """As on a GPU on which autocast does not work."""
-    host.store_in_fp8(False)
+@pytest.mark.parametrize("fp8", [True, False])
+def test_what_the_host_casts_itself_is_the_hosts(host: A1111Host, fp8: bool) -> None:
+    """As on a GPU with --no-half, and on one on which autocast does not work."""
+    host.store_in_fp8(fp8)
     host.module("modules.devices").by_hand = True
-
-
-@pytest.mark.parametrize(("change", "reason"), [
-    (cast_by_hand, "the WebUI casts what every layer computes with itself"),
-    (cast_without_float8, "the WebUI casts what every layer computes with itself"),
-])
-def test_what_the_host_computes_otherwise_is_the_hosts(
-    host: A1111Host, change: Callable[[A1111Host], None], reason: str
-) -> None:
-    host.store_in_fp8(True)
-    change(host)
     host.generate()
     expected = host.generate()
     host.start()
     made, calls = calls_of(host.generate)
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
-    assert reason in runtime.status()["reason"]
+    assert "the WebUI casts what every layer computes with itself" in runtime.status()["reason"]

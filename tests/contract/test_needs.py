@@ -26,12 +26,10 @@ MISSING = [
 
 def refuses(host: Host, said: str) -> None:
     """Nothing is hooked for this reason."""
-    unet_class, vae = getattr(host.module(host.unet_module), host.unet_class), host.module(host.vae_module)
-    before = [owner.__dict__["forward"] for owner in (unet_class, vae.Decoder, vae.Encoder)]
-    adapter = host.start()
+    before, adapter = host.forwards(), host.start()
     reason = f"{RELEASES[host.name][1]} {said}: OneDiff does not know this release, and changes nothing"
     assert type(adapter) is WebUI and adapter.why_not_served() == reason
-    assert [owner.__dict__["forward"] for owner in (unet_class, vae.Decoder, vae.Encoder)] == before
+    assert host.forwards() == before
     told = status.current_status(adapter)
     assert (told["release"], told["hooks"]) == (RELEASES[host.name][1], 0)
     assert (told["route"], told["reason"], told["faults"]) == ("host", reason, [])

@@ -1,14 +1,13 @@
 """Neo's Torch Compile around the UNet while OneDiff serves it: OneDiff's code is not traced."""
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from builders import CONTEXT_WIDTH, relative_error
-from contract_hosts import Host, Sampler, calls_of, random
+from contract_hosts import Host, calls_of, random
 from test_torch_compile import Traced
 
 from lib_onediff.runtime.runtime import runtime
@@ -23,8 +22,7 @@ def test_nothing_of_ours_is_traced(host: Host) -> None:
     try:
         with torch.inference_mode():
             expected = host.unet(x, t, **arguments)
-            adapter = host.start()
-            adapter.before_sampling(SimpleNamespace(sd_model=host.checkpoint, sampler=Sampler(), is_hr_pass=False))
+            host.begin()
             compiled = torch.compile(host.unet, backend=traced)
             for _ in range(2):
                 output, calls = calls_of(lambda: compiled(x, t, **arguments))

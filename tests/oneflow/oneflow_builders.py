@@ -43,8 +43,3 @@ class Ours:
 
 def agree(output: Tensor, expected: Tensor) -> bool:
     return relative_error(output, expected) < ROUNDING
-
-
-def count(graphs: OneFlow = GRAPHS) -> int:
-    """How many graphs there are, and are being made."""
-    return graphs.count

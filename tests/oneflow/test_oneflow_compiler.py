@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from builders import SMALL, a_call, diffusers_output, diffusers_unet
-from oneflow_builders import Ours, agree, count
+from oneflow_builders import Ours, agree
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.oneflow.gate import OneFlowGate
@@ -81,7 +81,7 @@ def test_it_compiles_in_the_background() -> None:
     unet = diffusers_unet(**SMALL)
     ours, call = Ours(unet, OneFlow(FAMILIES.output)), a_call(unet)
     assert ours.runner(call, waits_for_compile=False) == COMPILING
-    assert count(ours.graphs) == 1
+    assert ours.graphs.count == 1
     steps, until = 0, time.monotonic() + 120
     while (runner := ours.runner(call, waits_for_compile=False)) == COMPILING and time.monotonic() < until:
         diffusers_output(unet, call)
@@ -98,7 +98,7 @@ def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
         parameter.data = torch.empty(0)
     del unet
     ours.graphs._worker.shutdown(wait=True)
-    assert count(ours.graphs) == 1 and not ours.graphs.failure
+    assert ours.graphs.count == 1 and not ours.graphs.failure
 
 
 def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:

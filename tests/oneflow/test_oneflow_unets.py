@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 
 import builders
 from builders import a_call, diffusers_output, diffusers_unet
-from oneflow_builders import Ours, agree, count
+from oneflow_builders import GRAPHS, Ours, agree
 
 from lib_onediff.core.call import Control
 from lib_onediff.core.leaves import TimeEmbedding
@@ -22,11 +22,11 @@ from lib_onediff.families.unet import forward as deepcache
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
 def test_two_shapes_and_back(layout: str) -> None:
     unet = diffusers_unet(**getattr(builders, layout))
-    ours, before = Ours(unet), count()
+    ours, before = Ours(unet), GRAPHS.count
     for size, graphs in (((8, 8), 1), ((16, 8), 2), ((8, 8), 2)):
         call = a_call(unet, *size)
         assert agree(ours.output(call), diffusers_output(unet, call))
-        assert count() - before == graphs
+        assert GRAPHS.count - before == graphs
 
 
 def test_sizes_that_do_not_halve_and_attention_in_float32() -> None:
@@ -65,13 +65,13 @@ def test_another_prompt_and_another_step_need_no_other_graph() -> None:
     unet = diffusers_unet(**builders.SMALL_XL)
     ours, call = Ours(unet), a_call(unet)
     first = ours.output(call)
-    kept, graphs = first.clone(), count()
+    kept, graphs = first.clone(), GRAPHS.count
     for seed in (1, 2):
         other = a_call(unet, seed=seed)
         assert agree(ours.output(other), diffusers_output(unet, other))
     whole = replace(call, timestep=torch.tensor([500, 20]))
     assert agree(ours.output(whole), diffusers_output(unet, whole))
-    assert count() == graphs
+    assert GRAPHS.count == graphs
     # An output belongs to whoever asked for it.
     assert torch.equal(first, kept)
 

@@ -11,7 +11,7 @@ from torch import nn
 pytest.importorskip("diffusers")
 
 from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet
-from oneflow_builders import Ours, agree, count
+from oneflow_builders import GRAPHS, Ours, agree
 
 from lib_onediff.devices.oneflow.route import STRIDED
 
@@ -20,28 +20,28 @@ def test_edits_in_place() -> None:
     unet = diffusers_unet(**SMALL_XL)
     ours, call = Ours(unet), a_call(unet)
     before = ours.output(call)
-    graphs = count()
+    graphs = GRAPHS.count
     for parameter in unet.parameters():
         # As a LoRA does: there is less to see of what is the same everywhere.
         parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.1)
     expected = diffusers_output(unet, call)
     assert not agree(before, expected)
     assert agree(ours.output(call), expected)
-    assert count() == graphs
+    assert GRAPHS.count == graphs
 
 
 def test_a_replaced_parameter() -> None:
     unet = diffusers_unet(**SMALL)
     ours, call = Ours(unet), a_call(unet)
     ours.output(call)
-    graphs, old = count(), unet.conv_out.weight
+    graphs, old = GRAPHS.count, unet.conv_out.weight
     unet.conv_out.weight = nn.Parameter(torch.randn_like(old) * 0.1)
     assert agree(ours.output(call), diffusers_output(unet, call))
-    assert count() == graphs + 1
+    assert GRAPHS.count == graphs + 1
     # The old one lies where it lay.
     unet.conv_out.weight = old
     assert agree(ours.output(call), diffusers_output(unet, call))
-    assert count() == graphs + 1
+    assert GRAPHS.count == graphs + 1
 
 
 def test_a_graph_keeps_no_weights() -> None:

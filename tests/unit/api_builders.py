@@ -18,6 +18,7 @@ pytest.importorskip("gradio")
 
 from lib_onediff.api import routes
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.hosts.contract import WebUI
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import History, HistoryRow
@@ -26,26 +27,15 @@ STATUS = {"host": "standalone", "hooks": 1, "reason": "no UNet call yet", "ratio
 SECONDS = 30
 
 
-class LockOnly:
-    """A WebUI without a model. While its lock is held it makes a picture."""
+class LockOnly(WebUI):
+    """One without a model. While its lock is held it makes a picture."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lock = threading.Lock()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         raise Refusal("no model is loaded")
-
-    def call_shapes(self, pictures: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        return ((2 * pictures, tokens),)
-
-    def model_name(self) -> str | None:
-        return None
-
-    def why_not_served(self) -> str | None:
-        return None
-
-    def loads_at_start(self) -> bool:
-        return False
 
     def exclusively(self, work: Callable[[], Any]) -> Any:
         with self.lock:
@@ -55,8 +45,8 @@ class LockOnly:
 class Api:
     """client: of an app that has nothing but the API. warmup: its queue, webui: what it works for."""
 
-    def __init__(self, webui: Any = None) -> None:
-        self.webui = webui or LockOnly()
+    def __init__(self) -> None:
+        self.webui = LockOnly()
         self.warmup = WarmUp(self.webui, runtime)
         self.app = FastAPI()
         self.client = TestClient(self.add_to(self.app, command_line()), raise_server_exceptions=False)
@@ -102,13 +92,12 @@ def command_line(**flags: Any) -> SimpleNamespace:
     return SimpleNamespace(**{"api": True, "nowebui": False, "api_auth": None, "gradio_auth": None, **flags})
 
 
-def remember(folder: Path, rows: Iterable[tuple[str, str]], batches: Iterable[int] = (2,)) -> None:
+def remember(folder: Path, rows: Iterable[tuple[str, str]]) -> None:
     """Let the runtime start in a folder where earlier processes have used these (resolution, model)."""
     history = History()
     history.open(folder)
     for resolution, model in rows:
-        for batch in batches:
-            history.record(HistoryRow(model, model, resolution, batch, 77, "float16", step_ms=10.0, host_ms=20.0))
+        history.record(HistoryRow(model, model, resolution, 2, 77, "float16", step_ms=10.0, host_ms=20.0))
     history.commit()
     runtime.history.open(folder)
 

@@ -110,10 +110,14 @@ def ldm_structure(config: dict[str, Any], module: str = LDM_UNET, kind: str = "U
     }
     with without_initial_values():
         unet = getattr(importlib.import_module(module), kind)(**{**layout, **config})
-    for module in unet.modules():
+    return with_small_groups(unet)
+
+
+def with_small_groups(network: Any) -> Any:
+    for module in network.modules():
         if isinstance(module, nn.GroupNorm):
             module.num_groups = GROUPS
-    return unet
+    return network
 
 
 def ldm_unet(seed: int = 0, **config: Any) -> Any:
@@ -125,6 +129,8 @@ def ldm_unet(seed: int = 0, **config: Any) -> Any:
 SMALL_LDM = {
     "model_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 2], "num_heads": 2, "attention_resolutions": [2, 1],
 }
+# Triton's interpreter takes a millisecond or more for each group of a norm.
+FEW_NORMS_LDM = {**SMALL_LDM, "attention_resolutions": [2]}
 LDM_SD2 = {"num_heads": -1, "num_head_channels": 16, "use_linear_in_transformer": True}
 LDM_LAYOUTS = {"SD1": {}, "SD2": LDM_SD2, "inpainting": {"in_channels": 9}}
 

@@ -39,7 +39,7 @@ def seen() -> Iterator[Any]:
     pytest.importorskip("gradio")
     from panel_builders import Seen
 
-    page = Seen.open()
+    page = Seen()
     yield page
     page.close()
 

@@ -32,12 +32,12 @@ from lib_onediff.weights.low_bit import FP8, KINDS, Kind
 EXACT, EIGHT, ONLY = "native", "native, 8-bit", "native, 8-bit only"
 
 
-def half_unet(seed: int = 0) -> nn.Module:
-    return diffusers_unet(seed, **{**SMALL_XL, "norm_num_groups": 2}).half()
+def half_unet() -> nn.Module:
+    return diffusers_unet(**{**SMALL_XL, "norm_num_groups": 2}).half()
 
 
-def half_call(unet: nn.Module, height: int = 4, width: int = 4, seed: int = 0, timestep: float = 981.25) -> Call:
-    call = a_call(unet, height, width, 1, 5, seed)
+def half_call(unet: nn.Module, seed: int = 0, timestep: float = 981.25) -> Call:
+    call = a_call(unet, 4, 4, 1, 5, seed)
     parts: dict[str, Any] = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
     return replace(call, **parts, timestep=torch.full_like(call.timestep, timestep))
 
@@ -53,8 +53,8 @@ def now() -> tuple[str, str]:
     return ", ".join(filter(None, (status["backend"], status["lossy"]))), status["route"]
 
 
-def entry_of(low_bit: str, only: bool = False) -> Entry:
-    lossy = Lossy(low_bit, only)
+def entry_of(low_bit: str) -> Entry:
+    lossy = Lossy(low_bit)
     [entry] = [entry for entry in runtime.table.entries() if entry.key.lossy == lossy and entry.key.backend == NATIVE]
     return entry
 
@@ -129,15 +129,8 @@ def add_and_measure(image: Tensor | None, update: Tensor, bias: Tensor | None, o
     output.copy_(total if bias is None else total + bias[:, None, None])
 
 
-def fewest_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """The layers with so many weights are worth it."""
-    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", count)
-    runtime.devices.lossy.low_bit.forget()
-
-
-def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.float16) -> None:
-    """Products in eight bits on this machine, for networks of any size, and for every product. result: the type in
-    which products in float8 come out."""
+def use_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in eight bits on this machine, for networks of any size, and for every product."""
     monkeypatch.setattr(images, "group_norm", exact_group_norm)
     monkeypatch.setattr(images, "add_and_measure", add_and_measure)
     monkeypatch.setattr(images, "resize", torch_ops.resize)
@@ -150,12 +143,12 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch, result: torch.dtype = torch.flo
     monkeypatch.setattr(rounding, "rounded", rounded)
     monkeypatch.setattr(rounding, "rounded_rows", rounded_rows)
     monkeypatch.setattr(products, "int8_product", int8_product)
-    fewest_weights(monkeypatch, 0)
+    monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
     ours = runtime.devices.lossy.low_bit
     # There is nothing to measure.
     monkeypatch.setattr(ours, "tune", lambda *given: False)
     monkeypatch.setattr(ours, "_best", lambda product, dtype, kinds: min(kinds, key=KINDS.index, default=None))
     ours.forget()
     launches = Launches(TuningCache())
-    operators = NativeOperators(launches, torch_ops.attention, lambda device, dtype: result, ours.best)
+    operators = NativeOperators(launches, torch_ops.attention, lambda device, dtype: torch.float16, ours.best)
     monkeypatch.setattr(runtime.devices.named(NATIVE), "_operators", operators)

@@ -36,10 +36,6 @@ ROW = ResolutionRow(
 )
 
 
-def changed(record: Any, **changes: Any) -> Any:
-    return type(record)(**{**vars(record), **changes})
-
-
 def text_of(markup: str) -> str:
     return " ".join(re.sub(r"<[^>]*>", " ", markup).split())
 
@@ -47,16 +43,12 @@ def text_of(markup: str) -> str:
 class Seen:
     """A page with the tab open: asks as it does, and knows what it shows then."""
 
-    def __init__(self, webui: SmallWebUI) -> None:
-        self.webui = webui
-        self.warmup = WarmUp(webui, runtime)
-        self.panel = Panel(runtime, self.warmup, webui.exclusively)
+    def __init__(self) -> None:
+        self.webui = SmallWebUI(builders.diffusers_unet())
+        self.warmup = WarmUp(self.webui, runtime)
+        self.panel = Panel(runtime, self.warmup, self.webui.exclusively)
         self.waiting: Any = None
         self.parts: dict[str, Any] = {}
-
-    @classmethod
-    def open(cls) -> Seen:
-        return cls(SmallWebUI(builders.diffusers_unet()))
 
     def close(self) -> None:
         self.warmup.stop(SECONDS)

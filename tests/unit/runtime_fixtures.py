@@ -11,6 +11,7 @@ import torch
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps.registry import step_policies
 from lib_onediff.store.history import History
 
 __all__ = ["fresh_runtime", "host_timed_often", "no_machine_is_too_slow"]
@@ -38,8 +39,13 @@ def fresh_runtime() -> Iterator[None]:
     runtime.tuning_cache.clear()
     runtime.purge()
     runtime.configure(Settings())
+    # Of what another test has announced, this one knows nothing.
+    runtime.end_sampling()
+    runtime.stepping.policies = step_policies()
     log = logging.getLogger("onediff")
     before = log.handlers, log.level, log.propagate
+    # The script switches it off, and another test may have loaded that.
+    log.propagate = True
     yield
     remember_nothing()
     runtime.webui = None

@@ -11,7 +11,7 @@ from typing import Any
 import builders
 import pytest
 import torch
-from builders import SMALL_LDM, a_call, ldm_output, ldm_unet, our_output, relative_error
+from builders import FEW_NORMS_LDM, SMALL_LDM, a_call, ldm_output, ldm_unet, our_output, relative_error
 from torch import Tensor
 from torch.nn import functional
 
@@ -162,7 +162,7 @@ def test_what_joins_skips_is_called_as_the_host_calls_it(
     """Sides that cannot be halved have skips of another size."""
     monkeypatch.setattr(builders.ResizingTorch, "cat", staticmethod(FREEU))
     ops: Any = torch_ops
-    unet = ldm_unet(model_channels=32, num_res_blocks=1, channel_mult=[1, 2], num_heads=2, attention_resolutions=[2])
+    unet = ldm_unet(**FEW_NORMS_LDM)
     if triton:
         pytest.importorskip("triton", reason="needs Triton")
         from lib_onediff.devices.cuda.kernels.operators import NativeOperators

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import a_call, our_output, relative_error, shared_ldm_unet, shared_unet
+from exact_operators import attention as exact_attention
 from grid import grid
 from torch import Tensor
 from torch.backends import cuda as switches
@@ -38,11 +39,6 @@ SHAPES = {
 }
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = query.double() @ key.double().transpose(-1, -2) / math.sqrt(query.shape[-1])
-    return scores.softmax(-1) @ value.double()
-
-
 def flags() -> list[bool]:
     enabled = [switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled(), switches.math_sdp_enabled()]
     return enabled + ([switches.cudnn_sdp_enabled()] if hasattr(switches, "cudnn_sdp_enabled") else [])
@@ -61,7 +57,7 @@ def test_gemm_attention_is_exact_however_it_is_cut(kind: str, scores_bytes: int,
     output = gemm_attention(*inputs, scores_bytes=scores_bytes)
     assert output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
     assert output.shape == inputs[0].shape and output.dtype == dtype
-    assert relative_error(output.double(), exact(*inputs)) < ROUNDING[dtype]
+    assert relative_error(output.double(), exact_attention(*inputs)) < ROUNDING[dtype]
 
 
 def test_upcast_computes_in_float32() -> None:
@@ -69,7 +65,7 @@ def test_upcast_computes_in_float32() -> None:
     attention = Attention(Launches(TuningCache()))
     upcast = attention(*inputs, upcast=True)
     assert upcast.dtype == torch.float16 and torch.equal(upcast, torch_ops.attention(*inputs, upcast=True))
-    assert relative_error(upcast.double(), exact(*inputs)) < 4e-4
+    assert relative_error(upcast.double(), exact_attention(*inputs)) < 4e-4
 
 
 class Clock:

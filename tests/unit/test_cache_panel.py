@@ -5,26 +5,25 @@ import json
 import logging
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("gradio")
 
-import builders
 import gradio
-from panel_builders import MEBIBYTE, ROW, SHAPE, Seen, changed, used
-from test_warmup import SmallWebUI
+from panel_builders import MEBIBYTE, ROW, SHAPE, Seen, used
 
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache import panel as cache_panel
 from lib_onediff.ui.cache.panel import read_list
 from lib_onediff.ui.chore import Chore
 
-LARGE = changed(ROW, resolution="1024x1024", bytes=90 * MEBIBYTE, needs=100 * MEBIBYTE)
-SMALL = changed(ROW, resolution="64x64", bytes=0, needs=10 * MEBIBYTE)
-OTHER = changed(SMALL, model="SDXL")
-DECODE = changed(LARGE, model="VAE decoder", shapes=(changed(SHAPE, tokens=0),))
+LARGE = replace(ROW, resolution="1024x1024", bytes=90 * MEBIBYTE, needs=100 * MEBIBYTE)
+SMALL = replace(ROW, resolution="64x64", bytes=0, needs=10 * MEBIBYTE)
+OTHER = replace(SMALL, model="SDXL")
+DECODE = replace(LARGE, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))
 
 
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
@@ -50,9 +49,8 @@ def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:
 # --- purging ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_request_waits_for_an_image(monkeypatch: Any) -> None:
+def test_no_request_waits_for_an_image(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_panel, "SECONDS_FOR_A_CHORE", 0.05)
-    seen = Seen(SmallWebUI(builders.diffusers_unet()))
     used(seen.webui, 64)
     with seen.webui.lock:
         began = time.monotonic()
@@ -63,7 +61,6 @@ def test_no_request_waits_for_an_image(monkeypatch: Any) -> None:
         assert "Purging waits until no image is being made." in seen.text("below") and len(runtime.rows()) == 1
     seen.look_until_idle()
     assert "1 resolution purged" in seen.text("below") and runtime.rows() == []
-    seen.close()
 
 
 def test_a_chore_is_over_also_where_its_place_fails() -> None:

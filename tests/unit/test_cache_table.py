@@ -1,9 +1,10 @@
 """What the Cache page shows, as markup."""
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from panel_builders import ROW, SHAPE, TOTALS, changed, text_of
+from panel_builders import ROW, SHAPE, TOTALS, text_of
 
 from lib_onediff.core.sizes import Size
 from lib_onediff.prewarm.worker import Job
@@ -12,7 +13,7 @@ from lib_onediff.ui.cache import table as cache_table
 
 
 def test_totals() -> None:
-    rows = [ROW, changed(ROW, state="proved"), changed(ROW, state="failed", bytes=0)]
+    rows = [ROW, replace(ROW, state="proved"), replace(ROW, state="failed", bytes=0)]
     jobs = [Job(1, Size(64, 64), "panel", "done"), Job(2, Size(64, 64), "panel")]
     line = text_of(cache_table.totals_html(TOTALS, rows, jobs, Path("/cache/<onediff>")))
     for part in ("Graph memory 6 MiB", "Disk 3 MiB /cache/&lt;onediff&gt;", "Served by a graph 63 %", "Queue 1 size",
@@ -24,13 +25,13 @@ def test_totals() -> None:
 
 def test_what_low_bit_does_to_a_checkpoint() -> None:
     errors = [LowBitErrors("SDXL", 0.02, 0.01234, ()), LowBitErrors("SD1", 0.0, None, ())]
-    said = text_of(cache_table.totals_html(changed(TOTALS, low_bit_errors=errors), [], [], None))
+    said = text_of(cache_table.totals_html(replace(TOTALS, low_bit_errors=errors), [], [], None))
     assert "Low-bit on this SDXL checkpoint: error 1.2e-02 of 2.0e-02" in said
     assert "Low-bit on this SD1 checkpoint: no layer within 0.0e+00" in said
 
 
 def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
-    rows = [ROW, changed(ROW, resolution="64x64", shapes=(SHAPE, changed(SHAPE, batch=1)))]
+    rows = [ROW, replace(ROW, resolution="64x64", shapes=(SHAPE, replace(SHAPE, batch=1)))]
     markup = cache_table.resolutions_html(rows)
     text = text_of(markup)
     assert "512x768 ready SD1 12.3 ms 24.7 ms 2.0x faster 5 MiB frees 3 MiB 1.2 s saved 0.9 s 3" in text
@@ -41,23 +42,23 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
 
 def test_what_others_name_is_escaped() -> None:
     evil = "<script>alert('x')</script>\""
-    row = changed(ROW, model=evil, reason=evil, resolution=evil, shapes=(changed(SHAPE, reason=evil, dtype=evil),))
+    row = replace(ROW, model=evil, reason=evil, resolution=evil, shapes=(replace(SHAPE, reason=evil, dtype=evil),))
     job = Job(1, Size(64, 64), "panel", "failed", 0, 6, evil)
     markup = cache_table.resolutions_html([row]) + cache_table.jobs_html([job])
     assert "<script" not in markup and markup.count("&lt;script&gt;") > 5 and "alert('x')" not in markup
 
 
 def test_only_so_many_rows_are_shown() -> None:
-    rows = [changed(ROW, resolution=f"{64 + 8 * number}x64") for number in range(cache_table.MOST_ROWS + 3)]
+    rows = [replace(ROW, resolution=f"{64 + 8 * number}x64") for number in range(cache_table.MOST_ROWS + 3)]
     markup = cache_table.resolutions_html(rows)
     assert markup.count("<tbody>") == 2 * cache_table.MOST_ROWS and "3 more: choose a model" in markup
 
 
 def test_of_which_model_and_in_what_order() -> None:
     """What is in the queue for the first time has not been used, and comes first. A decode is no model's."""
-    queued = changed(ROW, resolution="72x64", model="SDXL", last_used=0.0, state="queued", shapes=())
-    rows = [changed(ROW, last_used=1.0), changed(ROW, resolution="64x64", last_used=2.0), queued]
-    decode = changed(ROW, model="VAE decoder", shapes=(changed(SHAPE, tokens=0),))
+    queued = replace(ROW, resolution="72x64", model="SDXL", last_used=0.0, state="queued", shapes=())
+    rows = [replace(ROW, last_used=1.0), replace(ROW, resolution="64x64", last_used=2.0), queued]
+    decode = replace(ROW, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))
     assert cache_table.models_of([*rows, decode]) == ["All models", "SD1", "SDXL"]
     for model, shown in (("All models", ["72x64", "64x64", "512x768"]), ("SDXL", ["72x64"]), ("SD2", [])):
         assert [row.resolution for row in cache_table.selected(rows, model)] == shown

@@ -71,10 +71,11 @@ def exclusively(work: Callable[[], Any]) -> Any:
     return work()
 
 
-def a_pair(seed: int = 7, kept: float = 1.0, seconds: tuple[float, float] = (2.0, 1.0)) -> Pair:
-    made = [Painter(kept).make({**FIRST, "seed": seed}, side.settings) for side in SIDES]
-    left, right = (replace(image, seconds=took) for image, took in zip(made, seconds, strict=True))
-    return Pair.of(seed, left, right)
+def a_pair(seconds: tuple[float, float]) -> Pair:
+    left, right = (
+        replace(Painter().make(FIRST, side.settings), seconds=took) for side, took in zip(SIDES, seconds, strict=True)
+    )
+    return Pair.of(FIRST["seed"], left, right)
 
 
 # --- what is asked for --------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_failure_is_a_sentence() -> None:
     ([(5.6, 1), (0.84, 1), (1.2, 1)], "no measurable difference"),
 ])
 def test_how_times_compare(seconds: list[tuple[float, float]], says: str) -> None:
-    assert speed_of_right([a_pair(seconds=each) for each in seconds]) == says
+    assert speed_of_right([a_pair(each) for each in seconds]) == says
 
 
 def test_the_difference_shows_where() -> None:

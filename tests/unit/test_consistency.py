@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,19 +66,19 @@ def test_another_text_gets_a_sentence(text: str) -> None:
 
 def test_facts_of_a_webui(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, where they are there; a file is named without its folder."""
-    modules = ModuleType("modules")
-    modules.shared = SimpleNamespace(
+    shared = SimpleNamespace(
         cmd_opts=SimpleNamespace(no_half=True, precision="full", api_auth="me:secret", ckpt_dir="/home/somebody"),
         opts=SimpleNamespace(upcast_attn=True, sd_vae="a/b.safetensors", outdir_samples="/home/somebody", s_churn=0.5),
     )
     loaded = SimpleNamespace(sd_checkpoint_info=SimpleNamespace(name_for_extra="sub/model"), sd_model_hash="abc")
-    modules.sd_models = SimpleNamespace(model_data=SimpleNamespace(sd_model=loaded))
-    monkeypatch.setitem(sys.modules, "modules", modules)
-    for name in ("shared", "sd_models"):
-        monkeypatch.setitem(sys.modules, f"modules.{name}", getattr(modules, name))
-    hijack = SimpleNamespace(model_hijack=SimpleNamespace(optimization_method="sdp"))
-    monkeypatch.setitem(sys.modules, "modules.sd_hijack", hijack)
-    monkeypatch.setitem(sys.modules, "modules.devices", SimpleNamespace(dtype=torch.float32, dtype_vae=torch.bfloat16))
+    modules = {
+        "shared": shared, "sd_models": SimpleNamespace(model_data=SimpleNamespace(sd_model=loaded)),
+        "sd_hijack": SimpleNamespace(model_hijack=SimpleNamespace(optimization_method="sdp")),
+        "devices": SimpleNamespace(dtype=torch.float32, dtype_vae=torch.bfloat16),
+    }
+    monkeypatch.setitem(sys.modules, "modules", SimpleNamespace(**modules))
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"modules.{name}", module)
     facts = host_facts("A1111 v1.10.1")
     assert facts["WebUI"] == {
         "Release": "A1111 v1.10.1", "Attention": "sdp", "Type": "float32", "Type of the VAE": "bfloat16",

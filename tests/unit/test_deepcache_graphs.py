@@ -5,6 +5,7 @@ import pytest
 import torch
 from builders import SMALL_XL
 from graph_builders import PretendedGraphs
+from ladder_builders import NATIVE
 from samplings import (  # noqa: F401
     STEPS,
     Rig,
@@ -13,20 +14,19 @@ from samplings import (  # noqa: F401
     few_steps_suffice,
 )
 
+from lib_onediff.core.call import CACHED, FULL
 from lib_onediff.core.table import Entry, State
 from lib_onediff.families.unet import forward as compute
 from lib_onediff.runtime.runtime import runtime
 
-FULL, CACHED = "full", "cached"
+
+@pytest.fixture
+def rig(pretended: PretendedGraphs) -> Rig:
+    return Rig(SMALL_XL, runtime=runtime)
 
 
-def rig_of(**options: object) -> Rig:
-    return Rig(SMALL_XL, runtime=runtime, **options)
-
-
-def entry(part: str, backend: str = "native", batch: int = 2) -> Entry:
-    [found] = [entry for entry in runtime.table.entries()
-               if (entry.key.part, entry.key.backend, entry.key.batch) == (part, backend, batch)]
+def entry(part: str) -> Entry:
+    [found] = [entry for entry in runtime.table.entries() if (entry.key.part, entry.key.backend) == (part, NATIVE)]
     return found
 
 
@@ -43,8 +43,7 @@ def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("c
     return routes
 
 
-def test_both_halves_are_captured_and_replayed(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
+def test_both_halves_are_captured_and_replayed(rig: Rig, pretended: PretendedGraphs) -> None:
     assert sample(rig) == ["plain", "plain", "graph", "plain", "graph", "graph", "graph", "graph"]
     assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2
     assert len(pretended.captured) == 2
@@ -53,9 +52,10 @@ def test_both_halves_are_captured_and_replayed(pretended: PretendedGraphs) -> No
     assert len(pretended.captured) == 2
 
 
-def test_other_weights_in_mid_sampling_make_the_next_call_of_each_prompt_full(pretended: PretendedGraphs) -> None:
+def test_other_weights_in_mid_sampling_make_the_next_call_of_each_prompt_full(
+    rig: Rig, pretended: PretendedGraphs
+) -> None:
     """The first of them finds the change out; the other's feature is as old."""
-    rig = rig_of()
     prompts = (("cat",), ("ugly",))
     for _ in range(2):
         sample(rig, prompts=prompts)
@@ -71,8 +71,7 @@ def test_other_weights_in_mid_sampling_make_the_next_call_of_each_prompt_full(pr
     assert runtime.call_stats.route == "graph"
 
 
-def test_pre_warming_makes_both_halves_ready(pretended: PretendedGraphs) -> None:
-    rig = rig_of()
+def test_pre_warming_makes_both_halves_ready(rig: Rig) -> None:
     with runtime.wait_for_compile():
         for _ in range(3):
             rig.run(call_of(rig.unet, 500.0))
@@ -81,26 +80,20 @@ def test_pre_warming_makes_both_halves_ready(pretended: PretendedGraphs) -> None
     assert rig.reason == ""
 
 
-def test_a_shallow_half_that_fails_leaves_the_full_one(
-    pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shallow_half_that_fails_leaves_the_full_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> torch.Tensor:
         raise RuntimeError("a kernel is missing")
 
     monkeypatch.setattr(compute, "cached_pass", broken)
-    rig = rig_of()
     rig.begin(STEPS[:6])
     assert rig.sample(STEPS[:6]) == [FULL] * 6
     assert entry(CACHED).state is State.FAILED
     assert "cached pass failed: a kernel is missing" in rig.reason
 
 
-def test_a_shallow_half_that_is_not_the_full_one_is_not_used(
-    pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shallow_half_that_is_not_the_full_one_is_not_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     right = compute.cached_pass
     monkeypatch.setattr(compute, "cached_pass", lambda *args: right(*args) * 1.01)
-    rig = rig_of()
     rig.begin(STEPS[:4])
     assert rig.sample(STEPS[:4]) == [FULL] * 4
     assert "differs from the full one by 1.0e-02" in rig.reason

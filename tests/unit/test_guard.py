@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import Any
 
 import pytest
@@ -30,13 +29,6 @@ def broken(original: Any, module: Any, x: int) -> int:
     raise IndexError("first line\nsecond line")
 
 
-@pytest.fixture
-def console(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    # The script switches propagation off, and another test may have loaded it.
-    monkeypatch.setattr(logging.getLogger("onediff"), "propagate", True)
-    return caplog
-
-
 def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() -> None:
     guard, told = Guard(), []
     ours = KeyError("ours")
@@ -52,17 +44,17 @@ def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() 
     assert patched(fails_after_the_host_has_recovered, guard, told).owner().forward(1) == 2 and told == guard.faults
 
 
-def test_what_the_host_raises_is_its_own(console: Any) -> None:
+def test_what_the_host_raises_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
     guard, told = Guard(), []
     module = patched(lambda original, module, x: original(module, x), guard, told).owner()
     with pytest.raises(ValueError, match="the host's own") as raised:
         module.forward(-1)
     # Where our hook stands in for the host's function and hands it back, and nothing between.
     assert [frame.name for frame in raised.traceback][1:] == ["patched", "serve", "forward"]
-    assert told == [] and guard.faults == [] and not guard.suspended and console.records == []
+    assert told == [] and guard.faults == [] and not guard.suspended and caplog.records == []
 
 
-def test_hooks_return_what_the_host_can_go_on_with(console: Any) -> None:
+def test_hooks_return_what_the_host_can_go_on_with(caplog: pytest.LogCaptureFixture) -> None:
     guard = Guard()
 
     @guard.hook("the page", otherwise=[])
@@ -77,13 +69,13 @@ def test_hooks_return_what_the_host_can_go_on_with(console: Any) -> None:
     assert settings() is None
     assert guard.suspended == "a fault of OneDiff in the settings, please report it: no settings"
     assert guard.attempt("watching", lambda: [][1], 7) == 7 and guard.attempt("watching", lambda: 3) == 3
-    assert len(guard.faults) == 3 and len(console.records) == 3
+    assert len(guard.faults) == 3 and len(caplog.records) == 3
     for _ in range(5):
         page()
-    assert len(console.records) == 3, "the same fault is logged once"
+    assert len(caplog.records) == 3, "the same fault is logged once"
 
 
-def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(console: Any) -> None:
+def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """The runtime runs the host where its route fails, and returns; the VAE's decode that follows is the host's too."""
     guard, told = Guard(), []
 

@@ -1,7 +1,6 @@
 """Guidance that ends early: which calls are computed by the prompt's rows alone, what they answer, why not others."""
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,8 +88,7 @@ def test_what_the_first_step_has_shown_stays_where_weights_move_and_a_page_looks
         assert ours.run(call, refusing("several prompts"))[0] == WHOLE
 
 
-def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("onediff"), "propagate", True)
+def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture) -> None:
     ours = Samplings("guidance")
     ours.begin()
 
@@ -107,7 +105,7 @@ def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture, m
     assert ours.reason == "Skipping the negative prompt rests: a fault of OneDiff"
 
 
-def test_where_the_host_fails_on_half_it_runs_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_host_fails_on_half_it_runs_the_whole() -> None:
     ours = Samplings("guidance")
     ours.begin()
     assert ours.sample(STEPS[:10]) == steps(10, 10)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from api_builders import SECONDS, LockOnly, wait_until
@@ -26,10 +27,10 @@ def queue() -> Iterator[WarmUp]:
     queue.stop(SECONDS)
 
 
-def a_row(resolution: str, model: str, state: str = "ready") -> ResolutionRow:
+def a_row(resolution: str, model: str) -> ResolutionRow:
     history = [HistoryRow("architecture", model, resolution, 2, 77, "float16", step_ms=10.0)]
     (row,) = rows_of([], history)
-    return type(row)(**{**vars(row), "state": state})
+    return replace(row, state="ready")
 
 
 def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:

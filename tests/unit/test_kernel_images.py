@@ -12,19 +12,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from test_kernel_group_norm import DEVICE, NEAREST, random_image
+
 from lib_onediff.core.operators import Stream
 from lib_onediff.devices.cuda.kernels.images import add_and_measure, resize
 from lib_onediff.devices.cuda.kernels.launch_config import ADDITION, GEGLU, LAYER_NORM, LaunchConfig
 from lib_onediff.devices.cuda.kernels.tokens import geglu, layer_norm, materialize
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
-NEAREST = {torch.float16: 0.51, torch.bfloat16: 0.51 if DEVICE.type == "cuda" else 1.01}
 SHAPES = [(2, 48, 5, 7), (1, 320, 3, 3), (3, 33, 1, 1), (1, 64, 13, 10), (1, 130, 8, 8)]
-
-
-def random_image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape).to(DEVICE, dtype).to(memory_format=torch.channels_last)
 
 
 def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchConfig) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from builders import relative_error
+from exact_operators import attention as exact_attention
 from grid import grid
 from torch import Tensor
 
@@ -154,11 +155,6 @@ SHAPES = {
 }
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = query.double() @ key.double().transpose(-1, -2) / query.shape[-1] ** 0.5
-    return scores.softmax(-1) @ value.double()
-
-
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
@@ -169,7 +165,7 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
     assert all(map(heads_lie_beside, inputs))
     output = attention(*inputs)
     assert output.shape == query and output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
-    assert relative_error(output.double(), exact(*inputs)) < ROUNDING[dtype]
+    assert relative_error(output.double(), exact_attention(*inputs)) < ROUNDING[dtype]
     assert not heads_lie_beside(torch.zeros(2, 3, 10, 64, device=DEVICE)), "those are not taken"
 
 
@@ -180,13 +176,13 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
 )
 def test_every_cut_gives_the_same(width: int, config: LaunchConfig) -> None:
     inputs = inputs_of(random_on(DEVICE, torch.float16), (1, 2, 70, width), (1, 2, 154, width))
-    assert relative_error(attention(*inputs, config).double(), exact(*inputs)) < ROUNDING[torch.float16]
+    assert relative_error(attention(*inputs, config).double(), exact_attention(*inputs)) < ROUNDING[torch.float16]
 
 
 def test_large_scores_do_not_overflow() -> None:
     query, key, value = inputs_of(random_on(DEVICE, torch.float16), (1, 1, 20, 64), (1, 1, 77, 64))
     inputs = 60 * query, 60 * key, value
-    assert relative_error(attention(*inputs).double(), exact(*inputs)) < 2e-3
+    assert relative_error(attention(*inputs).double(), exact_attention(*inputs)) < 2e-3
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -8,7 +8,9 @@ from functools import cache
 import pytest
 import torch
 from builders import (
+    FEW_NORMS_LDM,
     SMALL,
+    SMALL_LDM,
     SMALL_XL,
     a_call,
     diffusers_unet,
@@ -30,16 +32,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE = 1e-5
 # The interpreter takes a millisecond or more for each group.
 FEW_GROUPS = {"norm_num_groups": 2}
-TINY_LDM = {"model_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 2], "num_heads": 2}
 UNETS: dict[str, Callable[[], nn.Module]] = {
     "SD1": lambda: diffusers_unet(**{**SMALL, **FEW_GROUPS}),
     "SD2": lambda: diffusers_unet(**{
         **SMALL, **FEW_GROUPS, "use_linear_projection": True, "upcast_attention": True, "attention_head_dim": (2, 4)
     }),
     "SDXL": lambda: diffusers_unet(**{**SMALL_XL, **FEW_GROUPS}),
-    "ldm SD1": lambda: ldm_unet(**TINY_LDM, attention_resolutions=[2]),
+    "ldm SD1": lambda: ldm_unet(**FEW_NORMS_LDM),
     "ldm SD2": lambda: ldm_unet(
-        **{**TINY_LDM, "num_heads": -1}, attention_resolutions=[1], num_head_channels=8, use_linear_in_transformer=True
+        **{**SMALL_LDM, "num_heads": -1, "attention_resolutions": [1]}, num_head_channels=8,
+        use_linear_in_transformer=True,
     ),
 }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import CONTEXT_WIDTH, a_call, ldm_unet, our_output, relative_error, shared_ldm_unet
+from builders import CONTEXT_WIDTH, FEW_NORMS_LDM, a_call, ldm_unet, our_output, relative_error, shared_ldm_unet
 from comfy_unet import attended, patched_output
 from grid import first, grid
 from torch import Tensor
@@ -98,13 +98,6 @@ def ours(unet: Any, call: Call, options: Options, read: frozenset[str] = READ) -
     return unet_call(unet, HostCall(call.latent, call.timestep, call.context, None, None, options, {}), False, read)
 
 
-def tiny_ldm_unet() -> Any:
-    """Triton's interpreter takes a millisecond or more for each group of a norm."""
-    return ldm_unet(
-        model_channels=32, num_res_blocks=1, channel_mult=[1, 2], num_heads=2, attention_resolutions=[2]
-    )
-
-
 def copied(options: Options) -> Options:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in options.items()}
 
@@ -128,7 +121,7 @@ def test_so_do_our_kernels(case: str) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
-    unet = tiny_ldm_unet()
+    unet = ldm_unet(**FEW_NORMS_LDM)
     call = a_call(unet, 4, 8, 1, 5)
     options = CASES[case]
     made = ours(unet, call, copied(options))

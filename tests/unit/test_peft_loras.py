@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import (
-    SMALL_XL,
-    a_call,
-    diffusers_output,
-    diffusers_unet,
-    relative_error,
-    served,
-)
+from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from torch import Tensor, nn
 
 import lib_onediff
@@ -60,11 +53,11 @@ def disabled(unet: Any) -> None:
     unet.disable_lora()
 
 
-def files(unet: Any, seed: int, rank: int, targets: tuple[str, ...] = ("to_q", "to_v")) -> dict[str, Tensor]:
+def files(unet: Any, seed: int, rank: int) -> dict[str, Tensor]:
     """A LoRA as in a file."""
     generator, state = torch.Generator().manual_seed(seed), {}
     for path, module in unet.named_modules():
-        if isinstance(module, nn.Linear) and path.removesuffix(".base_layer").endswith(targets):
+        if isinstance(module, nn.Linear) and path.removesuffix(".base_layer").endswith(("to_q", "to_v")):
             path = path.removesuffix(".base_layer")
             state[f"{path}.lora_A.weight"] = 0.1 * torch.randn(rank, module.in_features, generator=generator)
             state[f"{path}.lora_B.weight"] = 0.1 * torch.randn(module.out_features, rank, generator=generator)
@@ -132,8 +125,8 @@ def is_ours(unet: Any, seed: int = 0, call: Call | None = None, **others: Any) -
     return output
 
 
-def is_the_hosts(unet: Any, reason: str, seed: int = 0, **others: Any) -> None:
-    call = a_call(unet, seed=seed)
+def is_the_hosts(unet: Any, reason: str, **others: Any) -> None:
+    call = a_call(unet)
     output = served(unet, call, **others)
     assert lib_onediff.status()["route"] == "host" and reason in lib_onediff.status()["reason"], lib_onediff.status()
     assert torch.equal(output, diffusers_output(unet, call, **others))
@@ -195,15 +188,11 @@ def dora(unet: Any) -> None:
     add(unet, use_dora=True)
 
 
-def other_kind(kind: str, **config: Any) -> Callable[[Any], None]:
-    def put(unet: Any) -> None:
-        import peft
+def loha(unet: Any) -> None:
+    import peft
 
-        adapter = getattr(peft, f"{kind}Config")(target_modules=["to_q"], **config)
-        peft.inject_adapter_in_model(adapter, unet, "a")
-        unet.eval()
-
-    return put
+    peft.inject_adapter_in_model(peft.LoHaConfig(target_modules=["to_q"]), unet, "a")
+    unet.eval()
 
 
 def hooked(unet: Any, path: str) -> None:
@@ -219,7 +208,7 @@ def replaced(unet: Any, path: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "DoRA": (dora, "the LoRA a is not a plain one (D"),
-    "LoHa": (other_kind("LoHa"), "peft.tuners.loha.layer.Linear"),
+    "LoHa": (loha, "peft.tuners.loha.layer.Linear"),
     "modules to save": (lambda unet: add(unet, modules_to_save=["conv_out"]), "peft.utils.other.ModulesToSaveWrapper"),
     "a hook on a LoRA": (lambda unet: hooked(unet, TO_QUERY), f"{TO_QUERY} has a forward hook"),
     "a hook within": (lambda unet: hooked(unet, f"{TO_QUERY}.lora_A.a"), f"{TO_QUERY}.lora_A.a has a forward hook"),

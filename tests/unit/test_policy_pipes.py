@@ -24,12 +24,6 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("Future
 STEPS = 12
 
 
-@pytest.fixture(autouse=True)
-def nothing_announced() -> None:
-    # Of what a WebUI in another test has announced, these know nothing.
-    runtime.end_sampling()
-
-
 class Called(NamedTuple):
     """A UNet call of a pipeline, and what it was answered."""
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -125,11 +126,9 @@ def test_threads_take_turns() -> None:
         with applied(other):
             time.sleep(0.02)
 
-    threads = [threading.Thread(target=work) for work in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        for ended in [threads.submit(first), threads.submit(second)]:
+            ended.result()
     assert standing() == before and seen == [not other[0][1]]
 
 

@@ -21,11 +21,9 @@ from lib_onediff.runtime.runtime import runtime
 
 
 @pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    runtime.tuning_cache.clear()
+def switches_stay_as_they_are() -> Iterator[None]:
     before = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
     yield
-    runtime.tuning_cache.clear()
     assert {name: SWITCHES[name].state() for name in before} == before
 
 

@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from builders import a_call, diffusers_output, served
+from builders import a_call, diffusers_output, generating, served
 from graph_builders import PretendedCard, PretendedGraphs
 from ladder_builders import Weather, attached, error, make_ready, now, reason, states
 from torch import Tensor, nn
@@ -141,12 +140,10 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     make_ready(unet, (8, 8))
     for parameter in unet.parameters():
         parameter.data = parameter.data.clone()
-    p = SimpleNamespace()
-    runtime.generations.begin(p, Settings())
     emptied = card.emptied
-    runtime.pressure._note_lost()
-    assert card.emptied == emptied and runtime.services.managed.get(unet).runners
-    runtime.generations.end(p)
+    with generating(runtime, Settings()):
+        runtime.pressure._note_lost()
+        assert card.emptied == emptied and runtime.services.managed.get(unet).runners
     runtime.pressure._note_lost()
     assert card.emptied > emptied and not runtime.services.managed.get(unet).runners
 

@@ -60,7 +60,7 @@ def test_state_is_the_best_and_the_reason_the_latest() -> None:
 def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
-    before = runtime.rows(), runtime.totals().vram
+    before = [row.bytes for row in runtime.rows()], runtime.totals().vram
     held, done = threading.Event(), threading.Event()
 
     def call() -> None:
@@ -73,9 +73,7 @@ def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
     held.wait(30)
     began = time.perf_counter()
     try:
-        assert ([row.bytes for row in runtime.rows()], runtime.totals().vram) == (
-            [row.bytes for row in before[0]], before[1]
-        )
+        assert ([row.bytes for row in runtime.rows()], runtime.totals().vram) == before
         assert time.perf_counter() - began < 1
     finally:
         done.set()

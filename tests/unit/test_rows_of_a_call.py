@@ -21,10 +21,10 @@ from lib_onediff.core.call import (
 from lib_onediff.core.inputs import take_rows
 
 
-def whole_call(batch: int = 4) -> Call:
-    rows = lambda *shape: torch.randn(batch, *shape)  # noqa: E731
+def whole_call() -> Call:
+    rows = lambda *shape: torch.randn(4, *shape)  # noqa: E731
     return Call(
-        rows(4, 8, 8), torch.full((1,), 500.0).expand(batch), rows(77, 48), rows(136), rows(24),
+        rows(4, 8, 8), torch.full((1,), 500.0).expand(4), rows(77, 48), rows(136), rows(24),
         Control((None, rows(16, 8, 8)), (rows(64, 1, 1),), (torch.ones(1, 16, 8, 8), None)),
         image_prompts=(ImagePrompt(rows(4, 32), {"attn": (0, 32)}),),
     )

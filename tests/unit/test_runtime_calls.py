@@ -3,14 +3,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, generating, relative_error, served
+from ladder_builders import error, now, reason
 from torch import Tensor
 
 import lib_onediff
@@ -116,11 +117,7 @@ def test_switched_off_is_the_hosts_image(own: Runtime, how: str) -> None:
 
 
 def route() -> str:
-    return lib_onediff.status()["route"]
-
-
-def reason() -> str:
-    return lib_onediff.status()["reason"]
+    return now()[1]
 
 
 @pytest.mark.parametrize("at", ["managed_and_settings", "adopt"])
@@ -175,31 +172,19 @@ def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[Call],
     with pytest.raises((RuntimeError, ValueError, TypeError)) as expected:
         diffusers_output(unet, call)
     lib_onediff.compile_unet(unet)
-    with pytest.raises(expected.type) as error:
+    with pytest.raises(expected.type) as raised:
         served(unet, call)
-    assert str(error.value) == str(expected.value)
+    assert str(raised.value) == str(expected.value)
     served(unet, a_call(unet))
     assert route() == "plain", reason()
 
 
 def test_two_unets_in_two_threads_get_their_own_images() -> None:
     unets = [lib_onediff.compile_unet(diffusers_unet(seed)) for seed in (1, 2)]
-    wrong: list[Any] = []
 
-    def work(unet: Any) -> None:
-        for seed in range(6):
-            call = a_call(unet, 8, 8 + seed % 2, seed=seed)
-            expected = diffusers_output(unet, call)
-            try:
-                error = relative_error(served(unet, call), expected)
-            except Exception as failure:  # a thread's exception would be lost
-                wrong.append(failure)
-            else:
-                wrong.extend([error] if error > 1e-5 else [])
+    def worst(unet: Any) -> float:
+        return max(error(unet, a_call(unet, 8, 8 + seed % 2, seed=seed)) for seed in range(6))
 
-    threads = [threading.Thread(target=work, args=(unet,)) for unet in unets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert wrong == [] and len(runtime.table.entries()) == 2
+    with ThreadPoolExecutor(2) as threads:
+        assert max(threads.map(worst, unets)) < 1e-5
+    assert len(runtime.table.entries()) == 2

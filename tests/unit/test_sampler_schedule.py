@@ -82,11 +82,7 @@ class Generation:
 @pytest.fixture(autouse=True)
 def webui(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     opts = types.SimpleNamespace()
-    package, shared = types.ModuleType("modules"), types.ModuleType("modules.shared")
-    shared.opts = package.shared = opts
-    package.shared = shared
-    monkeypatch.setitem(sys.modules, "modules", package)
-    monkeypatch.setitem(sys.modules, "modules.shared", shared)
+    monkeypatch.setitem(sys.modules, "modules", types.SimpleNamespace(shared=types.SimpleNamespace(opts=opts)))
     return opts
 
 

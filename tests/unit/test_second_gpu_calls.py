@@ -2,7 +2,7 @@
 copy of the weights follows."""
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import diffusers_unet
 from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
-from torch import Tensor, nn
+from torch import nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
 from lib_onediff.core.call import Control, PatchPoints, PromptRows, half_of
@@ -68,18 +68,8 @@ def test_two_threads_get_their_own_rows() -> None:
     image.begin()
     calls = [image.call(time) for time in STEPS]
     expected = [exact(image, call) for call in calls]
-    found: list[Tensor | None] = [None] * len(calls)
-
-    def work(start: int) -> None:
-        for place in range(start, len(calls), 2):
-            found[place] = image.run(calls[place])
-
-    threads = [threading.Thread(target=work, args=(start,)) for start in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert all(output is not None and near(output, one) for output, one in zip(found, expected, strict=True))
+    with ThreadPoolExecutor(2) as threads:
+        assert all(map(near, threads.map(image.run, calls), expected))
     assert image.second["calls"] == len(calls) and image.runtime.guard.faults == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import a_call, compute, our_output, relative_error, shared_ldm_unet
+from builders import a_call, compute, diffusers_arguments, our_output, relative_error, shared_ldm_unet
 from ladder_builders import entry_of, now, reason
 from tape import TapeRecording
 from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
@@ -96,10 +96,8 @@ def put(unet: nn.Module, processor: Any) -> Any:
     return processor
 
 
-def error(unet: nn.Module, seed: int = 0, size: tuple[int, int] = (8, 8)) -> float:
-    from builders import diffusers_arguments
-
-    given = diffusers_arguments(a_call(unet, *size, seed=seed))
+def error(unet: nn.Module, seed: int) -> float:
+    given = diffusers_arguments(a_call(unet, seed=seed))
     with torch.no_grad():
         torch.manual_seed(SEED)
         random.seed(SEED)

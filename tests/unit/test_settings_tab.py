@@ -67,10 +67,7 @@ def test_what_an_earlier_version_has_stored_is_understood(stored: dict[str, Any]
     assert runtime.settings == Settings(**wanted)
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(settings_tab.log, "propagate", True)
+def test_a_folder_that_cannot_be_written_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runtime.history.open(tmp_path)
     settings_tab.tell_of_trouble()
     assert not caplog.records
@@ -93,9 +90,8 @@ def test_a_folder_that_cannot_be_written_is_told_at_the_start(
     ("onediff_backend", "warp", "is one of"),
 ])
 def test_invalid_values_give_a_sentence_and_the_old_value_stays(
-    key: str, value: Any, part: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    key: str, value: Any, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(settings_tab.log, "propagate", True)
     opts, _ = the_options()
     opts.set("onediff_prewarm", "64x64")
     before, standing = dict(opts.data), runtime.settings

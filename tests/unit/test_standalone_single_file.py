@@ -22,12 +22,14 @@ from lib_onediff.demo.models import load_model
 
 TEXT_WIDTH = 64
 # What the narrow networks of these tests have in place of the real ones' numbers.
-NARROW = {
-    "sd1": {"unet": {"block_out_channels": [32, 64, 128, 128]}, "text_encoder": {"num_attention_heads": 1}},
-}
 NARROW_TEXT = {
     "hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "vocab_size": BYTE_TOKENS, "num_hidden_layers": 2,
-    "bos_token_id": BYTE_TOKENS - 2, "eos_token_id": BYTE_TOKENS - 1, "pad_token_id": BYTE_TOKENS - 1,
+    "num_attention_heads": 1, "bos_token_id": BYTE_TOKENS - 2, "eos_token_id": BYTE_TOKENS - 1,
+}
+NARROW: dict[str, dict[str, Any]] = {
+    "vae": {"block_out_channels": [32, 64, 64, 64]},
+    "unet": {"block_out_channels": [32, 64, 128, 128], "cross_attention_dim": TEXT_WIDTH},
+    "text_encoder": {**NARROW_TEXT, "pad_token_id": BYTE_TOKENS - 1},
 }
 
 
@@ -35,12 +37,8 @@ NARROW_TEXT = {
 def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations of narrow networks."""
     configs = json.loads(models.CONFIGS.read_text(encoding="utf-8"))
-    for family, parts in NARROW.items():
-        configs[family]["vae/config.json"]["block_out_channels"] = [32, 64, 64, 64]
-        configs[family]["unet/config.json"]["cross_attention_dim"] = TEXT_WIDTH
-        for part, changes in parts.items():
-            text = NARROW_TEXT if part.startswith("text") else {}
-            configs[family][f"{part}/config.json"].update({**text, **changes})
+    for part, changes in NARROW.items():
+        configs["sd1"][f"{part}/config.json"].update(changes)
     (tmp_path / "configs.json").write_text(json.dumps(configs), encoding="utf-8")
     monkeypatch.setattr(models, "CONFIGS", tmp_path / "configs.json")
 
@@ -71,35 +69,27 @@ def ldm_vae() -> nn.Module:
 def clip_text() -> nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    return randomise(CLIPTextModel(CLIPTextConfig(
-        vocab_size=BYTE_TOKENS, hidden_size=TEXT_WIDTH, intermediate_size=4 * TEXT_WIDTH, num_hidden_layers=2,
-        num_attention_heads=1, bos_token_id=BYTE_TOKENS - 2, eos_token_id=BYTE_TOKENS - 1,
-    )))
+    return randomise(CLIPTextModel(CLIPTextConfig(**NARROW_TEXT)))
 
 
-def checkpoint(unet: nn.Module, text: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A whole checkpoint; text has its full names already."""
-    parts = {"model.diffusion_model.": unet.state_dict(), "first_stage_model.": ldm_vae().state_dict(), "": text}
-    return {prefix + name: value.contiguous() for prefix, part in parts.items() for name, value in part.items()}
-
-
-def named(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {prefix + name: value for name, value in weights.items()}
-
-
-def write(folder: Path, weights: dict[str, Tensor], name: str = "model.safetensors") -> Path:
+def write(folder: Path, weights: dict[str, Tensor]) -> Path:
     """Write a checkpoint, and a byte tokenizer beside it."""
     place = folder / "tokenizer"
     place.mkdir()
     write_byte_vocabulary(place)
-    save_file(weights, folder / name)
-    return folder / name
+    save_file(weights, folder / "model.safetensors")
+    return folder / "model.safetensors"
 
 
 def sd1_weights(unet: nn.Module | None = None) -> dict[str, Tensor]:
+    """A whole checkpoint."""
     # transformers 5 leaves out a part of the names that checkpoints have.
     text = {name.removeprefix("text_model."): value for name, value in clip_text().state_dict().items()}
-    return checkpoint(unet or ldm_unet(), named("cond_stage_model.transformer.text_model.", text))
+    parts = {
+        "model.diffusion_model.": (unet or ldm_unet()).state_dict(), "first_stage_model.": ldm_vae().state_dict(),
+        "cond_stage_model.transformer.text_model.": text,
+    }
+    return {prefix + name: value.contiguous() for prefix, part in parts.items() for name, value in part.items()}
 
 
 def assert_same_unet(loaded: Any, original: nn.Module) -> None:

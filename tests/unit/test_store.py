@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -59,13 +60,11 @@ def test_threads_record_while_another_commits(tmp_path: Path) -> None:
         for _ in range(500):
             history.record(row())
 
-    committer, *workers = threading.Thread(target=commit), *(threading.Thread(target=record) for _ in range(4))
-    for thread in (committer, *workers):
-        thread.start()
-    for thread in workers:
-        thread.join()
-    stop.set()
-    committer.join()
+    with ThreadPoolExecutor(5) as threads:
+        committer, *workers = (threads.submit(work) for work in (commit, *[record] * 4))
+        wait(workers)
+        stop.set()
+        committer.result()
     assert uses(history) == uses(opened(tmp_path)) == {"512x512": 2000}
 
 

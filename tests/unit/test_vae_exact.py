@@ -26,7 +26,6 @@ from vae_builders import (
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_decoder
 from lib_onediff.families.vae import Decoding
-from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import parameters_now
 from lib_onediff.weights.bound import BoundUNet
 
@@ -144,4 +143,3 @@ def test_an_encoder_that_overflows() -> None:
         latent = our_picture(encoder, picture)
         assert last() == ("ours", f"{reason}, because this VAE overflows in float16")
         assert latent.dtype == torch.float16 and relative_error(latent.float(), expected) < 1e-3
-    runtime.tuning_cache.clear()

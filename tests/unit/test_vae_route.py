@@ -2,15 +2,15 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from builders import relative_error
+from builders import generating, relative_error
 from ladder_builders import pretend_a_gpu
 from torch import Tensor
 from vae_builders import Host, a_latent, decode, decodes, diffusers_vae, host_picture, last, our_picture
@@ -105,32 +105,21 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
 
 
 def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
-    latent, generation = a_latent(host.decoder), SimpleNamespace()
-    runtime.generations.begin(generation, Settings(enabled=False), "Not today.")
-    decode(host, latent)
-    assert last() == ("host", "Not today.")
-    runtime.generations.end(generation)
+    latent = a_latent(host.decoder)
+    with generating(runtime, Settings(enabled=False), "Not today."):
+        decode(host, latent)
+        assert last() == ("host", "Not today.")
     decode(host, latent)
     assert last() == ("ours", "")
 
 
 def test_two_threads_decode_at_once(host: Host) -> None:
     """A1111 decodes its live preview on the thread of the page's request."""
-    latents = [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
-    wrong: list[Any] = []
-
-    def work(latent: Tensor) -> None:
-        for _ in range(5):
-            picture = decode(host, latent)
-            if not torch.allclose(picture, host_picture(host.decoder, latent), atol=1e-5):
-                wrong.append(picture)
-
-    threads = [threading.Thread(target=work, args=(latent,)) for latent in latents]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and decodes() == {"ours": 20, "host": 0}
+    latents = 5 * [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
+    with ThreadPoolExecutor(4) as threads:
+        for latent, picture in zip(latents, threads.map(partial(decode, host), latents), strict=True):
+            assert torch.allclose(picture, host_picture(host.decoder, latent), atol=1e-5)
+    assert decodes() == {"ours": 20, "host": 0}
 
 
 def test_nothing_of_ours_keeps_a_decoder_alive(host: Host) -> None:

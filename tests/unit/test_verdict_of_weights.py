@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL_XL, a_call, diffusers_arguments, diffusers_unet, relative_error
+from builders import SMALL_XL, a_call, diffusers_unet
+from ladder_builders import error
 from torch import nn
 
 import lib_onediff
@@ -40,10 +41,7 @@ def checkpoint(loud: bool) -> Any:
 
 def route_of(unet: nn.Module, **change: Any) -> str:
     """The route of a call, whose output must be the host's."""
-    given = diffusers_arguments(replace(a_call(unet), **change))
-    with torch.no_grad():
-        output, expected = unet(**given).sample, type(unet).forward(unet, **given).sample
-    assert relative_error(output, expected) < CLOSE
+    assert error(unet, replace(a_call(unet), **change)) < CLOSE
     return str(runtime.status()["route"])
 
 

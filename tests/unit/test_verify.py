@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -25,7 +26,7 @@ from lib_onediff.store.history import History
 def an_entry(dtype: torch.dtype = torch.float32, **more: object) -> Entry:
     unet = shared_unet("small")
     key = ShapeKey.of(FAMILIES.read(unet).architecture, dtype, a_call(unet), "eager")
-    return Entry(type(key)(**{**vars(key), "dtype": dtype, **more}))
+    return Entry(replace(key, dtype=dtype, **more))
 
 
 ONEFLOW = OneFlow.traits.errors

@@ -24,7 +24,7 @@ from builders import (
 )
 from graph_builders import PretendedGraphs
 from grid import WHOLE, grid
-from ladder_builders import NATIVE
+from ladder_builders import NATIVE, error
 from random_edits import EDITS, edited
 from torch import nn
 
@@ -48,9 +48,9 @@ class Compiled:
         self.call: Call = a_call(self.unet)
         self.first = served(self.unet, self.call)
 
-    def answers_as_the_host(self, call: Call, error: float = 1e-5) -> torch.Tensor:
+    def answers_as_the_host(self, call: Call, most: float = 1e-5) -> torch.Tensor:
         expected = diffusers_output(self.unet, call)
-        assert relative_error(served(self.unet, call), expected) < error
+        assert relative_error(served(self.unet, call), expected) < most
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
         return expected
 
@@ -185,11 +185,8 @@ def test_a_unet_is_freed_whatever_happened_to_it(change: Callable[[Any], object]
 
 
 def must_be_right(unet: Any, call: Any, what: str) -> None:
-    given = diffusers_arguments(call)
-    with torch.no_grad():
-        output, expected = unet(**given).sample, type(unet).forward(unet, **given).sample
-    error = relative_error(output, expected)
-    assert error < 1e-5, f"{what}: {error:.1e} by {runtime.status()['route']}, {runtime.status()['reason']}"
+    apart = error(unet, call)
+    assert apart < 1e-5, f"{what}: {apart:.1e} by {runtime.status()['route']}, {runtime.status()['reason']}"
 
 
 @pytest.mark.parametrize("seed", range(25 if WHOLE else 1))

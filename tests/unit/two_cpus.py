@@ -18,7 +18,6 @@ from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.runtime.runtime import Runtime
-from lib_onediff.weights.scan import HostTraits
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
 ROOMY = 2**40
@@ -60,21 +59,19 @@ class Image:
         self._others = WeakSet(self.runtime.services.managed)
 
     @classmethod
-    def of(
-        cls, config: dict[str, Any] = SMALL, traits: HostTraits = WEBUI, cards: TwoCpus | None = None, **options: Any
-    ) -> Image:
+    def of(cls, config: dict[str, Any] = SMALL, cards: TwoCpus | None = None, **options: Any) -> Image:
         runtime, unet, cards = Runtime(), diffusers_unet(**config), cards or TwoCpus()
         runtime.two_gpus.cards = cards
         runtime.configure(Settings(**{"second_gpu": "auto", **options}))
-        runtime.adopt(unet, host_traits=traits)
+        runtime.adopt(unet, host_traits=WEBUI)
         return cls(runtime, unet, cards)
 
-    def begin(self, **known: Any) -> None:
+    def begin(self) -> None:
         """As a host does."""
-        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS, **known))
+        self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS))
 
-    def call(self, time: float = 501.0, names: Any = NAMES, **more: Any) -> Call:
-        return call_of(self.unet, time, names, **more)
+    def call(self, time: float = 501.0, names: Any = NAMES) -> Call:
+        return call_of(self.unet, time, names)
 
     @torch.no_grad()
     def run(self, call: Call, host: Callable[[], Tensor] | None = None, **more: Any) -> Tensor:

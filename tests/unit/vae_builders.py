@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from builders import randomise, without_initial_values
-from torch import Tensor, nn
+from builders import GROUPS, randomise, with_small_groups, without_initial_values
+from torch import Tensor
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
 from lib_onediff.weights.scan import HostTraits
 
-# With the 32 groups of the real models, so few channels would leave one to a group, whose norm swallows every bias.
-GROUPS = 4
 SD = {
     "block_out_channels": (8, 16, 32, 32), "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4, "layers_per_block": 2, "norm_num_groups": GROUPS,
@@ -72,14 +70,7 @@ def ldm_decoder(
     found = pytest.importorskip(module, reason=f"{module} is not installed")
     with without_initial_values(), contextlib.redirect_stdout(io.StringIO()):
         decoder = getattr(found, kind)(**{**LDM, **copy.deepcopy(config)})
-    return with_small_groups(decoder, seed)
-
-
-def with_small_groups(decoder: nn.Module, seed: int = 0) -> nn.Module:
-    for module in decoder.modules():
-        if isinstance(module, nn.GroupNorm):
-            module.num_groups = GROUPS
-    return randomise(decoder, seed)
+    return randomise(with_small_groups(decoder), seed)
 
 
 def a_latent(decoder: Any, height: int = 6, width: int = 6, batch: int = 1, seed: int = 0) -> Tensor:

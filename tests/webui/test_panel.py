@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
-from webui_client import WebUI
+from test_in_progress import InBackground
+from webui_client import PICTURE, WebUI
 from webui_panel import TABLE, Panel, served
 
 
@@ -29,15 +28,11 @@ def panel(opened: Any, webui: WebUI) -> Panel:
 @contextlib.contextmanager
 def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
     """What is queued meanwhile does not begin: a call at a large size goes on for a minute after it was cancelled."""
-    worker = threading.Thread(target=lambda: webui.txt2img(steps=150, width=128, height=128))
-    worker.start()
-    deadline = time.monotonic() + 60
-    while not webui.get("/sdapi/v1/progress")["state"]["sampling_step"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    generation = InBackground(webui, {**PICTURE, "steps": 150, "width": 128, "height": 128})
+    generation.wait_for_step(1)
     yield
     webui.post("/sdapi/v1/interrupt")
-    worker.join(60)
+    generation.pictures()
 
 
 def test_prewarm(panel: Panel, webui: WebUI) -> None:

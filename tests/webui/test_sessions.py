@@ -5,15 +5,14 @@ extensions folder of the WebUI at --webui; the cases of other extensions want on
 """
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from test_exact_images import WORDS_110
+from test_in_progress import InBackground
 from test_neighbours import need_neighbours, planned
-from webui_client import WebUI
+from webui_client import PICTURE, WebUI
 from webui_compare import GRAPHS, Run, assert_different, assert_same, graphs_on_a_cpu, run_off, run_on
 from webui_models import Models
 
@@ -33,9 +32,7 @@ def found_out(webui: WebUI) -> int:
     return int(webui.get(GRAPHS)["found_out"])
 
 
-def replayed_and_off(
-    webui: WebUI, request: dict[str, Any], least_calls: int | None = None, moves: int = 0
-) -> Run:
+def replayed_and_off(webui: WebUI, request: dict[str, Any], moves: int = 0) -> Run:
     """A request whose shapes are all ready: most of its calls go by a session, all by a graph, and the image is the
     host's. A shape takes two calls to be made ready: the first is proved, the second is captured.
 
@@ -43,13 +40,13 @@ def replayed_and_off(
     """
     request = {"steps": STEPS, **request}
     for _ in range(2):
-        run_on(webui, request, least_calls)
+        run_on(webui, request)
     before = found_out(webui)
-    on = run_on(webui, request, least_calls, routes=("graph", "plain") if moves else ("graph",))
+    on = run_on(webui, request, routes=("graph", "plain") if moves else ("graph",))
     assert on.calls["plain"] <= moves
     looked, calls = found_out(webui) - before, sum(on.calls.values())
     assert 0 < looked <= calls // 2 + 2 * moves and looked < calls, f"{looked} of {calls} calls looked who serves them"
-    assert_same(on, run_off(webui, request, least_calls))
+    assert_same(on, run_off(webui, request))
     return on
 
 
@@ -86,12 +83,9 @@ def test_interrupted_in_the_middle(webui: WebUI, sd15: Models) -> None:
     for seed in (1, 2):
         many = {"prompt": "a castle at night", "steps": 60, "seed": seed, "width": 128, "height": 128}
         before = sum(webui.calls().values())
-        sampling = threading.Thread(target=webui.txt2img, kwargs=many)
-        sampling.start()
-        until = time.monotonic() + 120
-        while sum(webui.calls().values()) - before < 10 and time.monotonic() < until:
-            time.sleep(0.01)
+        sampling = InBackground(webui, {**PICTURE, **many})
+        sampling.wait_for_step(10)
         webui.post("/sdapi/v1/interrupt")
-        sampling.join(300)
-        assert not sampling.is_alive() and sum(webui.calls().values()) - before < 60
+        sampling.pictures()
+        assert sum(webui.calls().values()) - before < 60
         assert_same(run_on(webui, {"steps": STEPS}, routes=("graph",)), plain)

@@ -113,9 +113,7 @@ class Pictures:
     def __init__(self, answer: requests.Response) -> None:
         assert answer.status_code == 200, answer.text[:500]
         body = answer.json()
-        self.files = [base64.b64decode(text) for text in body["images"]]
-        self.images = [Image.open(io.BytesIO(file)) for file in self.files]
-        self.parameters = body["parameters"]
+        self.images = [Image.open(io.BytesIO(base64.b64decode(text))) for text in body["images"]]
         self.info = json.loads(body["info"])
 
     @property
@@ -150,9 +148,9 @@ def largest_difference(one: Pictures, other: Pictures) -> int:
     return max(int(numpy.abs(mine - yours).max()) for mine, yours in pairs)
 
 
-def encode(image: Image.Image, format: str = "PNG") -> str:
+def encode(image: Image.Image) -> str:
     file = io.BytesIO()
-    image.save(file, format=format)
+    image.save(file, format="PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 

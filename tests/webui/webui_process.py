@@ -159,9 +159,9 @@ class HostProcess:
         finally:
             host.stop()
 
-    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+    def stop(self) -> int:
         """Ask the host to stop and return its exit code."""
-        self.process.send_signal(signal_number)
+        self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(30)
         except subprocess.TimeoutExpired:
