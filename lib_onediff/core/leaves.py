@@ -92,17 +92,23 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class SelfAttention:
+    """norms: of each head's queries and of its keys, where it has any."""
+
     query_key_value: FusedLinear
     out: Linear
     heads: int
+    norms: tuple[RMSNorm, ...] = ()
 
 
 @dataclass(frozen=True)
 class CrossAttention:
+    """norms: as SelfAttention's."""
+
     query: Linear
     key_value: FusedLinear
     out: Linear
     heads: int
+    norms: tuple[RMSNorm, ...] = ()
 
     @property
     def head_width(self) -> int:

@@ -16,20 +16,10 @@ from torch import Tensor
 from ...core.affine import Affine, Weights
 from ...core.call import Call
 from ...core.family import AttentionShapes, UsualSizes
-from ...core.leaves import names_of
+from ...core.leaves import CrossAttention, SelfAttention, names_of
 from ...core.operators import Operators, Rows, Stream, Turns
 from ...core.refusal import Refusal
-from .layout import (
-    AdaptiveBlock,
-    AnimaLayout,
-    NormedCrossAttention,
-    NormedSelfAttention,
-    Positions,
-    is_anima,
-    is_cosmos,
-    read_anima,
-    read_cosmos,
-)
+from .layout import AdaptiveBlock, AnimaLayout, Positions, is_anima, is_cosmos, read_anima, read_cosmos
 
 # To how many tokens the host fills shorter prompts up.
 FEWEST_TOKENS = 512
@@ -188,16 +178,16 @@ class Blocks:
         shift, factor, _ = modulation.chunk(3, dim=-1)
         return self._ops.layer_norm(stream, Affine(factor, shift), block.norm, reader)
 
-    def _self_attention(self, own: NormedSelfAttention, normed: Rows) -> Tensor:
+    def _self_attention(self, own: SelfAttention, normed: Rows) -> Tensor:
         weights, ops = self._weights, self._ops
-        norms = [(weights[norm.path], norm) for norm in (own.query_norm, own.key_norm)]
+        norms = [(weights[norm.path], norm) for norm in own.norms]
         projected = ops.linear(normed, weights[own.query_key_value.name])
         query, key, value = ops.normed_heads(projected, own.heads, (*norms, None), self._turns)
         return ops.attention(query, key, value, self._upcast).transpose(1, 2).flatten(2)
 
-    def _cross_attention(self, own: NormedCrossAttention, normed: Rows) -> Tensor:
+    def _cross_attention(self, own: CrossAttention, normed: Rows) -> Tensor:
         weights, ops = self._weights, self._ops
-        for_query, for_key = ((weights[norm.path], norm) for norm in (own.query_norm, own.key_norm))
+        for_query, for_key = ((weights[norm.path], norm) for norm in own.norms)
         [query] = ops.normed_heads(ops.linear(normed, weights[own.query.path]), own.heads, (for_query,), None)
         projected = ops.linear(self._context, weights[own.key_value.name])
         key, value = ops.normed_heads(projected, own.heads, (for_key, None), None)

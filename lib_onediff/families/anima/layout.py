@@ -2,21 +2,37 @@
 (backend.nn.anima) and from diffusers' CosmosTransformer3DModel."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...core.family import Layout
-from ...core.leaves import AdaptiveNorm, Block, FusedLinear, Linear, NormedHeads, RMSNorm, TimeEmbedding, digest_without
+from ...core.leaves import (
+    AdaptiveNorm,
+    Block,
+    CrossAttention,
+    FusedLinear,
+    Linear,
+    NormedHeads,
+    RMSNorm,
+    SelfAttention,
+    TimeEmbedding,
+    digest_without,
+)
 from ...core.origins import package
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
 
 BASE = 10000.0
 PLACES = ("self_attn", "cross_attn", "mlp")
+# Of an attention: what makes queries, keys and values, the norms of the first two, the output and how many heads.
+FORGES_PARTS = attrgetter("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "output_proj", "n_heads")
+DIFFUSERS_PARTS = attrgetter("to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out.0", "heads")
 # What diffusers' may have besides, by its configuration.
 VARIANTS = {
     "extra_pos_embed_type": "learned positions", "use_crossattn_projection": "a projection of the prompt",
@@ -25,31 +41,12 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class NormedSelfAttention:
-    query_key_value: FusedLinear
-    query_norm: RMSNorm
-    key_norm: RMSNorm
-    out: Linear
-    heads: int
-
-
-@dataclass(frozen=True)
-class NormedCrossAttention:
-    query: Linear
-    key_value: FusedLinear
-    query_norm: RMSNorm
-    key_norm: RMSNorm
-    out: Linear
-    heads: int
-
-
-@dataclass(frozen=True)
 class AdaptiveBlock(Block):
     """Self attention, cross attention and feed-forward layers, with the norm before each. Its shift and factor, and
     the gate behind the layer, follow from the timestep."""
 
-    self_attention: NormedSelfAttention
-    cross_attention: NormedCrossAttention
+    self_attention: SelfAttention
+    cross_attention: CrossAttention
     feed_forward_in: Linear
     feed_forward_out: Linear
     norm: AdaptiveNorm
@@ -101,10 +98,6 @@ class AnimaLayout(Layout):
     def kernel_users(self) -> list[Any]:
         heads = self.blocks[0].self_attention.heads
         return [self.out_norm, NormedHeads(heads, self.width // heads)]
-
-    @cached_property
-    def cross_attentions(self) -> tuple[NormedCrossAttention, ...]:
-        return tuple(block.cross_attention for block in self.blocks)
 
     def sized_layers(self, height: int, width: int) -> list[tuple[Any, tuple[int, int]]]:
         """See core.family.Layout."""
@@ -168,25 +161,15 @@ def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
 
 
 def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
-    path, own, cross = leaves.path(block), block.self_attn, block.cross_attn
-    width = own.output_proj.weight.shape[0]
+    width = block.self_attn.output_proj.weight.shape[0]
     norms = {adaptive_norm(getattr(block, f"layer_norm_{place}"), width, leaves) for place in PLACES}
     if leaves.kind(block) != "Block" or len(norms) != 1 or not isinstance(block.mlp.activation, nn.GELU):
         raise leaves.unknown(block)
     if block.mlp.activation.approximate != "none":
         raise leaves.unknown(block.mlp.activation)
     return AdaptiveBlock(
-        self_attention=NormedSelfAttention(
-            leaves.fused(f"{path}.self_attn", own.q_proj, own.k_proj, own.v_proj),
-            leaves.rms_norm(own.q_norm), leaves.rms_norm(own.k_norm), leaves.linear(own.output_proj), own.n_heads,
-        ),
-        cross_attention=NormedCrossAttention(
-            leaves.linear(cross.q_proj), leaves.fused(f"{path}.cross_attn", cross.k_proj, cross.v_proj),
-            leaves.rms_norm(cross.q_norm), leaves.rms_norm(cross.k_norm), leaves.linear(cross.output_proj),
-            cross.n_heads,
-        ),
-        feed_forward_in=leaves.linear(block.mlp.layer1), feed_forward_out=leaves.linear(block.mlp.layer2),
-        norm=norms.pop(),
+        *read_attentions(block.self_attn, block.cross_attn, FORGES_PARTS, leaves),
+        leaves.linear(block.mlp.layer1), leaves.linear(block.mlp.layer2), norms.pop(),
     )
 
 
@@ -247,7 +230,7 @@ def read_cosmos(network: Any) -> AnimaLayout:
 
 
 def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
-    path, own, cross, (into, between, out) = leaves.path(block), block.attn1, block.attn2, block.ff.net
+    own, cross, (into, between, out) = block.attn1, block.attn2, block.ff.net
     width = own.to_q.out_features
     for kind, *modules in (
         ("CosmosTransformerBlock", block), ("Attention", own, cross), ("FeedForward", block.ff), ("GELU", into),
@@ -263,19 +246,23 @@ def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
     if len(norms) != 1:
         raise leaves.unknown(block, "its norms differ")
     return AdaptiveBlock(
-        self_attention=NormedSelfAttention(
-            leaves.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v),
-            leaves.rms_norm(own.norm_q), leaves.rms_norm(own.norm_k), leaves.linear(own.to_out[0]), own.heads,
-        ),
-        cross_attention=NormedCrossAttention(
-            leaves.linear(cross.to_q), leaves.fused(f"{path}.attn2", cross.to_k, cross.to_v),
-            leaves.rms_norm(cross.norm_q), leaves.rms_norm(cross.norm_k), leaves.linear(cross.to_out[0]), cross.heads,
-        ),
-        feed_forward_in=leaves.linear(into.proj), feed_forward_out=leaves.linear(out), norm=norms.pop(),
+        *read_attentions(own, cross, DIFFUSERS_PARTS, leaves), leaves.linear(into.proj), leaves.linear(out),
+        norms.pop(),
     )
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
+
+
+def read_attentions(
+    own: Any, cross: Any, parts: Callable[[Any], tuple[Any, ...]], leaves: LeafReader
+) -> tuple[SelfAttention, CrossAttention]:
+    query, key, value, *norms, out, heads = parts(own)
+    fused = leaves.fused(leaves.path(own), query, key, value)
+    read = SelfAttention(fused, leaves.linear(out), heads, tuple(map(leaves.rms_norm, norms)))
+    query, key, value, *norms, out, heads = parts(cross)
+    fused, query = leaves.fused(leaves.path(cross), key, value), leaves.linear(query)
+    return read, CrossAttention(query, fused, leaves.linear(out), heads, tuple(map(leaves.rms_norm, norms)))
 
 
 def thetas_of(embedder: Any) -> tuple[float, float, float]:
