@@ -40,6 +40,21 @@ class Affine(NamedTuple):
     gated_scale: Tensor | None = None
 
 
+def merged(affine: Affine) -> Affine:
+    """With its LoRAs in its weight, (out, ...), which is rounded as the host's own merged weight is."""
+    if affine.low_rank is None:
+        return affine
+    weight, (down, ups) = affine.weight.detach().flatten(1), affine.low_rank
+    is_whole = sum(len(up) for _, up in ups) == len(weight)
+    together = torch.empty_like(weight) if is_whole else weight.clone()
+    rank, down = 0, down.flatten(1)
+    for row, up in ups:
+        rows, ranks = up.shape
+        torch.addmm(weight[row:row + rows], up, down[rank:rank + ranks], out=together[row:row + rows])
+        rank += ranks
+    return affine._replace(weight=together.view(affine.weight.shape), low_rank=None)
+
+
 Weights = Mapping[str, Affine]
 
 

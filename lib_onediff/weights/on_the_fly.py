@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, LowRank, Source, Weights, WeightsAround
+from ..core.affine import Affine, LowRank, Source, Weights, WeightsAround, merged
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader, digest_of_values
@@ -146,17 +146,7 @@ class OnTheFly:
     def merged(self, binding: Binding, name: str) -> Affine:
         """A layer's tensors as the host computes with them, LoRAs added to the weight. Raises Refusal between drop and
         refresh."""
-        affine = self.source(binding, lambda: {name: binding.affine_on(binding.device, name)}).weights()[name]
-        if affine.low_rank is None:
-            return affine
-        weight, down = affine.weight.detach().to(torch.float32, copy=True), affine.low_rank.down.float()
-        first_rank = 0
-        for first_row, up in affine.low_rank.ups:
-            ranks = up.shape[1]
-            change = up.float() @ down[first_rank:first_rank + ranks].flatten(1)
-            weight[first_row:first_row + len(up)] += change.view(len(up), *weight.shape[1:])
-            first_rank += ranks
-        return affine._replace(weight=weight.to(affine.weight.dtype), low_rank=None)
+        return merged(self.source(binding, lambda: {name: binding.affine_on(binding.device, name)}).weights()[name])
 
     def kinds(self, binding: Binding) -> tuple[str, ...]:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ...core.affine import Affine, LowRank
+from ...core.affine import Affine, LowRank, merged
 from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 from ...core.operators import Stream, Turns
 
@@ -47,20 +47,6 @@ def merges(weight: Tensor, numbers: int) -> bool:
     with tokens of so many numbers: they are read once more, and what comes out is written or read four times."""
     out, width = weight.shape
     return 2 * weight.numel() < numbers + 4 * numbers // width * out
-
-
-def merged(affine: Affine) -> Affine:
-    """With its LoRAs in its weight, (out, in), which is rounded as the host's own merged weight is."""
-    weight, low_rank = affine.weight, affine.low_rank
-    assert low_rank is not None
-    is_whole = sum(len(up) for _, up in low_rank.ups) == len(weight)
-    together = torch.empty_like(weight) if is_whole else weight.clone()
-    rank, down = 0, low_rank.down.flatten(1)
-    for row, up in low_rank.ups:
-        rows, ranks = up.shape
-        torch.addmm(weight[row:row + rows], up, down[rank:rank + ranks], out=together[row:row + rows])
-        rank += ranks
-    return affine._replace(weight=together, low_rank=None)
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ....core.affine import Affine, LowRank, QuantizedWeight
+from ....core.affine import Affine, LowRank, QuantizedWeight, merged
 from ....core.card import TuningCache
 from ....core.leaves import GATED, NORMED, PLAIN, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from ....core.operators import QuantizedImage, QuantizedTokens, Stream, Turns
@@ -197,7 +197,7 @@ class NativeOperators:
             stream = Stream(self.materialize(stream))
         tokens = stream.tokens.contiguous()
         if affine.low_rank is not None and torch_ops.merges(affine.weight, x.numel()):
-            affine = torch_ops.merged(affine)
+            affine = merged(affine)
         tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
         if affine.low_rank is not None:
             torch_ops.add_low_rank(tokens, x, affine.low_rank)
