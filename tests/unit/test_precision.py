@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from lib_onediff.core.precision import (
     switch_of,
 )
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.oneflow import route
 
 GPU = torch.device("cuda", 0)
 HALF = Settings(accumulation="half")
@@ -143,13 +141,3 @@ def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
     assert flags(accumulation="half") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
     found, of_half = SWITCHES[FP16_REDUCTION].read(), dict(flags_for(HALF, torch.float16, GPU))
     assert of_half[FP16_REDUCTION] is found and of_half.get(HALF_SUMS, True)
-
-
-def test_oneflows_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul, convolution = route.ONEFLOW_MATMUL, route.ONEFLOW_CONVOLUTION
-    monkeypatch.setenv(matmul, "found")
-    monkeypatch.delenv(convolution, raising=False)
-    with pytest.raises(ZeroDivisionError), route.environment(route.oneflow_variables(HALF)):
-        assert (os.environ[matmul], os.environ[convolution]) == ("1", "1")
-        _ = 1 / 0
-    assert os.environ[matmul] == "found" and convolution not in os.environ

@@ -140,6 +140,6 @@ def run_graph(graph: Callable[..., Any], given: list[torch.Tensor]) -> list[torc
         # OneFlow launches on streams of its own, which know nothing of torch's.
         torch.cuda.current_stream(given[0].device).synchronize()
     results = graph(*map(from_torch, given))
-    # Its threads read the environment when they launch, so they must be done before that is put back.
+    # Its threads read the environment when they launch, so they must be done before another call's is set.
     _oneflow_internal.eager.Sync()
     return [to_torch(result) for result in results]

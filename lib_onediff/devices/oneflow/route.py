@@ -6,11 +6,10 @@ first graph, not by this module.
 """
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -62,7 +61,8 @@ class OneFlowRunner:
     def run(self, call: Call) -> Tensor:
         from .operators import run_graph
 
-        with self.running, environment(self.variables):
+        with self.running:
+            os.environ.update(self.variables)
             return run_graph(self.graph, contiguous(call))[0]
 
 
@@ -170,21 +170,6 @@ class OneFlow(Device):
 def oneflow_variables(settings: Settings) -> dict[str, str]:
     """The environment variables by which OneFlow is told what to sum in half precision; read at each launch."""
     return dict.fromkeys((ONEFLOW_MATMUL, ONEFLOW_CONVOLUTION), str(int(settings.accumulation == HALF)))
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables inside, and what was found afterwards."""
-    found = {name: os.environ.get(name) for name in variables}
-    try:
-        os.environ.update(variables)
-        yield
-    finally:
-        for name, value in found.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
