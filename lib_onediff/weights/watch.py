@@ -114,30 +114,6 @@ def token(value: Any, depth: int = 0) -> Any:
     return same, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None
 
 
-class Other:
-    """What a name stands for, where that is no plain value. Compared in less time than a token is made, where it is an
-    object without attributes or a function."""
-
-    __slots__ = ("known", "name", "reference")
-
-    def __init__(self, space: Mapping[str, Any], name: str) -> None:
-        value = space[name]
-        self.name, self.known = name, token(value)
-        self.reference: Callable[[], Any] = no_object
-        # What is in a container may change.
-        is_bare = not isinstance(value, CONTAINERS) and hasattr(value, "__dict__") and not vars(value)
-        if isinstance(value, types.FunctionType) or is_bare:
-            with suppress(TypeError):
-                self.reference = weakref.ref(value)
-
-    def stands(self, space: Mapping[str, Any]) -> bool:
-        """Raises KeyError if the name is gone."""
-        value, known = space[self.name], self.reference()
-        if known is not None and value is known and (type(value) is types.FunctionType or not value.__dict__):
-            return True
-        return bool(token(value) == self.known)
-
-
 def no_object() -> None:
     return None
 
@@ -146,7 +122,7 @@ class Names:
     """What some names stand for in each of some namespaces: the attributes of modules, of classes, of files."""
 
     def __init__(self, spaces: Sequence[Mapping[str, Any]], names: Iterable[Iterable[str]]) -> None:
-        self._others: list[tuple[int, Other]] = []
+        self._others: list[tuple[int, str, Any]] = []
         alike: dict[tuple[str, ...], list[int]] = {}
         for place, (space, wanted) in enumerate(zip(spaces, names, strict=True)):
             plain: list[str] = []
@@ -154,7 +130,7 @@ class Names:
                 if is_atom(space[name]):
                     plain.append(name)
                 else:
-                    self._others.append((place, Other(space, name)))
+                    self._others.append((place, name, token(space[name])))
             if plain:
                 alike.setdefault(tuple(plain), []).append(place)
         # Namespaces with the same plain names are compared in one go. An itemgetter of one place gives no sequence.
@@ -169,7 +145,7 @@ class Names:
         for _, _, pick, values, known in self._plain:
             if list(map(values, pick(spaces))) != known:
                 return False
-        return all(other.stands(spaces[place]) for place, other in self._others)
+        return all(token(spaces[place][name]) == known for place, name, known in self._others)
 
     def digest(self, left_out: Collection[str]) -> str:
         """Equal for equal plain values of all names but these, in any process."""
