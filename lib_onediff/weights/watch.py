@@ -264,7 +264,6 @@ class Parameters:
         self._addresses = list(map(Tensor.data_ptr, parameters))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
-        self._guards = guards_of(parameters)
         self._versions = edit_counts(parameters)
 
     def lie_still(self) -> list[Any] | None:
@@ -298,9 +297,6 @@ class Parameters:
         if not all(map(operator.is_, parameters, [reference() for reference in self._references])):
             return False
         with suppress(RuntimeError, TypeError):
-            if self._guards is not None and self._guards.check(*parameters):
-                return True
-        with suppress(RuntimeError, TypeError):
             strides, layouts = list(map(Tensor.stride, parameters)), list(map(layout_of, parameters))
             return (strides, layouts) == (self._strides, self._layouts)
         return False
@@ -310,18 +306,6 @@ def present_in(modules: Iterable[nn.Module]) -> list[Any]:
     """The parameters that are these modules' own, in their order."""
     found = members_of(of_parameters, map(state_of, modules))
     return [parameter for parameter in found if parameter is not None]
-
-
-def guards_of(parameters: Sequence[Tensor]) -> Any:
-    """torch's own check of shapes, strides and types, as torch.compile has it: a third of the time of a loop here. It
-    keeps no tensor alive. Private, so it may go or change: None where this torch has none. What it does not pass may be
-    the same all the same (other modes of autograd): then the loop is asked."""
-    try:
-        kind: Any = torch._C._dynamo.guards.TensorGuards
-        shapes, strides = [list(one.shape) for one in parameters], [list(one.stride()) for one in parameters]
-        return kind(*parameters, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None
 
 
 def during(
