@@ -263,9 +263,10 @@ class Decoding:
             elif isinstance(layer, PixelAttention):
                 image = self._attention(layer, image)
             elif isinstance(layer, Downsample):
-                image = self._downsample(layer, image)
+                image = self._convolution(functional.pad(image, (0, 1, 0, 1)), layer.convolution)
             else:
-                image = self._upsample(layer, image)
+                enlarged = self.ops.resize(image, image.shape[-2] * 2, image.shape[-1] * 2)
+                image = self._convolution(enlarged, layer.convolution)
         image = self.ops.group_norm(image, self.weights[layout.out_norm.path], layout.out_norm, silu=True)
         return self._convolution(image, layout.out_convolution)
 
@@ -288,13 +289,6 @@ class Decoding:
         mixed = join_heads(ops.attention(query, key, value, self.upcast_attention))
         update = ops.linear(mixed, weights[attention.out.path])
         return ops.residual_add(image, ops.tokens_to_image(update, height, width), None)
-
-    def _upsample(self, layer: Upsample, image: Tensor) -> Tensor:
-        image = self.ops.resize(image, image.shape[-2] * 2, image.shape[-1] * 2)
-        return self._convolution(image, layer.convolution)
-
-    def _downsample(self, layer: Downsample, image: Tensor) -> Tensor:
-        return self._convolution(functional.pad(image, (0, 1, 0, 1)), layer.convolution)
 
     def _convolution(self, image: Tensor, shape: Convolution) -> Tensor:
         return self.ops.convolution(image, self.weights[shape.path], shape)

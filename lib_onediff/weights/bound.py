@@ -338,7 +338,7 @@ class BoundUNet:
 
     def release(self) -> None:
         """Forget everything and leave ordinary parameters behind, with the same values."""
-        self._memory.forget()
+        self._memory = MainMemory()
         if self._binding is not None:
             self._binding.unbind()
         self._tree = self._parameters = self._contents = self._binding = self.streaming = None

@@ -38,10 +38,6 @@ class MainMemory:
         piece: Any = torch.empty(0, dtype=dtype)
         return piece.set_(self._chunk.untyped_storage(), start // dtype.itemsize, (count,))
 
-    def forget(self) -> None:
-        """What comes next lies in a new piece: the last one goes with what is in it."""
-        self._chunk, self._used = None, 0
-
 
 def aligned(size: int) -> int:
     """Rounded up, so that any type can follow."""
