@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.benchmark import Timer
 
 from ..core.settings import format_value
+from ..core.sizes import Size
 from ..public import compile_unet, status, uncompile_unet
 from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error
@@ -32,7 +33,6 @@ LATE_TIMESTEP = 301.0
 # torch.compile gives up after eight shapes otherwise.
 MOST_COMPILED_SHAPES = 256
 
-Size = tuple[int, int]
 Arguments = dict[str, Any]
 Row = dict[str, Any]
 Call = Callable[[], Tensor]
@@ -131,8 +131,8 @@ def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     for model, batch in itertools.product(options.model, options.batch):
         unet = models.unet_named(model, device).to(dtype)
         for size in sizes_of(model, options):
-            arguments = models.inputs(unet, *size, batch, options.tokens, dtype)
-            case = {"model": model, "size": f"{size[0]}x{size[1]}", "batch": batch}
+            arguments = models.inputs(unet, size.width, size.height, batch, options.tokens, dtype)
+            case = {"model": model, "size": size.resolution, "batch": batch}
             for row in side_by_side(unet, arguments, variants(options), options.runs, options.offload):
                 yield {**case, **row}
         del unet
@@ -140,9 +140,8 @@ def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
-    if options.size:
-        return list(options.size)
-    return [(128, 128)] if model.startswith("tiny") else [(1024, 1024)] if model == "sdxl" else [(512, 512)]
+    side = 128 if model.startswith("tiny") else 1024 if model == "sdxl" else 512
+    return options.size or [Size(side, side)]
 
 
 def side_by_side(

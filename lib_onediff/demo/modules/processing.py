@@ -7,7 +7,7 @@ import json
 import random
 import re
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import gradio as gr
 import torch
@@ -164,27 +164,20 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
 # --- samplers: A1111's by name, each with the noise schedule that "Automatic" stands for there ------------------------
 
 
-class Sampler(NamedTuple):
-    """A diffusers class and its arguments. own_noise: it draws its noise from seeds."""
-
-    scheduler: str
-    arguments: dict[str, Any] = {}
-    own_noise: bool = False
-
-
 MULTISTEP, KARRAS = "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}
-SAMPLERS = {
-    "Euler": Sampler("EulerDiscreteScheduler"),
-    "Euler a": Sampler("EulerAncestralDiscreteScheduler"),
-    "DPM++ 2M": Sampler(MULTISTEP, {"algorithm_type": "dpmsolver++", **KARRAS}),
-    "DPM++ SDE": Sampler("DPMSolverSDEScheduler", KARRAS, own_noise=True),
-    "DPM++ 2M SDE": Sampler(MULTISTEP, {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
-    "LMS": Sampler("LMSDiscreteScheduler"),
-    "Heun": Sampler("HeunDiscreteScheduler"),
-    "DDIM": Sampler("DDIMScheduler"),
-    "PLMS": Sampler("PNDMScheduler", {"skip_prk_steps": True}),
-    "UniPC": Sampler("UniPCMultistepScheduler"),
-    "LCM": Sampler("LCMScheduler"),
+# The class in diffusers, and its arguments.
+SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Euler": ("EulerDiscreteScheduler", {}),
+    "Euler a": ("EulerAncestralDiscreteScheduler", {}),
+    "DPM++ 2M": (MULTISTEP, {"algorithm_type": "dpmsolver++", **KARRAS}),
+    "DPM++ SDE": ("DPMSolverSDEScheduler", KARRAS),
+    "DPM++ 2M SDE": (MULTISTEP, {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
+    "LMS": ("LMSDiscreteScheduler", {}),
+    "Heun": ("HeunDiscreteScheduler", {}),
+    "DDIM": ("DDIMScheduler", {}),
+    "PLMS": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "UniPC": ("UniPCMultistepScheduler", {}),
+    "LCM": ("LCMScheduler", {}),
 }
 
 
@@ -198,10 +191,10 @@ def make_scheduler(name: str, base_config: dict[str, Any], seeds: list[int]) -> 
 
     if name not in SAMPLERS:
         raise Refusal(f"There is no sampler {name!r} here; there are {', '.join(SAMPLERS)}.")
-    sampler = SAMPLERS[name]
-    own_noise = {"noise_sampler_seed": seeds} if sampler.own_noise else {}
-    arguments = {"use_karras_sigmas": False, **sampler.arguments, **own_noise}
-    return getattr(diffusers, sampler.scheduler).from_config(base_config, **arguments)
+    scheduler, arguments = SAMPLERS[name]
+    # What a scheduler does not know, from_config leaves out: DPM++ SDE alone draws its noise from seeds.
+    arguments = {"use_karras_sigmas": False, "noise_sampler_seed": seeds, **arguments}
+    return getattr(diffusers, scheduler).from_config(base_config, **arguments)
 
 
 # --- infotext ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ...core.quality import ImageComparison, compare
-from ...core.settings import Settings, did_you_mean, options_of_a_run
+from ...core.settings import Settings, options_of_a_run
 from ...core.sizes import Size
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively
@@ -74,11 +74,9 @@ def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
     choice: one of CHOICES. changes: such as "backend eager; low_bit int8", also as an image's infotext has it.
     standing: the settings tab's. Raises ValueError with a sentence.
     """
-    if choice not in CHOICES:
-        raise ValueError(f"There are no settings called {choice!r}.{did_you_mean(str(choice), CHOICES)}")
     if choice == OFF:
         return Side(OFF, replace(standing, enabled=False))
-    settings = with_preset(standing, choice) if choice in PRESETS else standing
+    settings = standing if choice == CURRENT else with_preset(standing, str(choice))
     changed = read_changes(str(changes or ""))
     return Side(f"{choice} + {str(changes).strip()}" if changed else choice, settings.for_run(changed))
 
