@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.benchmark import Timer
 
+from ..core.precision import TF32_CONVOLUTION, TF32_MATMUL, applied
 from ..core.settings import format_value
 from ..core.sizes import Size
 from ..public import compile_unet, status, uncompile_unet
@@ -79,24 +80,13 @@ def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
     if not torch.cuda.is_available():
         raise RuntimeError("CUDA graphs need an NVIDIA GPU")
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    static = {name: value.clone() for name, value in tensors.items()}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            forward(**{**arguments, **static})
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        output = forward(**{**arguments, **static})[0]
 
-    def replay() -> Tensor:
-        for name, value in tensors.items():
-            static[name].copy_(value)
-        graph.replay()
-        return output.clone()
+    def forward_of(*values: Tensor) -> Tensor:
+        return forward(**{**arguments, **dict(zip(tensors, values, strict=True))})[0]
 
-    return replay
+    # Without the clones it would copy nothing in.
+    graphed: Any = torch.cuda.make_graphed_callables(forward_of, tuple(map(torch.clone, tensors.values())))
+    return lambda: graphed(*tensors.values()).clone()
 
 
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
@@ -147,19 +137,22 @@ def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
 def side_by_side(
     unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int, offloads: bool = False
 ) -> Iterator[Row]:
-    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow. offloads: see offload.
+    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow. offloads: diffusers keeps
+    all weights in main memory, and brings each layer's to the device ahead of it.
 
     The host's share the UNet. Each of ours has a copy, because binding lays weights out anew in memory.
     """
     exact = exact_output(unet, arguments)
     if offloads:
+        from diffusers.hooks import apply_group_offloading
+
         unet.to("cpu")
     rows, timers, copies = [], [], []
     for variant in chosen:
         try:
             module = unet if variant.options is None and not offloads else copy.deepcopy(unet)
             if offloads:
-                offload(module, arguments["sample"].device)
+                apply_group_offloading(module, arguments["sample"].device, offload_type="leaf_level", use_stream=True)
             call, measured = make_ready(variant, module, arguments, exact)
         except RuntimeError as problem:
             yield {"backend": variant.name, "note": str(problem).splitlines()[0]}
@@ -187,24 +180,13 @@ def side_by_side(
         uncompile_unet(module)
 
 
-def offload(unet: nn.Module, device: torch.device) -> None:
-    """Have diffusers keep all weights in main memory, and bring each layer's to the device ahead of it."""
-    from diffusers.hooks import apply_group_offloading
-
-    apply_group_offloading(unet, device, offload_type="leaf_level", use_stream=True)
-
-
 def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
     """The host's output in float32 without TF32, from weights and inputs as they are rounded."""
-    dtype, precision = next(unet.parameters()).dtype, torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            output: Tensor = type(unet).forward(unet.float(), **tree_map(Tensor.float, arguments), return_dict=False)[0]
-            return output.cpu()
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        unet.to(dtype)
+    dtype = next(unet.parameters()).dtype
+    with applied(((TF32_MATMUL, False), (TF32_CONVOLUTION, False))):
+        output: Tensor = type(unet).forward(unet.float(), **tree_map(Tensor.float, arguments), return_dict=False)[0]
+    unet.to(dtype)
+    return output.cpu()
 
 
 def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: Tensor) -> tuple[Call, Row]:

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gradio as gr
 import httpx
@@ -101,7 +101,7 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
         return FOREIGN_ELEMENTS.sub("", source), *more
 
 
-def refuse(request: Any) -> Any:
+def refuse(url: Any) -> NoReturn:
     raise httpx.ConnectError("This server downloads nothing from addresses.")
 
 

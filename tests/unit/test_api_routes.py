@@ -199,7 +199,7 @@ def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch
         for path, body in (("pin", pin), ("purge", {"all": True}), ("purge", {"disk": True})):
             assert "disk" in api.post(path, body, 507)["detail"]
         panel = Panel(runtime, api.warmup, api.webui.exclusively)
-        assert "cannot be written to the disk" in str(panel.pin(True)('["512x512 SD1"]', None)[1])
+        assert "cannot be written to the disk" in str(panel.pin('["512x512 SD1"]', None)[1])
     assert on_the_disk(folder) == ({row[0] for row in ROWS}, set())
     assert api.post("purge", {"all": True})["purged"] and on_the_disk(folder)[0] == set()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core.refusal import Refusal
 from . import shared
+from .scripts import ScriptRunner
 
 MOST_TOKENS = 77
 # A tokenizer compares all parts of a word with each other again and again.
@@ -46,7 +47,7 @@ class StableDiffusionProcessingTxt2Img:
     do_not_save_samples: bool = True
     override_settings: dict[str, Any] = field(default_factory=dict)
 
-    scripts: Any = field(default=None, init=False)
+    scripts: Any = field(default_factory=ScriptRunner, init=False)
     script_args: tuple = field(default=(), init=False)
     comments: dict[str, int] = field(default_factory=dict, init=False)
     all_seeds: list[int] = field(default_factory=list, init=False)
@@ -71,8 +72,7 @@ class StableDiffusionProcessingTxt2Img:
         self.pipeline, self.sampler = pipeline, pipeline.scheduler
         pipeline.set_progress_bar_config(disable=True)
         shared.state.sampling_step, shared.state.sampling_steps = 0, self.steps
-        if self.scripts is not None:
-            self.scripts.in_generation("process_before_every_sampling", self)
+        self.scripts.in_generation("process_before_every_sampling", self)
         return pipeline(
             prompt=[self.prompt] * count,
             negative_prompt=[self.negative_prompt] * count,
@@ -127,8 +127,7 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     p.sd_model = p.sd_model or shared.sd_model
     seed = random.SystemRandom().randrange(2**32) if p.seed == -1 else p.seed
     p.all_seeds = [seed + index for index in range(p.batch_size * p.n_iter)]
-    if p.scripts is not None:
-        p.scripts.in_generation("process", p)
+    p.scripts.in_generation("process", p)
 
     shared.state.job_count = p.n_iter
     made, infotexts = [], []
@@ -141,8 +140,7 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
             check_numbers("UNet", samples)
             pixels = p.sd_model.decode(samples)
             check_numbers("VAE", pixels)
-        if p.scripts is not None:
-            p.scripts.in_generation("postprocess_batch", p)
+        p.scripts.in_generation("postprocess_batch", p)
         for one, seed in zip(pixels, p.seeds, strict=True):
             image = Image.fromarray((one * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
             infotexts.append(create_infotext(p, seed))
@@ -156,8 +154,7 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     if len(tokenizer(p.prompt, verbose=False).input_ids) > MOST_TOKENS:
         p.comment("The prompt is longer than 75 tokens; the rest was left out.")
     processed = Processed(made, infotexts or [""], "\n".join(p.comments))
-    if p.scripts is not None:
-        p.scripts.in_generation("postprocess", p, processed)
+    p.scripts.in_generation("postprocess", p, processed)
     return processed
 
 

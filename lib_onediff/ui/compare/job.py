@@ -53,19 +53,11 @@ class GeneratedImage:
 
 @dataclass(frozen=True)
 class Pair:
-    """The left and the right image of a seed, and how they differ; why_not: why that was not measured."""
+    """The left and the right image of a seed, and how they differ."""
 
     seed: int
     images: tuple[GeneratedImage, GeneratedImage]
-    comparison: ImageComparison | None
-    why_not: str = ""
-
-    @classmethod
-    def of(cls, seed: int, left: GeneratedImage, right: GeneratedImage) -> Pair:
-        try:
-            return cls(seed, (left, right), compare(left.image, right.image))
-        except ValueError as problem:
-            return cls(seed, (left, right), None, str(problem))
+    comparison: ImageComparison
 
 
 def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
@@ -176,7 +168,8 @@ class Comparison(Chore):
             latest[place] = made
             self.made += 1
             if self.made > 2 and self.made % 2 == 0:
-                self.pairs.append(Pair.of(image["seed"], latest[0], latest[1]))
+                left, right = latest[0], latest[1]
+                self.pairs.append(Pair(image["seed"], (left, right), compare(left.image, right.image)))
         return ""
 
     def _make(self, image: Request, settings: Settings) -> GeneratedImage | None:
