@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
 
 from ..core.guard import outcome_of
-from ..core.sizes import Size, parse_sizes
+from ..core.sizes import parse_sizes
 from ..prewarm.worker import Job, rows_with_jobs
 from . import bodies
 from .auth import protection
@@ -116,7 +116,9 @@ class Routes:
         Answers at once with the job of every size. A size that waits already keeps its job.
         """
         try:
-            sizes = sizes_of(body)
+            sizes = parse_sizes(body.sizes)
+            if not sizes:
+                raise ValueError("Give at least one size, for example 768x512.")
             if len(sizes) + sum(job.pending for job in self._warmup.jobs()) > MOST_PENDING:
                 raise HTTPException(429, FULL)
             jobs = self._warmup.add(sizes, SOURCE, tokens=body.tokens, first=body.order == "first")
@@ -214,17 +216,6 @@ class Routes:
             if turn.cancel():
                 raise busy from None
         return turn.result().result()
-
-
-def sizes_of(body: bodies.PrewarmBody) -> list[Size]:
-    """The sizes in a request. Raises ValueError with a sentence."""
-    if isinstance(body.sizes, str):
-        sizes = parse_sizes(body.sizes)
-    else:
-        sizes = list(dict.fromkeys(Size(size.width, size.height, size.batch) for size in body.sizes))
-    if not sizes:
-        raise ValueError("Give at least one size, for example 768x512.")
-    return sizes
 
 
 def job_values(job: Job) -> dict[str, Any]:
