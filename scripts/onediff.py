@@ -131,7 +131,7 @@ class OneDiffScript(scripts.Script):
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
             run_settings.tell(p, why_off)
         run_settings.describe(p, settings, webui.why_not_served() is None)
-        run_settings.use_for_sampling(p, settings, why_off)
+        runtime.call_stats.show(runtime.generations.begin(p, settings, why_off).times)
 
     @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:

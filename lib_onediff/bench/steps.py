@@ -64,12 +64,6 @@ class Variant:
         return lambda: forward(**arguments)[0]
 
 
-def variants(options: argparse.Namespace) -> list[Variant]:
-    """Those of --backend, then those of --set."""
-    named = [Variant(name, None if name in HOSTS else {"backend": name}) for name in options.backend]
-    return named + [Variant(name_of_options(chosen), chosen) for chosen in options.set]
-
-
 def name_of_options(options: Mapping[str, Any]) -> str:
     """As they are written on the command line."""
     return " ".join(f"{name}={format_value(value)}" for name, value in options.items())
@@ -118,12 +112,14 @@ def served_by() -> str:
 def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """A row for every model, batch, size and variant. Raises ValueError with a sentence for a wrong model."""
     dtype = DTYPES[options.dtype]
+    variants = [Variant(name, None if name in HOSTS else {"backend": name}) for name in options.backend]
+    variants += [Variant(name_of_options(chosen), chosen) for chosen in options.set]
     for model, batch in itertools.product(options.model, options.batch):
         unet = models.unet_named(model, device).to(dtype)
         for size in sizes_of(model, options):
             arguments = models.inputs(unet, size.width, size.height, batch, options.tokens, dtype)
             case = {"model": model, "size": size.resolution, "batch": batch}
-            for row in side_by_side(unet, arguments, variants(options), options.runs, options.offload):
+            for row in side_by_side(unet, arguments, variants, options.runs, options.offload):
                 yield {**case, **row}
         del unet
         free_memory()
