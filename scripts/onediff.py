@@ -94,6 +94,9 @@ paste_functions = infotext.paste_functions(lambda: runtime.settings)
 
 
 class OneDiffScript(scripts.Script):
+    # Of the accordion, what is renewed after each generation.
+    built: tuple[Any, ...] = ()
+
     def title(self) -> str:
         return "OneDiff"
 
@@ -105,14 +108,14 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("building the accordion", otherwise=[])
     def ui(self, is_img2img: bool) -> list[Any]:
-        arguments = accordion.build_accordion(self.tab(), status_lines, settings_of_run)
+        arguments, self.built = accordion.build_accordion(self.tab(), status_lines, settings_of_run)
         self.infotext_fields = list(zip(arguments, paste_functions, strict=True))
         self.paste_field_names = list(paste_functions)
         return arguments
 
     @guard.hook("connecting the accordion")
     def after_component(self, component: Any, **kwargs: Any) -> None:
-        accordion.connect(component, self.tab(), status_lines)
+        accordion.connect(component, self.tab(), self.built, status_lines)
 
     @guard.hook("the settings of this generation", in_generation=True)
     def process(self, p: Any, *arguments: Any) -> None:
@@ -128,7 +131,7 @@ class OneDiffScript(scripts.Script):
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
             run_settings.tell(p, why_off)
         run_settings.describe(p, settings, webui.why_not_served() is None)
-        run_settings.use_for_sampling(p, settings, why_off)
+        runtime.call_stats.show(runtime.generations.begin(p, settings, why_off).times)
 
     @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:

@@ -38,20 +38,10 @@ class Body(BaseModel, extra="forbid"):
     """A request; a field that it does not have is refused."""
 
 
-class SizeBody(Body):
-    """One size in pixels; batch counts the images that are made at once."""
-
-    width: Whole = Field(..., description="Pixels, a multiple of 8.")
-    height: Whole = Field(..., description="Pixels, a multiple of 8.")
-    batch: Whole = Field(1, description="Images at once.")
-
-
 class PrewarmBody(Body):
     """What to make ready."""
 
-    sizes: SizesText | list[SizeBody] = Field(
-        ..., description='"1024x1024, 832x1216 x2" (x2: two images at once), or a list of objects.',
-    )
+    sizes: SizesText = Field(..., description='Such as "1024x1024, 832x1216 x2"; x2: two images at once.')
     tokens: Whole = Field(TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75.")
     order: Literal["first", "last"] = Field("last", description="Before or behind the sizes that wait already.")
 

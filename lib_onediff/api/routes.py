@@ -11,11 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
-from fastapi.responses import JSONResponse
 
 from ..core.guard import outcome_of
-from ..core.sizes import Size, parse_sizes
-from ..prewarm.worker import Job, check_tokens, rows_with_jobs
+from ..core.sizes import parse_sizes
+from ..prewarm.worker import Job, rows_with_jobs
 from . import bodies
 from .auth import protection
 from .bodies import SentenceRoute, json_answer
@@ -28,8 +27,8 @@ Result = TypeVar("Result")
 Status = Callable[[], dict[str, Any]]
 PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
 MOST_PENDING = 500
+FULL = f"At most {MOST_PENDING} sizes wait in the queue; try again when it is shorter."
 NOT_KNOWN = "OneDiff cannot tell whether this process is ready: see the WebUI's console."
-SWITCHED_OFF = "OneDiff is switched off in the settings, so nothing can be pre-warmed."
 NO_RESOLUTION = f"OneDiff does not know this resolution; GET {PREFIX}/shapes lists all."
 WHAT_TO_PURGE = (
     'Say what to purge: one of {"resolutions": ["512x512"]} (with a "model", or of all), {"model": "SD1"}, '
@@ -97,7 +96,7 @@ class Routes:
             raise HTTPException(503, waits_for)
         ready = {"ready": not waits_for, "ready_reason": waits_for}
         answer = part(lambda: json_answer({**part(self._status, {}), **ready}))
-        return answer or JSONResponse(ready)
+        return answer or json_answer(ready)
 
     def shapes(
         self, model: str | None = Query(None, min_length=1, max_length=bodies.LONGEST_NAME,
@@ -116,16 +115,15 @@ class Routes:
 
         Answers at once with the job of every size. A size that waits already keeps its job.
         """
-        if not self._runtime.settings.enabled:
-            raise HTTPException(409, SWITCHED_OFF)
         try:
-            sizes = sizes_of(body)
-            check_tokens(body.tokens)
+            sizes = parse_sizes(body.sizes)
+            if not sizes:
+                raise ValueError("Give at least one size, for example 768x512.")
+            if len(sizes) + sum(job.pending for job in self._warmup.jobs()) > MOST_PENDING:
+                raise HTTPException(429, FULL)
+            jobs = self._warmup.add(sizes, SOURCE, tokens=body.tokens, first=body.order == "first")
         except ValueError as problem:
-            raise HTTPException(422, str(problem)) from problem
-        if len(sizes) + sum(job.pending for job in self._warmup.jobs()) > MOST_PENDING:
-            raise HTTPException(429, f"At most {MOST_PENDING} sizes wait in the queue; try again when it is shorter.")
-        jobs = self._warmup.add(sizes, SOURCE, tokens=body.tokens, first=body.order == "first")
+            raise HTTPException(422 if self._runtime.settings.enabled else 409, str(problem)) from problem
         return json_answer({"jobs": list(map(job_values, jobs))}, 202)
 
     def jobs(self) -> Response:
@@ -218,17 +216,6 @@ class Routes:
             if turn.cancel():
                 raise busy from None
         return turn.result().result()
-
-
-def sizes_of(body: bodies.PrewarmBody) -> list[Size]:
-    """The sizes in a request. Raises ValueError with a sentence."""
-    if isinstance(body.sizes, str):
-        sizes = parse_sizes(body.sizes)
-    else:
-        sizes = list(dict.fromkeys(Size(size.width, size.height, size.batch) for size in body.sizes))
-    if not sizes:
-        raise ValueError("Give at least one size, for example 768x512.")
-    return sizes
 
 
 def job_values(job: Job) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import logging
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 
 from ..core.refusal import Refusal
 from ..core.settings import Settings, parse_value
+from ..core.sizes import parse_size
+from ..runtime.cache import Fingerprint
 from . import images, models, steps
-from .share import share
-from .steps import HOSTS, Row, Size
+from .share import joined, share
+from .steps import HOSTS, Row
 
 COMMANDS = {"step": steps.step, "image": images.image, "quality": images.quality, "webui": images.webui}
 EPILOG = """\
@@ -38,14 +40,6 @@ examples:
   python -m lib_onediff.bench webui http://127.0.0.1:7860 --size 512x512 960x720
   python -m lib_onediff.bench webui http://127.0.0.1:7860 --share
 """
-
-
-def size_of(text: str) -> Size:
-    """(width, height) from "1024x768"."""
-    width, _, height = text.partition("x")
-    if not (width.isdigit() and height.isdigit()) or int(width) % 8 or int(height) % 8 or not int(width) * int(height):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1024x768 with both sides multiples of 8")
-    return int(width), int(height)
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -69,7 +63,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("url", nargs="?", help="webui: its address, such as http://127.0.0.1:7860")
     parser.add_argument("--set", nargs="+", action="append", default=[], metavar="OPTION=VALUE",
                         help="a row with these options of OneDiff; give it again for another row")
-    parser.add_argument("--size", nargs="+", type=size_of, metavar="WxH", help="pixels (default: 1024x1024 or 512x512)")
+    parser.add_argument("--size", nargs="+", default=[], metavar="WxH", help="pixels (default: 1024x1024 or 512x512)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with all times, into this file")
     parser.add_argument("--share", nargs="?", type=Path, const=Path(), metavar="FOLDER", help="webui: write into this "
                         "folder (default: the current one) what the table of cards takes")
@@ -101,19 +95,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--share: {options.share} is no folder")
     try:
         options.set = [options_of(words) for words in options.set]
+        options.size = [parse_size(text) for text in options.size]
     except ValueError as problem:
         parser.error(str(problem))
     return options
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """What the numbers depend on."""
-    facts: dict[str, Any] = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
-    if device.type == "cuda":
-        facts |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    facts = {**asdict(Fingerprint.of()), "python": platform.python_version(), "threads": torch.get_num_threads()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["diffusers"] = importlib.metadata.version("diffusers")
-    return {**facts, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    return facts
 
 
 def cells(row: Row) -> dict[str, str]:
@@ -128,9 +121,9 @@ def table(rows: Sequence[Row]) -> str:
     """A Markdown table of all that any row has."""
     printed = [cells(row) for row in rows]
     names = sorted(dict.fromkeys(name for row in printed for name in row), key=("served_by", "note").__contains__)
-    lines = [[name.replace("_", " ") for name in names], ["---"] * len(names)]
-    lines += [[row.get(name, "") for name in names] for row in printed]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    heads = [name.replace("_", " ") for name in names]
+    lines = [[row.get(name, "") for name in names] for row in printed]
+    return "\n".join(map(joined, [heads, ["---"] * len(names), *lines]))
 
 
 @torch.no_grad()
@@ -142,7 +135,7 @@ def main() -> int:
     # A WebUI needs the card's memory for itself.
     here = torch.cuda.is_available() and not options.share
     device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
-    facts, rows, problem = machine(device), [], ""
+    facts, rows, problem = {} if options.share else machine(), [], ""
     try:
         for row in (share if options.share else COMMANDS[options.command])(options, device):
             rows.append(row)

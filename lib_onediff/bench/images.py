@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ..core.quality import compare
+from ..core.sizes import Size
 from ..public import compile_pipe, load_folder, uncompile_pipe
 from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error
 from . import models
 from .judge import Judge, load_judge
-from .steps import DTYPES, HOST, Row, Size, free_memory, name_of_options, served_by, sizes_of, timed
+from .steps import DTYPES, HOST, Row, free_memory, name_of_options, served_by, sizes_of, timed
 
 # Measuring, checking and capturing are over after so many images that nobody looks at, and so many as users make.
 WAITING_IMAGES, SETTLING_IMAGES = 2, 1
@@ -48,7 +49,7 @@ class Drawing:
     def draw(self, size: Size, steps: int, batch: int = 1) -> Tensor:
         """(batch, 3, height, width), from 0 to 1."""
         return self.pipe(
-            **self._prompt, width=size[0], height=size[1], num_inference_steps=steps, guidance_scale=5.0,
+            **self._prompt, width=size.width, height=size.height, num_inference_steps=steps, guidance_scale=5.0,
             generator=torch.Generator("cpu").manual_seed(0), output_type="pt", num_images_per_prompt=batch,
         ).images
 
@@ -109,7 +110,7 @@ def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         drawing = Drawing(model, DTYPES[options.dtype], device)
         for size in sizes_of(model, options):
             for batch in options.batch:
-                case = {"model": model, "size": f"{size[0]}x{size[1]}", "at_once": batch}
+                case = {"model": model, "size": size.resolution, "at_once": batch}
                 times, expected = drawing.times(size, options.steps, batch, options.runs)
                 host = statistics.median(times)
                 yield {**case, "options": HOST, "image_s": host, "all_s": times}
@@ -230,7 +231,7 @@ class WebUI:
         """How long one image takes, its file in base64, and how many calls went by each route. arguments: of OneDiff's
         script."""
         body = {
-            "prompt": PROMPT, "seed": seed, "steps": steps, "width": size[0], "height": size[1],
+            "prompt": PROMPT, "seed": seed, "steps": steps, "width": size.width, "height": size.height,
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
             "alwayson_scripts": {"OneDiff": {"args": arguments}},
         }
@@ -248,7 +249,7 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     running, steps = WebUI(options.url), options.steps
     chosen: dict[str, Row] = {"off": {"enabled": False}, "on": {"enabled": True}}
     chosen |= {name_of_options(more): {"enabled": True, **more} for more in options.set}
-    for size in options.size or [(512, 512)]:
+    for size in options.size or [Size(512, 512)]:
         rows: dict[str, Row] = {name: {"all_s": [], "all_step_ms": [], "all_calls": Counter()} for name in chosen}
         for values in chosen.values():
             running.draw(size, steps, [values])
@@ -261,7 +262,7 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                 row["all_calls"] += calls + more
                 row["all_s"].append(once)
                 row["all_step_ms"].append((twice - once) / steps * 1e3)
-        case = {"model": running.ask(STATUS)["model"] or "?", "size": f"{size[0]}x{size[1]}"}
+        case = {"model": running.ask(STATUS)["model"] or "?", "size": size.resolution}
         for name, row in rows.items():
             image_s = statistics.median(row["all_s"])
             row["x_off"] = statistics.median(rows["off"]["all_s"]) / image_s

@@ -92,8 +92,6 @@ def load_judge(file: Path, device: Any = "cpu") -> Judge:
 
 def at_its_size(images: Tensor) -> Tensor:
     """The size that it was trained at, without aliasing."""
-    if images.shape[-2:] == (SIDE, SIDE):
-        return images
     return functional.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
 
 

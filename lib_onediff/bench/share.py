@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from ..core.quality import ImageComparison, compare
-from ..core.sizes import parse_size
+from ..core.sizes import Size, parse_size
 from ..runtime.runtime import runtime
 from .images import STATUS, STEPS_TO_SETTLE, WebUI
-from .steps import Row, Size
+from .steps import Row
 
 OFF, FILES = "off", ("onediff-card.json", "onediff-card.md")
 MOST_IMAGES_UNTIL_READY = 5
@@ -39,7 +39,7 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     if "machine" not in running.ask(STATUS):
         raise ValueError("the WebUI runs an earlier OneDiff than this one: update it there, or restart the WebUI")
     # Some WebUIs load their checkpoint with the first image. Without scikit-image, that is said now and not at the end.
-    image = pixels(running.draw((options.size or [(512, 512)])[0], STEPS_TO_SETTLE, [True])[1])
+    image = pixels(running.draw((options.size or [Size(512, 512)])[0], STEPS_TO_SETTLE, [True])[1])
     compare(image, image)
     status = running.ask(STATUS)
     if not status["model"]:
@@ -48,9 +48,8 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         **status["machine"], **{name: status[name] for name in ("release", "model", "backend")},
         "steps": options.steps, "runs": options.runs,
     }
-    trained_at = parse_size(runtime.services.families.usual_sizes(status["model"])[0].sizes[0])
     rows, lines = [], []
-    for size in options.size or [(trained_at.width, trained_at.height)]:
+    for size in options.size or [parse_size(runtime.services.families.usual_sizes(status["model"])[0].sizes[0])]:
         made = list(measured(running, size, options, status["presets"]))
         yield from made
         rows += made
@@ -90,7 +89,7 @@ def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: S
             found[name].append(compare(images[OFF if name == exact else exact], images[name]))
     off_s = statistics.median(times[OFF])
     for name in chosen:
-        row: Row = {"size": f"{size[0]}x{size[1]}", "options": name, "image_s": statistics.median(times[name])}
+        row: Row = {"size": size.resolution, "options": name, "image_s": statistics.median(times[name])}
         row["x_off"] = off_s / row["image_s"]
         if name != OFF:
             # Of two in the middle the worse: what is equal to one alone is not called equal.

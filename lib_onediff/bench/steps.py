@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.benchmark import Timer
 
+from ..core.precision import TF32_CONVOLUTION, TF32_MATMUL, applied
 from ..core.settings import format_value
+from ..core.sizes import Size
 from ..public import compile_unet, status, uncompile_unet
 from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error
@@ -32,7 +34,6 @@ LATE_TIMESTEP = 301.0
 # torch.compile gives up after eight shapes otherwise.
 MOST_COMPILED_SHAPES = 256
 
-Size = tuple[int, int]
 Arguments = dict[str, Any]
 Row = dict[str, Any]
 Call = Callable[[], Tensor]
@@ -61,12 +62,6 @@ class Variant:
         if self.name in (HOST_GRAPH, COMPILED_GRAPH):
             return captured(forward, arguments)
         return lambda: forward(**arguments)[0]
-
-
-def variants(options: argparse.Namespace) -> list[Variant]:
-    """Those of --backend, then those of --set."""
-    named = [Variant(name, None if name in HOSTS else {"backend": name}) for name in options.backend]
-    return named + [Variant(name_of_options(chosen), chosen) for chosen in options.set]
 
 
 def name_of_options(options: Mapping[str, Any]) -> str:
@@ -128,39 +123,43 @@ def served_by() -> str:
 def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """A row for every model, batch, size and variant. Raises ValueError with a sentence for a wrong model."""
     dtype = DTYPES[options.dtype]
+    variants = [Variant(name, None if name in HOSTS else {"backend": name}) for name in options.backend]
+    variants += [Variant(name_of_options(chosen), chosen) for chosen in options.set]
     for model, batch in itertools.product(options.model, options.batch):
         unet = models.unet_named(model, device).to(dtype)
         for size in sizes_of(model, options):
-            arguments = models.inputs(unet, *size, batch, options.tokens, dtype)
-            case = {"model": model, "size": f"{size[0]}x{size[1]}", "batch": batch}
-            for row in side_by_side(unet, arguments, variants(options), options.runs, options.offload):
+            arguments = models.inputs(unet, size.width, size.height, batch, options.tokens, dtype)
+            case = {"model": model, "size": size.resolution, "batch": batch}
+            for row in side_by_side(unet, arguments, variants, options.runs, options.offload):
                 yield {**case, **row}
         del unet
         free_memory()
 
 
 def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
-    if options.size:
-        return list(options.size)
-    return [(128, 128)] if model.startswith("tiny") else [(1024, 1024)] if model == "sdxl" else [(512, 512)]
+    side = 128 if model.startswith("tiny") else 1024 if model == "sdxl" else 512
+    return options.size or [Size(side, side)]
 
 
 def side_by_side(
     unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int, offloads: bool = False
 ) -> Iterator[Row]:
-    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow. offloads: see offload.
+    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow. offloads: diffusers keeps
+    all weights in main memory, and brings each layer's to the device ahead of it.
 
     The host's share the UNet. Each of ours has a copy, because binding lays weights out anew in memory.
     """
     exact = exact_output(unet, arguments)
     if offloads:
+        from diffusers.hooks import apply_group_offloading
+
         unet.to("cpu")
     rows, timers, copies = [], [], []
     for variant in chosen:
         try:
             module = unet if variant.options is None and not offloads else copy.deepcopy(unet)
             if offloads:
-                offload(module, arguments["sample"].device)
+                apply_group_offloading(module, arguments["sample"].device, offload_type="leaf_level", use_stream=True)
             call, measured = make_ready(variant, module, arguments, exact)
         except RuntimeError as problem:
             yield {"backend": variant.name, "note": str(problem).splitlines()[0]}
@@ -188,24 +187,13 @@ def side_by_side(
         uncompile_unet(module)
 
 
-def offload(unet: nn.Module, device: torch.device) -> None:
-    """Have diffusers keep all weights in main memory, and bring each layer's to the device ahead of it."""
-    from diffusers.hooks import apply_group_offloading
-
-    apply_group_offloading(unet, device, offload_type="leaf_level", use_stream=True)
-
-
 def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
     """The host's output in float32 without TF32, from weights and inputs as they are rounded."""
-    dtype, precision = next(unet.parameters()).dtype, torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            output: Tensor = type(unet).forward(unet.float(), **tree_map(Tensor.float, arguments), return_dict=False)[0]
-            return output.cpu()
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        unet.to(dtype)
+    dtype = next(unet.parameters()).dtype
+    with applied(((TF32_MATMUL, False), (TF32_CONVOLUTION, False))):
+        output: Tensor = type(unet).forward(unet.float(), **tree_map(Tensor.float, arguments), return_dict=False)[0]
+    unet.to(dtype)
+    return output.cpu()
 
 
 def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: Tensor) -> tuple[Call, Row]:

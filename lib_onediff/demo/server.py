@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import gradio as gr
 import httpx
@@ -101,12 +101,8 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
         return FOREIGN_ELEMENTS.sub("", source), *more
 
 
-def refuse(request: httpx.Request) -> NoReturn:
-    raise httpx.ConnectError("This server downloads nothing from addresses.", request=request)
-
-
-async def fetch_none(url: str) -> NoReturn:
-    refuse(httpx.Request("GET", url))
+def refuse(url: Any) -> NoReturn:
+    raise httpx.ConnectError("This server downloads nothing from addresses.")
 
 
 def fetch_nothing() -> None:
@@ -114,4 +110,4 @@ def fetch_nothing() -> None:
     gives for files."""
     routes.templates.env.loader = OwnResourcesOnly(routes.STATIC_TEMPLATE_LIB)
     processing_utils.sync_client = httpx.Client(transport=httpx.MockTransport(refuse))
-    processing_utils.async_ssrf_protected_get = fetch_none
+    processing_utils.async_ssrf_protected_get = refuse

@@ -34,8 +34,11 @@ ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit
 StatusLines = Callable[[], tuple[str, str]]
 
 
-def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[..., Settings]) -> list[Any]:
-    """Create the accordion of a tab ("txt2img" or "img2img") and return the components that are script arguments.
+def build_accordion(
+    tab: str, status_lines: StatusLines, settings_of: Callable[..., Settings],
+) -> tuple[list[Any], tuple[Any, ...]]:
+    """Create the accordion of a tab ("txt2img" or "img2img") and return the components that are script arguments, and
+    those that connect takes.
 
     status_lines: called when the page loads and after each generation. settings_of: a run's settings by the values of
     the script arguments; raises ValueError with a sentence.
@@ -51,7 +54,7 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
                 min_width=20,
             )
             set_here = a_place(f"{tab}_set_here")
-            a_place(f"{tab}_summary", value=lambda: status_lines()[0])
+            summary = a_place(f"{tab}_summary", value=lambda: status_lines()[0])
         with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}_accordion"):
             with gr.Row(elem_classes="onediff-run"):
                 preset = gr.Dropdown(
@@ -69,13 +72,13 @@ def build_accordion(tab: str, status_lines: StatusLines, settings_of: Callable[.
             # What changes by itself stands last, in a place of its own (style.css): no control moves away.
             with gr.Column(elem_classes="onediff-told"):
                 told = a_place(f"{tab}_told")
-                a_place(f"{tab}_status", value=lambda: status_lines()[1])
+                status = a_place(f"{tab}_status", value=lambda: status_lines()[1])
         if tab == "txt2img":
             # gradio 6 makes other tabs when they are first opened, the settings among them.
             build_for_the_settings()
         arguments = [enabled, preset, changes]
-        connect_controls(tab, arguments, controls, told, set_here, settings_of)
-    return arguments
+        ask = connect_controls(tab, arguments, controls, told, set_here, settings_of)
+    return arguments, (summary, status, ask)
 
 
 def a_control(tab: str, name: str) -> Any:
@@ -102,9 +105,9 @@ def a_text_of_changes(tab: str, label: str = EXTRA_OPTIONS, value: str = "") -> 
 
 def connect_controls(
     tab: str, run: list[Any], controls: list[Any], told: Any, set_here: Any, settings_of: Callable[..., Settings],
-) -> None:
-    """Have the controls write the text box and show what the run will be, and told say it. A hidden button asks for it,
-    which javascript/onediff_accordion.js clicks.
+) -> Any:
+    """Have the controls write the text box and show what the run will be, and told say it. Returns the hidden button
+    that asks for it, which javascript/onediff_accordion.js clicks.
 
     run: the components that settings_of takes; the last two are the list of presets and the text box. set_here: shows
     what differs from the settings tab.
@@ -148,6 +151,7 @@ def connect_controls(
         control.input(None, inputs=[changes, control], outputs=[changes], api_name=False, **in_the_browser(
             f'(text, value) => onediffAccordion.changed("{tab}", "{name}", text, value)'
         ))
+    return ask
 
 
 def what_it_will_be(settings: Settings) -> str:
@@ -186,24 +190,14 @@ def for_the_browser(base: Settings) -> str:
     return f'<span hidden data-onediff-run="{html.escape(json.dumps(known))}"></span>'
 
 
-def connect(component: Any, tab: str, status_lines: StatusLines) -> None:
+def connect(component: Any, tab: str, built: tuple[Any, ...], status_lines: StatusLines) -> None:
     """Renew the status after each generation. component: any that the host has just created; the one that tells of new
-    images comes after a tab's settings, in every host."""
-    if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab):
+    images comes after a tab's settings, in every host. built: by build_accordion; empty where that has failed."""
+    if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab) or not built:
         return
-    summary, status, ask = (find_component(f"onediff_{tab}_{part}") for part in ("summary", "status", "ask"))
-    if summary is None or status is None or ask is None:
-        return
+    summary, status, ask = built
     for event in (ask.click, component.change):
         event(status_lines, inputs=[], outputs=[summary, status], queue=False, **QUIET)
     component.change(None, inputs=[], outputs=[], api_name=False, **in_the_browser(
         f"() => {{ onediffAccordion.ask({tab!r}); return []; }}"
     ))
-
-
-def find_component(elem_id: str) -> Any | None:
-    """The component of this id on the page that is being built."""
-    from gradio.context import Context
-
-    blocks = Context.root_block.blocks.values() if Context.root_block else ()
-    return next((block for block in blocks if getattr(block, "elem_id", None) == elem_id), None)

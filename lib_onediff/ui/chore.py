@@ -36,13 +36,14 @@ class Chore:
         """name: see attempted."""
         self.name, self.failed = name, False
         self.outcome: Any = None
-        self._work, self._over = work, threading.Event()
-        threading.Thread(target=self._run, name=f"onediff-{name.split(' ')[0].lower()}", daemon=True).start()
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=f"onediff-{name.split(' ')[0].lower()}", daemon=True)
+        self._thread.start()
 
     def over(self, seconds: float = 0.0) -> bool:
         """Whether it is over, for which this waits at most so long."""
-        return self._over.wait(seconds)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         self.outcome, self.failed = attempted(self.name, self._work)
-        self._over.set()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..core.settings import Settings
+from ..core.settings import Settings, format_value
 from ..runtime.cache import Fingerprint
 
 # Section to name to value, in the order in which they are shown: what changes an image the most comes first.
@@ -27,7 +27,6 @@ Facts = dict[str, dict[str, str]]
 
 LONGEST_VALUE = 160
 NOTHING, UNREADABLE = "none", "not known to this torch"
-SWITCHES = {True: "on", False: "off"}
 PATH_SEPARATORS = re.compile(r"[/\\]")
 # Packages whose kernels take part in an image.
 PACKAGES = ("xformers", "flash-attn", "sageattention", "oneflow", "bitsandbytes", "tomesd", "diffusers")
@@ -72,7 +71,7 @@ OPTIONS = (
 def as_fact(value: Any) -> str:
     """A value as a report shows it: one short line, and of a path only the last part."""
     if isinstance(value, bool):
-        return SWITCHES[value]
+        return format_value(value)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(as_fact, value))
     text = f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -45,19 +45,15 @@ def describe(settings: Settings, resting: Collection[str] = (), is_served: bool 
 
 def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
     """The shortest way from standing to the wanted settings of a run: a preset, or AS_IN_SETTINGS, and the options that
-    differ from it."""
+    differ from it, in words; the switch is none."""
     ways = {AS_IN_SETTINGS: standing} | {name: with_preset(standing, name) for name in PRESETS}
-    changes = {name: differences(wanted, base) for name, base in ways.items()}
+    names = options_of_a_run().keys() - {SWITCH}
+    changes = {
+        way: [f"{name} {format_value(value)}" for name, value in wanted.changed_from(base).items() if name in names]
+        for way, base in ways.items()
+    }
     best = min(changes, key=lambda name: len(changes[name]) + (name != AS_IN_SETTINGS))
     return best, changes[best]
-
-
-def differences(settings: Settings, others: Settings) -> list[str]:
-    """Every option of a run but the switch that has another value in others, with its value in settings, in words."""
-    names = options_of_a_run().keys() - {SWITCH}
-    return [
-        f"{name} {format_value(value)}" for name, value in settings.changed_from(others).items() if name in names
-    ]
 
 
 def names_by_label() -> dict[str, str]:

@@ -42,8 +42,8 @@ def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str
 def head_html(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
     """The headings of a table. meanings: of those that need one."""
     return "".join(
-        f'<th scope="col" title="{html.escape(meanings[column])}">{html.escape(column)}</th>' if column in meanings
-        else f'<th scope="col">{html.escape(column)}</th>' for column in columns
+        f'<th scope="col" title="{html.escape(meanings.get(column, ""))}">{html.escape(column)}</th>'
+        for column in columns
     )
 
 

@@ -105,14 +105,8 @@ def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
     return (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
 
 
-def use_for_sampling(p: Any, settings: Settings, why_off: str = "") -> None:
-    """Have the generation p sample with settings, and what it generates inside itself. why_off: why they switch OneDiff
-    off, if the user did not ask for it."""
-    runtime.call_stats.show(runtime.generations.begin(p, settings, why_off).times)
-
-
-def restore_sampling(p: Any, checkpoint: str = "", is_whole: bool = True) -> None:
-    """Undo use_for_sampling, and note how long an image has taken. checkpoint: the name of the loaded one. is_whole:
+def restore_sampling(p: Any, checkpoint: str, is_whole: bool) -> None:
+    """The generation p is over: note how long an image has taken. checkpoint: the name of the loaded one. is_whole:
     whether nobody has interrupted it."""
     generation = runtime.generations.end(p)
     if generation is not None and is_whole:

@@ -10,8 +10,6 @@ from dataclasses import Field
 from functools import partial
 from typing import Any
 
-from fastapi import HTTPException
-
 from ..core.settings import Settings, check_value, options_of_a_run, parse_value, words_of
 from .infotext import SWITCH
 from .presets import PRESETS, preset_of, with_preset
@@ -25,16 +23,6 @@ DIGITS = 8
 SWITCHED_OFF = "OneDiff is switched off in the settings tab, so this axis would change nothing."
 OFF_FOR_THIS_RUN = "OneDiff is off for this run, so its axes change nothing; tick 'Use OneDiff'."
 Standing = Callable[[], Settings]
-
-
-class WrongAxisValue(HTTPException):
-    """Ends a plot before it draws anything. A page shows it as it prints; clients of the API get it with status 422."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(422, sentence)
-
-    def __str__(self) -> str:
-        return self.detail
 
 
 def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
@@ -72,16 +60,16 @@ def an_axis(
     read: what a value means; raises ValueError with a sentence for one that means nothing."""
 
     def confirm(p: Any, values: list[Any]) -> None:
-        """What the plot calls before it draws."""
+        """What the plot calls before it draws. Raises RuntimeError with a sentence, as its own axes do."""
         if not standing().enabled:
-            raise WrongAxisValue(SWITCHED_OFF)
+            raise RuntimeError(SWITCHED_OFF)
         if not values:
-            raise WrongAxisValue(f"{PREFIX}{label} has no values to draw.")
+            raise RuntimeError(f"{PREFIX}{label} has no values to draw.")
         for value in values:
             try:
                 read(value)
             except ValueError as problem:
-                raise WrongAxisValue(f"{PREFIX}{label}: {problem}") from problem
+                raise RuntimeError(f"{PREFIX}{label}: {problem}") from problem
 
     def write_on_cell(p: Any, value: Any, values: list[Any]) -> None:
         """What the plot calls with the generation of a cell, a shallow copy of the page's: nothing in it is changed."""

@@ -88,7 +88,7 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
 
 
 @pytest.mark.parametrize(("where", "hook"), [
-    (lambda host: (host.script.run_settings, "use_for_sampling"), "the settings of this generation"),
+    (lambda host: (host.script.runtime.generations, "begin"), "the settings of this generation"),
     (lambda host: (host.script.webui, "before_sampling"), "the beginning of a sampling"),
     (lambda host: (runtime, "keep_history"), "the end of a generation"),
 ], ids=["process", "process_before_every_sampling", "postprocess"])

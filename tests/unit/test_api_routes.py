@@ -199,7 +199,7 @@ def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch
         for path, body in (("pin", pin), ("purge", {"all": True}), ("purge", {"disk": True})):
             assert "disk" in api.post(path, body, 507)["detail"]
         panel = Panel(runtime, api.warmup, api.webui.exclusively)
-        assert "cannot be written to the disk" in str(panel.pin(True)('["512x512 SD1"]', None)[1])
+        assert "cannot be written to the disk" in str(panel.pin('["512x512 SD1"]', None)[1])
     assert on_the_disk(folder) == ({row[0] for row in ROWS}, set())
     assert api.post("purge", {"all": True})["purged"] and on_the_disk(folder)[0] == set()
 
@@ -207,14 +207,13 @@ def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_queued_as_text_or_objects(api: Api) -> None:
+def test_sizes_are_queued(api: Api) -> None:
     with api.webui.lock:
         answer = api.post("prewarm", {"sizes": "64x64, 832x1216 x2"}, 202)
         assert [(job["size"], job["tokens"], job["source"]) for job in answer["jobs"]] == [
             ("64x64", 77, "API"), ("832x1216 x2", 77, "API"),
         ]
-        asked = [{"width": 832, "height": 1216, "batch": 2}, {"width": 64, "height": 128}]
-        more = api.post("prewarm", {"sizes": asked}, 202)["jobs"]
+        more = api.post("prewarm", {"sizes": "832x1216 x2, 64x128"}, 202)["jobs"]
         assert more[0]["id"] == answer["jobs"][1]["id"], "what waits keeps its job"
         assert (more[1]["width"], more[1]["height"], more[1]["batch"]) == (64, 128, 1)
         longer = api.post("prewarm", {"sizes": "64x128", "tokens": 154}, 202)["jobs"][0]
@@ -245,7 +244,7 @@ def test_no_such_job(api: Api, job: str) -> None:
 def test_queue_has_an_end(api: Api) -> None:
     with api.webui.lock:
         for row in range(5):
-            sizes = [{"width": 64 + 8 * column, "height": 64 + 8 * row} for column in range(100)]
+            sizes = ", ".join(f"{64 + 8 * column}x{64 + 8 * row}" for column in range(100))
             api.post("prewarm", {"sizes": sizes}, 202)
         assert len(api.get("jobs")["jobs"]) == routes.MOST_PENDING
         api.post("prewarm", {"sizes": "2048x2048"}, 429)

@@ -1,7 +1,6 @@
 """The benchmark measures what it says. No test here looks at a time beyond asking that it is one."""
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
@@ -20,8 +19,9 @@ from two_cpus import TwoCpus
 
 from lib_onediff.bench import __main__ as bench
 from lib_onediff.bench import images, models
-from lib_onediff.bench.__main__ import parse, size_of
+from lib_onediff.bench.__main__ import parse
 from lib_onediff.bench.steps import Row
+from lib_onediff.core.sizes import Size
 from lib_onediff.runtime.runtime import runtime
 
 CPU = torch.device("cpu")
@@ -44,19 +44,15 @@ def test_the_commands_of_the_documentation_are_understood(words: str) -> None:
     assert options.command in words and len(options.set) == words.count("--set")
 
 
-@pytest.mark.parametrize("wrong", ["1024", "axb", "100x100", "0x512", "1024x", "-8x8"])
-def test_a_wrong_size_is_refused_with_a_sentence(wrong: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="multiples of 8"):
-        size_of(wrong)
-
-
-@pytest.mark.parametrize("words", [
-    "step --share", "webui http://here --share . --set tf32=on", "webui http://here --share no/such",
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("step --share", "--share"), ("webui http://here --share . --set tf32=on", "--share"),
+    ("webui http://here --share no/such", "--share"), ("step --size 1024", "'1024' is not a size"),
+    ("step --size 100x512", "100x512: the width must be a multiple of 8"),
 ])
-def test_what_cannot_be_shared_is_a_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_is_a_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(shlex.split(words))
-    assert "error: --share" in capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {sentence}" in capsys.readouterr().err.splitlines()[-1]
 
 
 def run(words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[Row]]:
@@ -126,7 +122,7 @@ class WebUI:
     def ask(self, path: str) -> dict[str, Any]:
         return {"model": "SD1"}
 
-    def draw(self, size: tuple[int, int], count: int, arguments: list[Row]) -> tuple[float, str, Counter[str]]:
+    def draw(self, size: Size, count: int, arguments: list[Row]) -> tuple[float, str, Counter[str]]:
         self._asked += 1
         noise, (options,) = self._noise[self._asked % len(self._noise)], arguments
         return 1 + count * self._step_s[options["enabled"]] + noise, "", Counter(graph=1)

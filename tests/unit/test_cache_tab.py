@@ -51,6 +51,7 @@ def both_statuses() -> tuple[str, str]:
 def page_of() -> gradio.Blocks:
     """A page with the accordion, which is connected when the host has made what tells of new images."""
     with gradio.Blocks() as page:
-        accordion.build_accordion("txt2img", both_statuses, lambda *given: Settings())
-        accordion.connect(gradio.Textbox(visible=False, elem_id="generation_info_txt2img"), "txt2img", both_statuses)
+        _, built = accordion.build_accordion("txt2img", both_statuses, lambda *given: Settings())
+        made = gradio.Textbox(visible=False, elem_id="generation_info_txt2img")
+        accordion.connect(made, "txt2img", built, both_statuses)
     return page

