@@ -209,15 +209,6 @@ class CallStats:
         self.entry = served.entry
         self.note(served.route, served.reason)
 
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """What is noted inside is a part of a call that is noted as a whole."""
-        before = self.entry
-        try:
-            yield
-        finally:
-            self.entry = before
-
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are means over all steps of the last image, of the median of each kind
         of step; None where one was not timed. ratio, host_ms / step_ms, is None until all were timed often enough, and
