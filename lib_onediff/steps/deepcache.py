@@ -110,9 +110,6 @@ class Place:
     occupant: Record | None = None
     records: dict[int, Record] = field(default_factory=dict)
 
-    def record(self, prompt: int) -> Record:
-        return self.records.setdefault(prompt, Record())
-
     def make_room(self, record: Record) -> None:
         """Let this record's feature be written: what lies there of another prompt is put aside."""
         self._take(record)
@@ -189,7 +186,7 @@ class DeepCache:
         forecasts = not moment.sampling.why_no_forecast()
         # A line needs what the whole step before this one has made.
         place.drop_older(last_whole(interval, position.step, before=whole and forecasts))
-        record = place.record(prompt)
+        record = place.records.setdefault(prompt, Record())
         passes = Passes(moment, cached, depth, place, record, forecasts)
 
         def answer(compute: Compute) -> Answer:
