@@ -59,9 +59,7 @@ class OneCard:
 
     def __init__(self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool) -> None:
         self._route, self._services = route, route.services
-        self._graphs, self._devices, self._families = (
-            route.services.graphs, route.services.devices, route.services.families,
-        )
+        self._graphs, self._devices = route.services.graphs, route.services.devices
         self._managed, self._settings, self._times_host = managed, settings, times_host
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
@@ -242,7 +240,7 @@ class OneCard:
         managed, lossy = self._managed, entry.key.lossy
         ops = self._devices.operators(entry.key.backend, managed.has_wide_norms)
         source = managed.source(lossy, call)
-        return self._families.output(source.layout, source.weights(), ops, call)
+        return self._services.families.output(source.layout, source.weights(), ops, call)
 
     # --- the graph ------------------------------------------------------------------------------------------------
 
@@ -279,7 +277,7 @@ class OneCard:
     def _tune(self, key: ShapeKey, call: Call) -> bool:
         """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
         layout, low_bit = self._managed.bound.layout, self._route.low_bit
-        attentions = self._families.of(layout).attentions(layout, call)
+        attentions = self._services.families.of(layout).attentions(layout, call)
         network, time_ms = network_of(self._managed, call, key.lossy), self._services.time_ms(call)
         measured = self._devices.named(key.backend).tune(network, attentions, call, time_ms)
         if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):

@@ -143,9 +143,7 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
     )
 
 
-def computed_twice(
-    entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()
-) -> Tensor | None:
+def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()) -> Tensor | None:
     """The output of a forward with functions in it that are not ours; None where the same random numbers make another
     one the second time, because a function keeps a state that cannot be set back, or writes to its inputs. Afterwards
     everything is as before: the host has yet to draw these numbers."""
