@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -214,10 +214,6 @@ class ImagePrompt:
         key, value = self.key_values.narrow(-1, *part).chunk(2, dim=-1)
         return key, value
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> ImagePrompt:
-        """The same with change(key_values)."""
-        return replace(self, key_values=change(self.key_values))
-
     @cached_property
     def structure(self) -> str:
         which = hashlib.sha256("\n".join(sorted(self.parts)).encode()).hexdigest()[:8]
@@ -286,9 +282,3 @@ def half_of(batch: int, is_first: bool) -> slice:
 def why_not_taken(call: Call) -> str:
     """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
     return "" if call.patches is None else PATCHED
-
-
-def for_all_rows(output: Tensor, batch: int) -> Tensor:
-    """What was computed for some rows as the output of a whole batch: the other rows get the same, in the same
-    order."""
-    return torch.cat([output] * (batch // output.shape[0]))

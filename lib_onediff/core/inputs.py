@@ -30,7 +30,7 @@ def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
     latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
     parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
     control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
-    prompts = tuple(prompt.map(of) for prompt in call.image_prompts)
+    prompts = tuple(replace(prompt, key_values=of(prompt.key_values)) for prompt in call.image_prompts)
     return replace(
         call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
         context=of(call.context), y=change(call.y), image_prompts=prompts,

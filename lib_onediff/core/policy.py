@@ -63,20 +63,14 @@ class Compute(Protocol):
 
 class StepMemory:
     """What a policy keeps of a network's calls within one walk through a sampling. keeps_tensors: whether it is given
-    back where the host takes the network off the GPU before the walk is over."""
+    back where the host takes the network off the GPU before the walk is over. is_broken: whether the policy has failed,
+    and rests for the rest of this walk."""
 
-    keeps_tensors = False
+    keeps_tensors = is_broken = False
     walk: object = None
 
 
 Memory = TypeVar("Memory", bound=StepMemory)
-
-
-class Broken(StepMemory):
-    """In the place of what a policy keeps: it has failed, and rests for the rest of this walk."""
-
-    def __init__(self, walk: object) -> None:
-        self.walk = walk
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ class Moment:
         if memory is None or memory.walk != walk:
             memory = self.memories[name] = make()
             memory.walk = walk
-        if isinstance(memory, Broken):
+        if memory.is_broken:
             raise Refusal(FAILED)
         return memory
 

@@ -175,11 +175,6 @@ def applied(flags: Flags) -> Iterator[None]:
                 switch.restore(state)
 
 
-def sums_in_half(flags: Flags) -> bool:
-    """Whether a call with these switches is allowed the error of float16 sums."""
-    return (HALF_SUMS, True) in flags
-
-
 def tf32_is_on() -> bool:
     """Whether torch may use TF32 anywhere, read so that it never raises; allow_tf32 itself does from torch 2.9 on,
     where somebody has used fp32_precision."""

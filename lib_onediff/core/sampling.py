@@ -4,6 +4,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import neg
 from typing import NamedTuple
 
 from torch import Tensor
@@ -63,7 +64,6 @@ class Timeline:
 
     def __init__(self, times: Sequence[float]) -> None:
         self._times = sorted({float(time) for time in times}, reverse=True)
-        self._rising = [-time for time in self._times]
         self._first: int | None = None
         self._last: int = -1
 
@@ -79,7 +79,7 @@ class Timeline:
         return Step(index, total, index / total, place == len(self._times) - 1), jumped
 
     def _place(self, time: float) -> int:
-        after = bisect_right(self._rising, -time)
+        after = bisect_right(self._times, -time, key=neg)
         before = max(after - 1, 0)
         if after < len(self._times):
             gap = self._times[before] - self._times[after]

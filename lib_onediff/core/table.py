@@ -43,11 +43,14 @@ def ratio_of(own_ms: float | None, host_ms: float | None) -> float | None:
 
 
 class Stopwatch:
-    """The last times of one thing, in milliseconds. On a GPU it reads events only once they have happened."""
+    """The last times of one thing, in milliseconds. On a GPU it reads events only once they have happened.
+
+    remembered: what an earlier process has measured, often enough; it holds until this one has.
+    """
 
     def __init__(self) -> None:
         self._route = ""
-        self._remembered: float | None = None
+        self.remembered: float | None = None
         self._times: deque[float] = deque(maxlen=MOST_TIMES)
         # A page and the runtime may ask at once.
         self._reading = threading.Lock()
@@ -81,26 +84,17 @@ class Stopwatch:
 
         return stop
 
-    def remember(self, milliseconds: float) -> None:
-        """What an earlier process has measured, often enough; it holds until this one has."""
-        self._remembered = milliseconds
-
-    @property
-    def is_remembered(self) -> bool:
-        """Whether an earlier process has measured it."""
-        return self._remembered is not None
-
     @property
     def median_ms(self) -> float | None:
         """The median of however many times there are."""
         times = self._read()
-        return median_of(sorted(times)) if times else self._remembered
+        return median_of(sorted(times)) if times else self.remembered
 
     @property
     def settled_ms(self) -> float | None:
         """The median of enough times; None before that."""
         times = self._read()
-        return median_of(sorted(times)) if len(times) >= ENOUGH else self._remembered
+        return median_of(sorted(times)) if len(times) >= ENOUGH else self.remembered
 
     def _read(self) -> list[float]:
         with self._reading:

@@ -77,9 +77,7 @@ class BackendChoice:
         left = tuple(one for one in others if one.traits.casts_weights and not one.traits.channels_last)
         return Candidates(left, f"the backend {first.name} does not compute with {' and '.join(kinds)}")
 
-    def _with_low_bit(
-        self, managed: ManagedUNet, settings: Settings, call: Call, found: Candidates
-    ) -> Candidates:
+    def _with_low_bit(self, managed: ManagedUNet, settings: Settings, call: Call, found: Candidates) -> Candidates:
         """The same, with products in eight bits to be tried first, or the reason why not."""
         if not found.devices[0].traits.takes_lossy:
             other = found.reason or "another one was chosen"

@@ -82,12 +82,12 @@ class Generations:
 class CallStats:
     """The last UNet call, how many went by each route, and the times of the last image.
 
-    entry: at which a call is tried, or was made; None where nothing is known of it yet.
+    generations: whose images are being made. entry: at which a call is tried, or was made; None where nothing is known
+    of it yet.
     """
 
-    def __init__(self, generations: Generations | None = None) -> None:
-        """generations: whose images are being made."""
-        self._generations = generations or Generations()
+    def __init__(self) -> None:
+        self.generations = Generations()
         self.image = ImageTimes()
         self._host_seconds: dict[Hashable, float] = {}
         # The last image's times of each whole shape, by the host's stopwatch.
@@ -156,7 +156,7 @@ class CallStats:
         if self._stands_for is not None:
             host, stands = self._stands_for
             kind = stands if kind == WHOLE else kind
-        generations = self._generations
+        generations = self.generations
         is_apart = generations.apart.is_on
         running = generations.alive() if generations.running and not is_apart else ()
         images = [generation.times for generation in running]
@@ -208,15 +208,6 @@ class CallStats:
         """We have computed the call."""
         self.entry = served.entry
         self.note(served.route, served.reason)
-
-    @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """What is noted inside is a part of a call that is noted as a whole."""
-        before = self.entry
-        try:
-            yield
-        finally:
-            self.entry = before
 
     def status(self) -> dict[str, Any]:
         """As plain values. step_ms and host_ms are means over all steps of the last image, of the median of each kind

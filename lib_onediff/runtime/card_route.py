@@ -43,33 +43,27 @@ class CardRoute:
 
     def answer(
         self, managed: ManagedUNet, settings: Settings, call: Call, host: Host, times_host: bool = True,
-        is_counted: bool = True, was_looked_at: bool = False,
+        is_counted: bool = True,
     ) -> Answer:
         """The output of a call, with the step policies around it that are on for each card. times_host: host makes this
-        call and no more. is_counted: otherwise it is a part of a call that is counted as a whole. was_looked_at:
-        whether replay was asked for this call: a change that it has found must be found out about, and not be replayed.
+        call and no more. is_counted: otherwise it is a part of a call that is counted as a whole.
 
         Raises Refusal where the host must run it, torch.cuda.OutOfMemoryError, and what the host raises.
         """
-        compute = OneCard(self, managed, settings, times_host, may_replay=not was_looked_at)
+        compute = OneCard(self, managed, settings, times_host)
         return self._stepping.around(compute, False, managed, settings, is_counted=is_counted)(call, host)
 
 
 class OneCard:
     """The calls of one UNet by these settings. It is a core.policy.Compute."""
 
-    def __init__(
-        self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool, may_replay: bool
-    ) -> None:
+    def __init__(self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool) -> None:
         self._route, self._services = route, route.services
-        self._graphs, self._devices, self._families = (
-            route.services.graphs, route.services.devices, route.services.families,
-        )
-        self._managed, self._settings = managed, settings
-        self._times_host, self._may_replay = times_host, may_replay
+        self._graphs, self._devices = route.services.graphs, route.services.devices
+        self._managed, self._settings, self._times_host = managed, settings, times_host
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        session = self._managed.session if self._may_replay else None
+        session = self._managed.session
         served = None if session is None else session.replay(call, self._settings, call.latent.device)
         if served is None:
             served = self.serve(call, host)
@@ -246,7 +240,7 @@ class OneCard:
         managed, lossy = self._managed, entry.key.lossy
         ops = self._devices.operators(entry.key.backend, managed.has_wide_norms)
         source = managed.source(lossy, call)
-        return self._families.output(source.layout, source.weights(), ops, call)
+        return self._services.families.output(source.layout, source.weights(), ops, call)
 
     # --- the graph ------------------------------------------------------------------------------------------------
 
@@ -283,7 +277,7 @@ class OneCard:
     def _tune(self, key: ShapeKey, call: Call) -> bool:
         """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
         layout, low_bit = self._managed.bound.layout, self._route.low_bit
-        attentions = self._families.of(layout).attentions(layout, call)
+        attentions = self._services.families.of(layout).attentions(layout, call)
         network, time_ms = network_of(self._managed, call, key.lossy), self._services.time_ms(call)
         measured = self._devices.named(key.backend).tune(network, attentions, call, time_ms)
         if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):

@@ -69,10 +69,7 @@ class ManagedUNet:
     @property
     def architecture(self) -> str | None:
         """The architecture of the UNet; None before its first call."""
-        try:
-            return str(self.bound.layout.architecture)
-        except Refusal:
-            return None
+        return str(self.bound.layout.architecture) if self.bound.has_binding else None
 
     def refuse_call(self, call: Call) -> None:
         """Raise Refusal with the reason where the inputs of a call do not fit the bound UNet."""

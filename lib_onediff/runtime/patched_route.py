@@ -62,9 +62,7 @@ class PatchedRoute:
             output = entry.own.time(device, lambda: self._graphs.measured(entry, plainly), PLAIN)
         return Served(output, entry, managed.bound.edition, PLAIN, reason, call, rewind)
 
-    def _replayed(
-        self, managed: ManagedUNet, entry: Entry, call: Call
-    ) -> Tensor | None:
+    def _replayed(self, managed: ManagedUNet, entry: Entry, call: Call) -> Tensor | None:
         """The output by graphs; None where there are none for this call."""
         runner = managed.runner(entry.key)
         if runner is None:

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..core.settings import ONE_GPU, Settings
 from ..steps.registry import step_policies
 from ..store.history import History
 from ..weights.scan import HostTraits
-from ..weights.watch import no_object
 from .cache import Cache
 from .call_stats import HOST
 from .card_route import CardRoute
@@ -68,7 +66,6 @@ class Runtime:
         self.webui: Any = None
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
-        self._last_unet: Callable[[], nn.Module | None] = no_object
         # The settings that were found to be plain last.
         self._plain: Settings | None = None
 
@@ -96,9 +93,7 @@ class Runtime:
         with services.lock:
             known = services.managed.get(unet)
             if known is None:
-                services.managed[unet] = ManagedUNet(
-                    unet, settings, host_traits, families=services.families
-                )
+                services.managed[unet] = ManagedUNet(unet, settings, host_traits, families=services.families)
             else:
                 known.settings = settings
                 known.no_room_for_low_bit = False
@@ -198,20 +193,17 @@ class Runtime:
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
         try:
-            if self._last_unet() is not unet:
-                self._note_another(unet)
             if host_traits is not None and unet not in self.services.managed:
                 self.adopt(unet, host_traits=host_traits)
             managed, settings = self.managed_and_settings(unet)
-            is_plain = settings is self._plain or self._is_plain(settings)
-            if is_plain:
+            if settings is self._plain or self._is_plain(settings):
                 managed.step_memories.clear()
                 session = managed.session
                 replayed = None if session is None else session.replay(call, settings, call.latent.device)
                 if replayed is not None:
                     self.call_stats.note_served(replayed)
                     return replayed.output
-            compute: Compute = OursOrHosts(self, unet, managed, settings, was_looked_at=is_plain)
+            compute: Compute = OursOrHosts(self, unet, managed, settings)
             compute = self.stepping.around(compute, True, managed, settings, guidance)
         except Refusal as refusal:
             reason = str(refusal)
@@ -229,16 +221,9 @@ class Runtime:
             # Why a policy rests at this call is no news of later, plain ones.
             self._plain = None
             return False
-        self.stepping.rest(settings, "")
+        self.stepping.rest()
         self._plain = settings
         return True
-
-    def _note_another(self, unet: nn.Module) -> None:
-        """Calls of another UNet follow. Where nobody says which calls make an image, they make none with those before.
-        """
-        self._last_unet = weakref.ref(unet)
-        if self.generations.innermost is None and self._sampling is None:
-            self.call_stats.show()
 
     def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings]:
         """What is kept for a UNet, and the settings that hold now. Raises Refusal where the host must run the call."""
@@ -293,12 +278,8 @@ class Runtime:
 class OursOrHosts:
     """Computes a UNet's calls, by one card or two; by the host where OneDiff refuses. It is a core.policy.Compute."""
 
-    def __init__(
-        self, runtime: Runtime, unet: nn.Module, managed: ManagedUNet, settings: Settings, was_looked_at: bool
-    ) -> None:
-        """was_looked_at: see CardRoute.answer."""
+    def __init__(self, runtime: Runtime, unet: nn.Module, managed: ManagedUNet, settings: Settings) -> None:
         self._runtime, self._unet, self._managed, self._settings = runtime, unet, managed, settings
-        self._was_looked_at = was_looked_at
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
@@ -320,7 +301,7 @@ class OursOrHosts:
         """Raises what CardRoute.answer raises."""
         two_gpus, call_stats, settings = self._runtime.two_gpus, self._runtime.call_stats, self._settings
         if settings.second_gpu != ONE_GPU:
-            split = two_gpus.answer(self._unet, self._managed, settings, call, host)
+            split = two_gpus.answer(self._managed, settings, call, host)
             if split is not None:
                 return split
         else:
@@ -328,7 +309,7 @@ class OursOrHosts:
             # Another UNet may be computed on both.
             two_gpus.note()
         call_stats.entry = None
-        answer = self._runtime.by_card.answer(self._managed, settings, call, host, was_looked_at=self._was_looked_at)
+        answer = self._runtime.by_card.answer(self._managed, settings, call, host)
         if answer.served is not None:
             call_stats.note_served(answer.served)
         return answer

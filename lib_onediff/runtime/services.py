@@ -21,7 +21,7 @@ from ..devices.cuda.graphs.stream_order import StreamOrder
 from ..devices.registry import Devices, devices_here
 from ..families.registry import FAMILIES, Families
 from ..store.history import History
-from .call_stats import CallStats, Generations
+from .call_stats import CallStats
 from .graphs.accounting import Holdings
 from .graphs.cache import GraphCache, MemoryPressure
 from .managed_unet import ManagedUNet
@@ -52,8 +52,8 @@ class Services:
         self.devices = Devices(
             devices_here(self.tuning_cache, self.families.output) if devices is None else devices, self.families.read
         )
-        self.generations = Generations()
-        self.call_stats = CallStats(self.generations)
+        self.call_stats = CallStats()
+        self.generations = self.call_stats.generations
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
         self.holdings = Holdings(self.table, self.managed, lambda: self.history.pins(), self.families.output)

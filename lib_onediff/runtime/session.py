@@ -74,8 +74,9 @@ class Session:
                 return None
             bound, cut = managed.bound, call.cut
             output = bound.during(partial(entry.timed, self._device, partial(runner.run, call), GRAPH))
-            if output is None or (entry.key.lossy.low_bit and not managed.low_bit_stands()):
-                return None
-            if cut is not None and cut.reads and cut.edition != bound.edition:
+            stands = not entry.key.lossy.low_bit or managed.low_bit_stands()
+            if output is None or not stands or (cut is not None and cut.reads and cut.edition != bound.edition):
+                # A change that was found must be found out about: nothing is replayed before that.
+                managed.session = None
                 return None
             return Served(output, entry, bound.edition, GRAPH, reason, call)

@@ -8,7 +8,7 @@ import torch
 
 from ..core.call import Call
 from ..core.guard import Guard, HostFunction
-from ..core.policy import Answer, Broken, Compute, Guidance, Host, Moment, Served, StepPolicy
+from ..core.policy import Answer, Compute, Guidance, Host, Moment, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import Sampling
 from ..core.settings import Settings
@@ -41,9 +41,8 @@ class Around:
             if host is not None and id(error) == host.raised:
                 raise
             rest(policy, self._guard.note(policy.title, error))
-            walk = getattr(moment.memories.get(policy.name), "walk", None)
-            if walk is not None:
-                moment.memories[policy.name] = Broken(walk)
+            if (memory := moment.memories.get(policy.name)) is not None:
+                memory.is_broken = True
         return self._inner(call, host)
 
     def check(self, call: Call, served: Served) -> None:
@@ -94,10 +93,10 @@ class Stepping:
             compute = Around(policy, compute, services.guard, moment_of)
         return compute
 
-    def rest(self, settings: Settings, reason: str) -> None:
-        """Whatever is on rests at this call, for this reason."""
+    def rest(self) -> None:
+        """None is on: why one rested at an earlier call is no news."""
         for policy in self.policies:
-            rest(policy, reason if policy.is_on(settings) else "")
+            rest(policy)
 
 
 def rest(policy: StepPolicy, reason: str = "") -> None:

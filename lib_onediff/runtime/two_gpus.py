@@ -22,7 +22,6 @@ from ..core.inputs import mapped, take_rows
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
 from ..core.settings import Settings
-from ..core.table import Stopwatch
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.device_memory import Card
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
@@ -102,7 +101,7 @@ def rest(reason: str, lasts: bool, managed: ManagedUNet, settings: Settings) -> 
 
 
 class TwoGpusRoute:
-    """Computes calls on two cards, where that is chosen. in_use: whether a second card holds anything."""
+    """Computes calls on two cards, where that is chosen."""
 
     def __init__(
         self, services: Services, stepping: Stepping, by_card: CardRoute, release: Callable[[nn.Module], None]
@@ -112,16 +111,10 @@ class TwoGpusRoute:
         self.cards = Card()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._rests: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
-        # The host's own is not timed beside two cards.
-        self._untimed = Stopwatch()
         # How many calls both have computed; how they shared the last one, or why one card computed it.
         self._calls = 0
         self._split = self._why_one_card = ""
         self._told: set[str] = set()
-
-    @property
-    def in_use(self) -> bool:
-        return bool(self._pairs) or bool(self._rests)
 
     def status(self) -> dict[str, Any]:
         """bytes: what the copies of weights take on second cards."""
@@ -143,7 +136,7 @@ class TwoGpusRoute:
         pair = self._pairs.pop(unet, None)
         if pair is not None:
             self._release(pair.unet)
-        if not self.in_use:
+        if not self._pairs and not self._rests:
             self.note()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
@@ -151,23 +144,22 @@ class TwoGpusRoute:
             if unet is not but:
                 self.forget(unet)
 
-    def answer(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: Call, host: Host
-    ) -> Answer | None:
+    def answer(self, managed: ManagedUNet, settings: Settings, call: Call, host: Host) -> Answer | None:
         """The output of a call by both cards; None where one has to compute it, for a reason that is noted.
 
         Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
         """
         try:
-            self._refuse(unet, managed, settings, call)
+            self._refuse(managed, settings, call)
         except Refusal as refusal:
             self.note(why_one=str(refusal))
             return None
         # Where nobody says when a sampling ends, the next call may go.
-        lasts, rests, host = False, managed.bound.in_sampling, HostFunction(host)
+        lasts, rests, host, unet = False, managed.bound.in_sampling, HostFunction(host), managed.bound.module
         try:
-            served = self._serve(unet, managed, settings, call, host)
-            with self._services.call_stats.standing_for(self._untimed):
+            served = self._serve(managed, settings, call, host)
+            # The host's own is not timed beside two cards.
+            with self._services.call_stats.standing_for(None):
                 self._services.call_stats.note_served(served)
             return Answer(served.output, served)
         except SecondGpuFull as full:
@@ -188,18 +180,18 @@ class TwoGpusRoute:
         self.note(why_one=reason)
         return None
 
-    def _refuse(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: Call) -> None:
+    def _refuse(self, managed: ManagedUNet, settings: Settings, call: Call) -> None:
         """Raise Refusal for what is known to stand in the way before anything is computed."""
         if call.latent.shape[0] < 2:
             raise Refusal(ONE_ROW)
         if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Refusal(CAPTURES)
-        known = self._rests.get(unet)
+        known = self._rests.get(managed.bound.module)
         if known is not None:
             reason, lasts, *_ = known
             if known == rest(reason, lasts, managed, settings):
                 raise Refusal(reason)
-            self._rests.pop(unet, None)
+            del self._rests[managed.bound.module]
         wanted = next((one for one in self._services.devices.all if one.name == settings.backend), None)
         if wanted is not None and wanted.traits.one_card:
             raise Refusal(f"the backend {wanted.name} computes on one GPU")
@@ -208,19 +200,16 @@ class TwoGpusRoute:
         if lack := why_not_taken(call):
             raise Refusal(lack)
 
-    def _serve(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, call: Call, host: HostFunction
-    ) -> Served:
+    def _serve(self, managed: ManagedUNet, settings: Settings, call: Call, host: HostFunction) -> Served:
         """The output. Where both cards know what to do, the second one begins first: the first one is done when its own
         launches are. Raises Refusal where one card has to compute it."""
         first_card, batch = call.latent.device, call.latent.shape[0]
-        pair = self._pair(unet, managed, settings, first_card)
+        pair = self._pair(managed, settings, first_card)
         if pair is None:
-            self._choose(unet, managed, settings, first_card)
+            self._choose(managed, settings, first_card)
         first_rows, second_rows = slice(0, batch - batch // 2), slice(batch - batch // 2, batch)
-        here, second, was_looked_at = take_rows(call, first_rows), None, False
+        here, second = take_rows(call, first_rows), None
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
-            was_looked_at = True
             pair.follow(managed)
             with self._on(pair.device):
                 # Its graph's inputs are copied from the first card.
@@ -234,10 +223,12 @@ class TwoGpusRoute:
         if self._services.devices.named(first.entry.key.backend).traits.one_card:
             raise Refusal(f"the backend {first.entry.key.backend} computes on one GPU")
         if pair is None:
-            pair = self._make(unet, managed, settings, first_card)
-        # Asked now, while both compute: what turns out to be stale is computed again.
-        if second is None or not pair.mirror.is_true():
-            second = self._second(pair, managed, settings, call, second_rows, host, was_looked_at)
+            pair = self._make(managed, settings, first_card)
+        # Asked now, while both compute: what turns out to be stale is computed again, and not replayed.
+        if not pair.mirror.is_true():
+            second = pair.managed.session = None
+        if second is None:
+            second = self._second(pair, managed, settings, call, second_rows, host)
         managed.served_last = True
         output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
@@ -247,8 +238,7 @@ class TwoGpusRoute:
         return first._replace(output=output, route=route, reason=first.reason or second.reason)
 
     def _second(
-        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: Call, rows: slice, host: HostFunction,
-        was_looked_at: bool,
+        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: Call, rows: slice, host: HostFunction
     ) -> Served:
         """The second card's rows, with everything found out."""
 
@@ -257,25 +247,22 @@ class TwoGpusRoute:
                 return host()[rows].to(pair.device)
 
         pair.follow(managed)
-        with self._on(pair.device), self._services.call_stats.as_before():
+        with self._on(pair.device):
             return served_of(self._by_card.answer(
-                pair.managed, settings, pair.rows(call, rows), of_host, times_host=False, is_counted=False,
-                was_looked_at=was_looked_at,
+                pair.managed, settings, pair.rows(call, rows), of_host, times_host=False, is_counted=False
             ))
 
     # --- the copy -------------------------------------------------------------------------------------------------
 
-    def _pair(
-        self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device
-    ) -> Pair | None:
+    def _pair(self, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair | None:
         """The copy that there is, if it is of the layers that the UNet has now, and where the option wants it."""
-        pair = self._pairs.get(unet)
+        pair = self._pairs.get(managed.bound.module)
         if pair is None or pair.made_for == (settings.second_gpu, first) and pair.mirror.is_of(managed.bound):
             return pair
-        self.forget(unet)
+        self.forget(managed.bound.module)
         return None
 
-    def _choose(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> torch.device:
+    def _choose(self, managed: ManagedUNet, settings: Settings, first: torch.device) -> torch.device:
         """The second card, with room for a copy as far as is known. Raises Refusal."""
         needs = bytes_of(managed.bound.binding) if managed.bound.has_binding else 0
         try:
@@ -284,20 +271,19 @@ class TwoGpusRoute:
             if not self._pairs:
                 raise
             # The copies of other UNets are there for speed alone.
-            self.forget_all(but=unet)
+            self.forget_all(but=managed.bound.module)
             return second_card(settings.second_gpu, first, needs, self.cards)
 
-    def _make(self, unet: nn.Module, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair:
+    def _make(self, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair:
         """A copy without values, on the card that the option names. Raises Refusal."""
         refuse_kinds(managed)
-        binding, device = managed.bound.binding, self._choose(unet, managed, settings, first)
+        binding, device = managed.bound.binding, self._choose(managed, settings, first)
         with self._on(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
         copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
-        pair = self._pairs[unet] = Pair(
-            copy, copied, mirror, device, (settings.second_gpu, first), bytes_of(binding)
-        )
+        pair = Pair(copy, copied, mirror, device, (settings.second_gpu, first), bytes_of(binding))
+        self._pairs[managed.bound.module] = pair
         with self._services.lock:
             self._services.managed[copy] = copied
         return pair

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.key import EXACT
 from ..core.origins import origin, package, underlying
-from ..core.precision import ROUNDING_HALF_SUMS, Flags, sums_in_half, tf32_is_on
+from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 from ..core.refusal import Refusal
 from ..core.settings import MOST_LOW_BIT_ERROR
 from ..core.table import ENOUGH, Entry, State
@@ -143,9 +143,7 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
     )
 
 
-def computed_twice(
-    entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()
-) -> Tensor | None:
+def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()) -> Tensor | None:
     """The output of a forward with functions in it that are not ours; None where the same random numbers make another
     one the second time, because a function keeps a state that cannot be set back, or writes to its inputs. Afterwards
     everything is as before: the host has yet to draw these numbers."""
@@ -189,7 +187,7 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
     """flags: with which our output was computed; the host's had those that stand now."""
-    if sums_in_half(flags):
+    if (HALF_SUMS, True) in flags:
         return ROUNDING_HALF_SUMS
     if dtype == torch.float32 and device.type == "cuda" and (tf32_is_on() or any(value for _, value in flags)):
         return ROUNDING_TF32

@@ -34,12 +34,12 @@ def is_whole(interval: int, step: Step) -> bool:
     return last_whole(interval, step) == step.index
 
 
-def last_whole(interval: int, step: Step) -> int:
-    """The index of the last step, up to this one, that computes the whole network: what was kept before is too old for
-    this step."""
-    if interval <= 1 or step.is_last:
+def last_whole(interval: int, step: Step, before: bool = False) -> int:
+    """The index of the last step that computes the whole network, up to this one or before it: what was kept before is
+    too old."""
+    if not before and (interval <= 1 or step.is_last):
         return step.index
-    return max(index for index in early(step.total, interval) if index <= step.index)
+    return max((index for index in early(step.total, interval) if index <= step.index - before), default=0)
 
 
 @lru_cache(maxsize=256)
@@ -110,9 +110,6 @@ class Place:
     occupant: Record | None = None
     records: dict[int, Record] = field(default_factory=dict)
 
-    def record(self, prompt: int) -> Record:
-        return self.records.setdefault(prompt, Record())
-
     def make_room(self, record: Record) -> None:
         """Let this record's feature be written: what lies there of another prompt is put aside."""
         self._take(record)
@@ -157,15 +154,6 @@ class Cached(StepMemory):
         self.places: dict[Hashable, Place] = {}
         self.threads = Threads()
         self.failure = ""
-        # The last two whole steps.
-        self._whole_steps = (0, 0)
-
-    def oldest_needed(self, interval: int, step: Step, is_whole_step: bool, forecasts: bool) -> int:
-        """The step before which no feature is needed any more. A line needs what the whole step before this one has
-        made."""
-        if is_whole_step and step.index != self._whole_steps[1]:
-            self._whole_steps = self._whole_steps[1], step.index
-        return self._whole_steps[0] if is_whole_step and forecasts else last_whole(interval, step)
 
 
 class DeepCache:
@@ -196,8 +184,9 @@ class DeepCache:
         place, whole = cached.places[key], is_whole(interval, position.step)
         # Between steps that add noise, or that a sampler of a higher order joins, the feature does not follow a line.
         forecasts = not moment.sampling.why_no_forecast()
-        place.drop_older(cached.oldest_needed(interval, position.step, whole, forecasts))
-        record = place.record(prompt)
+        # A line needs what the whole step before this one has made.
+        place.drop_older(last_whole(interval, position.step, before=whole and forecasts))
+        record = place.records.setdefault(prompt, Record())
         passes = Passes(moment, cached, depth, place, record, forecasts)
 
         def answer(compute: Compute) -> Answer:

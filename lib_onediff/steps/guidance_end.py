@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..core.call import PromptRows, for_all_rows, why_not_taken
+from ..core.call import PromptRows, why_not_taken
 from ..core.inputs import take_rows
 from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
@@ -97,9 +97,9 @@ class GuidanceEnd:
         return answer
 
     def _prompt_alone(self, moment: Moment, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
-        call = moment.call
         with moment.times.standing_for(guided.host, PROMPT_ALONE):
-            answer = compute(take_rows(call, found.rows), found.host)
+            answer = compute(take_rows(moment.call, found.rows), found.host)
         self.status["without_negative"] += 1
         self.status["reason"] = ""
-        return answer._replace(output=for_all_rows(answer.output, call.latent.shape[0]))
+        # The negative prompt's rows get the same, in the same order.
+        return answer._replace(output=torch.cat([answer.output] * 2))

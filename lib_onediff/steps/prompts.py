@@ -21,20 +21,18 @@ class SeenPrompt(NamedTuple):
     """A prompt: the tensors that the host handed over, how often they were edited then, and what was in them."""
 
     number: int
-    objects: tuple[weakref.ref[Tensor] | None, ...]
-    edits: tuple[int | None, ...]
-    content: tuple[Tensor | None, ...]
+    objects: list[weakref.ref[Tensor]]
+    edits: list[int | None]
+    content: list[Tensor]
 
-    def is_same(self, tensors: tuple[Tensor | None, ...]) -> bool:
+    def is_same(self, tensors: list[Tensor]) -> bool:
         """Whether these are the very tensors, unedited as far as that can be seen."""
-        return None not in self.edits and self.edits == tuple(map(edit_count, tensors)) and all(
-            tensor is (None if reference is None else reference())
-            for reference, tensor in zip(self.objects, tensors, strict=True)
-        )
+        is_unedited = None not in self.edits and self.edits == edit_counts(tensors)
+        return is_unedited and all(known() is tensor for known, tensor in zip(self.objects, tensors, strict=True))
 
-    def is_equal(self, tensors: tuple[Tensor | None, ...]) -> bool:
+    def is_equal(self, tensors: list[Tensor]) -> bool:
         """Whether these hold the same values; on a GPU this waits for the queue."""
-        return all(map(same_values, self.content, tensors))
+        return len(tensors) == len(self.content) and all(map(same_values, self.content, tensors))
 
 
 class Threads:
@@ -57,7 +55,7 @@ class Threads:
         """The shape and the prompt of a call at a timestep. What is in its context (batch, tokens, width) and y
         (batch, width) tells, which waits for the GPU unless they are the very tensors that came before. Raises Refusal
         where one thread may have several calls a step."""
-        found = call.signature, self._number((call.context, call.y))
+        found = call.signature, self._number([call.context] if call.y is None else [call.context, call.y])
         if self._first_time is None:
             self._first_time = time
         if time == self._first_time:
@@ -67,29 +65,23 @@ class Threads:
             raise Refusal(TILES)
         return found
 
-    def _number(self, tensors: tuple[Tensor | None, ...]) -> int:
+    def _number(self, tensors: list[Tensor]) -> int:
         newest_first = self._prompts[::-1]
         for knows in (SeenPrompt.is_same, SeenPrompt.is_equal):
             for seen in newest_first:
                 if knows(seen, tensors):
                     return seen.number
-        self._prompts.append(SeenPrompt(
-            next(self._numbers), tuple(None if tensor is None else weakref.ref(tensor) for tensor in tensors),
-            tuple(map(edit_count, tensors)),
-            tuple(None if tensor is None else tensor.detach().clone() for tensor in tensors),
-        ))
+        content = [tensor.detach().clone() for tensor in tensors]
+        references = list(map(weakref.ref, tensors))
+        self._prompts.append(SeenPrompt(next(self._numbers), references, edit_counts(tensors), content))
         del self._prompts[:-MOST_PROMPTS]
         return self._prompts[-1].number
 
 
-def edit_count(tensor: Tensor | None) -> int | None:
-    """How often a tensor was edited in place; None for an inference tensor, which counts none."""
-    if tensor is None:
-        return 0
-    return None if tensor.is_inference() else tensor._version
+def edit_counts(tensors: list[Tensor]) -> list[int | None]:
+    """How often each was edited in place; None for an inference tensor, which counts none."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def same_values(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
+def same_values(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) and torch.equal(one, other)

@@ -201,7 +201,7 @@ class History:
         entry.relative_error = error
         host_ms = self._host_ms.get(history_row(entry, 0).shape) if self._is_of(entry) else None
         if host_ms is not None and entry.host.settled_ms is None:
-            entry.host.remember(host_ms)
+            entry.host.remembered = host_ms
         return True
 
     def keep_verdict(self, entry: Entry) -> None:
@@ -357,6 +357,6 @@ def history_row(entry: Entry, uses: int, times: Times | None = None) -> HistoryR
     return HistoryRow(
         architecture=key.architecture, model=entry.model, resolution=key.resolution, batch=key.batch,
         tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), uses=uses, last_used=entry.last_used,
-        step_ms=step_ms if ratio is not None or not entry.host.is_remembered else None,
+        step_ms=step_ms if ratio is not None or entry.host.remembered is None else None,
         host_ms=None if ratio is None else host_ms, relative_error=entry.relative_error,
     )

@@ -137,3 +137,13 @@ def test_deepcache_replays_both_passes_on_both_cards(found_out: list[int], image
             assert near(image.run(call), one.run(call))
             assert image.second["split"]
     assert image.runtime.status()["route"] == "graph"
+
+
+def test_no_whole_step_of_deepcache_is_stale(found_out: list[int], image_of: Callable[..., Image]) -> None:
+    image = image_of(**EVERY_THIRD)
+    calls = calls_of(image, WEBUI, 8)
+    for call in calls[:7]:
+        image.run(call)
+    with torch.no_grad():
+        change_in_place(image.unet)
+    assert near(image.run(calls[7]), exact(image, calls[7])) and image.second["split"]

@@ -16,7 +16,7 @@ VERSIONS = {"torch": "2.9.0", "the driver": "580.1"}
 def entry_at(ms: float, count: int = 3) -> Entry:
     entry = Entry(KEY, "SD1", verdict=Verdict(State.READY))
     entry.own._times.extend([ms] * count)
-    entry.host.remember(60.0)
+    entry.host.remembered = 60.0
     return entry
 
 

@@ -60,7 +60,7 @@ def test_a_ratio_needs_enough_times_on_both_sides() -> None:
 
 def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
     few, enough, remembered = stopwatch(1.0), stopwatch(2.0, 2.0, 2.0), stopwatch()
-    remembered.remember(2.0)
+    remembered.remembered = 2.0
     for own, host, kept in (
         (few, enough, (1.0, None)), (enough, few, (2.0, None)), (few, few, (1.0, None)), (enough, enough, (2.0, 2.0)),
         # What is not kept leaves an earlier process's step beside its host's.

@@ -5,7 +5,7 @@ it shrinks only when it is given up and those that stay are captured again.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -103,12 +103,9 @@ def shrinks(size: int, graphs: Collection[HeldGraph], keys: Collection[ShapeKey]
 class GraphRecord(NamedTuple):
     """A graph that somebody's UNet has."""
 
+    key: ShapeKey
     entry: Entry
     runner: Runner
-
-    @property
-    def key(self) -> ShapeKey:
-        return self.entry.key
 
 
 class PoolKey(NamedTuple):
@@ -120,11 +117,6 @@ class PoolKey(NamedTuple):
     @classmethod
     def of(cls, key: ShapeKey) -> PoolKey:
         return cls(key.device, key.architecture)
-
-
-def own_bytes(held: Iterable[GraphRecord]) -> int:
-    """What graphs hold for themselves, beside the memory that they share."""
-    return sum(graph.runner.own_bytes for graph in held)
 
 
 class Holdings:
@@ -153,7 +145,7 @@ class Holdings:
 
     def held(self, device: torch.device) -> int:
         """Bytes that all graphs of a device hold, with what was made of functions that hosts apply to their weights."""
-        own = own_bytes(held for held in self.graphs() if held.key.device == device)
+        own = sum(held.runner.own_bytes for held in self.graphs() if held.key.device == device)
         return self.made.bytes(device) + own + self.applied_bytes(device)
 
     def applied_bytes(self, device: torch.device) -> int:
@@ -172,7 +164,7 @@ class Holdings:
         """Bytes that the graphs of an architecture hold."""
         if pool.architecture is None:
             return 0
-        own = own_bytes(held for held in self.graphs() if PoolKey.of(held.key) == pool)
+        own = sum(held.runner.own_bytes for held in self.graphs() if PoolKey.of(held.key) == pool)
         return self.made.bytes(*pool) + own
 
     def left(self, device: torch.device) -> int:
@@ -200,7 +192,7 @@ class Holdings:
         """Every graph. Drop it soon: it keeps them alive."""
         entries = self._table.by_key()
         return [
-            GraphRecord(entries[key], kept.runner)
+            GraphRecord(key, entries[key], kept.runner)
             # A copy: a page asks in another thread than the one that makes graphs.
             for managed in self._managed.values() for key, kept in managed.runners.copy().items() if key in entries
         ]

@@ -32,6 +32,8 @@ SLOW_ON_CPU = frozenset({"fp16"})
 COLOURS = 3
 # What was seen of a decode, as people read it after "its image is".
 NOT_FINITE = "not finite"
+# Of a weight (out, ...), (out,): a view, however it lies in memory.
+OF_EACH_ROW = (slice(None), 0, 0, 0)
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
 # An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
@@ -66,32 +68,19 @@ def is_finite(image: Tensor) -> bool:
     return bool(torch.isfinite(image).all())
 
 
-def first_of_each_row(weight: Tensor) -> Tensor:
-    """(out, ...) -> (out,): a view, however the weight lies in memory."""
-    while weight.dim() > 1:
-        weight = weight.select(-1, 0)
-    return weight
-
-
 class NoTypeHelps(Refusal):
     """The image could not be shown in the widest type either: the host's own stays as it is."""
 
 
-@dataclass
-class HostDecode:
+class HostDecode(NamedTuple):
     """What a host asks for, and its own way to make it: latent is what its decoder is called with, or, to be encoded,
-    an image. Called twice, it decodes once; decode() decodes at every call."""
+    an image. decode() decodes at every call; image() once."""
 
     decoder: nn.Module
     latent: Tensor
     decode: Callable[[], Tensor]
+    image: Callable[[], Tensor]
     upcast_attention: bool
-    _image: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        if self._image is None:
-            self._image = self.decode()
-        return self._image
 
 
 class Decoded(NamedTuple):
@@ -159,7 +148,7 @@ class Decode:
             # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
             # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
             device, on_gpu = self._latent.device, self._latent.is_cuda
-            host = self.host if on_gpu else lambda: entry.host.time(device, self.host)
+            host = self.host.image if on_gpu else lambda: entry.host.time(device, self.host.image)
             # Ours may have been computed in another type than the host's.
             allowed = rounding_limit(self._latent.dtype, device, entry.key.precision)
             miss = judge(entry, made.image, host, times_host=False, allowed=allowed, same_type=True)
@@ -195,7 +184,7 @@ class Decode:
     def _digest(self) -> str:
         """Tells the VAE from every other of its architecture by a value of each of a layer's channels, and every bias.
         It copies some 50 KB from the device and waits for it: about a millisecond."""
-        some = [first_of_each_row(affine.weight) for affine in self.weights.values()]
+        some = [affine.weight[OF_EACH_ROW[:affine.weight.dim()]] for affine in self.weights.values()]
         some += [affine.bias for affine in self.weights.values() if affine.bias is not None]
         return digest_of_values(self.layout.architecture, some)
 

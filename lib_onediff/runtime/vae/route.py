@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class DecoderRoute:
         with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
         that the host finds what it would have found without us.
         """
-        asked, may_help = HostDecode(decoder, latent, host, upcast_attention), True
+        asked, may_help = HostDecode(decoder, latent, host, cache(host), upcast_attention), True
         self._entry = None
         try:
             made = self._attempt(lambda: self._serve(asked, check))
@@ -163,7 +164,7 @@ class DecoderRoute:
     def _by_host(self, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
         """The host's own image, or ours where that cannot be shown. may_help: whether ours could."""
         self._note(HOST, reason)
-        image = self._services.pressure.run_host(asked)
+        image = self._services.pressure.run_host(asked.image)
         look = lambda: self._in_place_of(image, asked, reason, may_help)  # noqa: E731
         shown: Any = self._services.guard.attempt("looking at the VAE's image", look, image)
         self._count(HOST if shown is image else OURS, asked.latent)
