@@ -30,8 +30,8 @@ from .stepping import Stepping
 from .verify import judge_cached_pass, prove
 
 log = logging.getLogger("onediff")
-# So many bytes more than a graph lacks: what is left changes a little from call to call.
-AT_LEAST = 64 << 20
+# Bytes that the host is asked for beside what a graph lacks: what is left changes a little from call to call.
+ROOM_TO_SPARE = 64 << 20
 
 
 class CardRoute:
@@ -260,9 +260,9 @@ class OneCard:
                 return
             lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
             if lacking > 0:
-                self._managed.make_room(lacking + AT_LEAST)
+                self._managed.make_room(lacking + ROOM_TO_SPARE)
             elif lacking:
-                self._managed.note_left_over(-lacking - AT_LEAST)
+                self._managed.note_left_over(-lacking - ROOM_TO_SPARE)
         except torch.cuda.OutOfMemoryError:
             makes_room = self._managed.make_room(entry.needs)
             self._graphs.free()

@@ -200,8 +200,8 @@ class ManagedUNet:
         return freed > 0
 
     def room_lacked(self, size: Hashable) -> int:
-        """See Runtime.room_lacked. What is held already is not lacked; where hosts look, graphs' memory counts as free.
-        """
+        """See Runtime.room_lacked; the account of this sampling begins. What is held already is not lacked. Graphs hold
+        nothing in this sense: where hosts look, their memory counts as free."""
         held = self.bound.bytes + (0 if self.low_bit is None else self.low_bit.bytes)
         lacking = max(0, self._rooms.get(size, 0) - held)
         self._size, self._room = size, held + lacking
