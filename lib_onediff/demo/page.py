@@ -56,11 +56,9 @@ def appearance() -> dict[str, Any]:
     ).set(slider_color="*primary_500", slider_color_dark="*primary_500")
     # gradio rewrites the rules of css; the extension's own must reach the browser as they are, as in a WebUI.
     extension = Path(paths.script_path)
-    scripts_of_page = "".join(
-        f"<script>{file.read_text('utf-8')}</script>" for file in sorted(extension.glob("javascript/*.js"))
-    )
-    head = f"<style>{(extension / 'style.css').read_text('utf-8')}</style>{scripts_of_page}"
-    return {"theme": theme, "css": Path(__file__).with_name("page.css").read_text("utf-8"), "head": head}
+    scripts_of_page = "".join(f"<script>{read(file)}</script>" for file in sorted(extension.glob("javascript/*.js")))
+    head = f"<style>{read(extension / 'style.css')}</style>{scripts_of_page}"
+    return {"theme": theme, "css": read(Path(__file__).with_name("page.css")), "head": head}
 
 
 def build_page() -> gr.Blocks:
@@ -80,6 +78,11 @@ def build_page() -> gr.Blocks:
             with gr.Tab("Settings", id="settings", elem_id="tab_settings"):
                 build_settings_tab(page)
     return page
+
+
+def read(file: Path) -> str:
+    """The text of a file; none when there is no such file."""
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 # --- txt2img ----------------------------------------------------------------------------------------------------------
