@@ -17,10 +17,12 @@ class Compare(Panel):
         start = self.page.driver.find_element
         self.page.wait(lambda: start("id", "onediff_compare_start").is_displayed(), "the Compare page", 20)
 
-    def show_report(self) -> None:
-        """Open the consistency report."""
+    def show_report(self) -> str:
+        """Open the consistency report, and return it. What is typed there before it has come may be lost."""
         self.show()
         self.page.open_accordion("onediff_facts_page")
+        shown = "return document.querySelector('#onediff_facts textarea').value"
+        return str(self.page.wait(lambda: self.page.run(shown), "this machine's report", 20))
 
     def start_over(self) -> None:
         """Show the page with what a new one has on its sides; the last comparison stays."""
