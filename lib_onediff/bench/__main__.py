@@ -96,6 +96,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     try:
         options.set = [options_of(words) for words in options.set]
         options.size = [parse_size(text) for text in options.size]
+        if any(size.batch > 1 for size in options.size):
+            raise ValueError("--size takes pixels alone, such as 768x512; images at once are --batch's")
     except ValueError as problem:
         parser.error(str(problem))
     return options
