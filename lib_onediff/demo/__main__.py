@@ -61,13 +61,8 @@ def accounts(text: str) -> str:
 def stay_offline_and_quiet(cache: str) -> None:
     """Set what libraries read from the environment when they are imported. cache: gradio's folder, which it makes."""
     os.environ.update(
-        HF_HUB_OFFLINE="1",
-        HF_HUB_DISABLE_PROGRESS_BARS="1",
-        TRANSFORMERS_OFFLINE="1",
-        DIFFUSERS_VERBOSITY="error",
-        TRANSFORMERS_VERBOSITY="error",
-        GRADIO_ANALYTICS_ENABLED="False",
-        GRADIO_TEMP_DIR=cache,
+        HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_OFFLINE="1", DIFFUSERS_VERBOSITY="error",
+        TRANSFORMERS_VERBOSITY="error", GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=cache,
     )
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

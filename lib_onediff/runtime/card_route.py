@@ -259,10 +259,10 @@ class OneCard:
                 # By what was measured now, the next call goes another way.
                 return
             lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
-            if lacking > 0:
-                self._managed.make_room(lacking + ROOM_TO_SPARE)
-            elif lacking:
+            if lacking < 0:
                 self._managed.note_left_over(-lacking - ROOM_TO_SPARE)
+            elif lacking and not self._managed.make_room(lacking + ROOM_TO_SPARE):
+                self._graphs.shrink_low_bit(self._managed, lacking + ROOM_TO_SPARE)
         except torch.cuda.OutOfMemoryError:
             makes_room = self._managed.make_room(entry.needs)
             self._graphs.free()

@@ -175,6 +175,12 @@ class LowBitWeights:
             del weight, rows
         self.fitted_to = state()
 
+    def give_up(self, size: int) -> None:
+        """Drop the last that came, so many bytes of them."""
+        while size > 0:
+            _, kept = self._kept.popitem()
+            size -= sum(part.nbytes for part in kept)
+
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
         """The layers of which there are weights in one of these kinds, without convolutions: their products need no
         other weight."""

@@ -21,12 +21,16 @@ from streaming_builders import Early, Late, use_lane
 from torch import Tensor, nn
 
 import lib_onediff
+from lib_onediff.runtime import card_route
+from lib_onediff.runtime.graphs.accounting import memory_of
+from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import binding, streaming
 from lib_onediff.weights.streaming import RING, Streaming, chunks_of
 
 # Against the host's own forward in float32.
 ROUNDING = 1e-5
+CPU = torch.device("cpu")
 
 
 class Computer:
@@ -274,7 +278,7 @@ def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
             parameter.data = parameter.data.clone()
         lacked = runtime.room_lacked(unet, size)
         card.others = 0
-        card.others = card.free(torch.device("cpu")) - left - lacked
+        card.others = card.free(CPU) - left - lacked
         runtime.begin_sampling(unet)
         for _ in range(4):
             assert is_right(unet, a_call(unet))
@@ -320,6 +324,40 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
         assert relative_error(served(eight, call), diffusers_output(eight, call)) < 0.05
     assert (lib_onediff.status()["lossy"] == "8-bit only") is takes, reason()
     assert takes or "not enough GPU memory for the 8-bit weights" in reason()
+
+
+def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
+    eight: Any, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host has nothing more to take off the GPU."""
+    from low_bit_builders import half_call
+
+    call, card, managed = half_call(eight), pretended.card, runtime.services.managed.get(eight)
+    used = card.used
+    held = lambda: 0 if managed is None or managed.low_bit is None else managed.low_bit.bytes  # noqa: E731
+    card.size = 24 << 30
+    monkeypatch.setattr(card, "used", lambda: used() + held())
+    monkeypatch.setattr(card_route, "ROOM_TO_SPARE", 0)
+
+    def calls(number: int) -> str:
+        for _ in range(number):
+            assert is_near(eight, call)
+        assert lib_onediff.status()["lossy"] == "8-bit only", reason()
+        return now()[1]
+
+    assert calls(1) == "plain"
+    all_of_them, left = held(), card.free(CPU)
+    card.others = left
+    assert calls(2) == "plain" and CARD_IS_FULL in reason() and held() == all_of_them, "they alone are not enough"
+    lacking, needs = all_of_them // 4, runtime.rows()[0].needs
+    card.others = left - memory_of(needs) - card.spare(CPU) + lacking
+    assert calls(4) == "graph"
+    assert all_of_them // 4 < all_of_them - held() < all_of_them // 2
+    card.others = left
+    runtime.pressure.before_decode(torch.empty(1, 4, 8, 8))
+    assert held() == 0
+    card.others = 0
+    assert calls(3) == "graph" and held() == all_of_them
 
 
 def test_a_lora_beside_the_layers_is_rounded_with_their_weights(eight: Any, computer: Computer) -> None:

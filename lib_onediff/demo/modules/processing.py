@@ -74,14 +74,9 @@ class StableDiffusionProcessingTxt2Img:
         shared.state.sampling_step, shared.state.sampling_steps = 0, self.steps
         self.scripts.in_generation("process_before_every_sampling", self)
         return pipeline(
-            prompt=[self.prompt] * count,
-            negative_prompt=[self.negative_prompt] * count,
-            num_inference_steps=self.steps,
-            guidance_scale=self.cfg_scale,
-            generator=[torch.Generator("cpu").manual_seed(seed) for seed in self.seeds],
-            output_type="latent",
-            callback_on_step_end=note_step,
-            width=self.width, height=self.height,
+            prompt=[self.prompt] * count, negative_prompt=[self.negative_prompt] * count, width=self.width,
+            height=self.height, num_inference_steps=self.steps, guidance_scale=self.cfg_scale, output_type="latent",
+            generator=[torch.Generator("cpu").manual_seed(seed) for seed in self.seeds], callback_on_step_end=note_step,
         ).images
 
     def close(self) -> None:
@@ -200,14 +195,8 @@ def make_scheduler(name: str, base_config: dict[str, Any], seeds: list[int]) -> 
 def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
     """The infotext of one image of the batch."""
     parameters = {
-        "Steps": p.steps,
-        "Sampler": p.sampler_name,
-        "Schedule type": p.scheduler,
-        "CFG scale": p.cfg_scale,
-        "Seed": seed,
-        "Size": f"{p.width}x{p.height}",
-        "Model": p.sd_model.name,
-        **p.extra_generation_params,
+        "Steps": p.steps, "Sampler": p.sampler_name, "Schedule type": p.scheduler, "CFG scale": p.cfg_scale,
+        "Seed": seed, "Size": f"{p.width}x{p.height}", "Model": p.sd_model.name, **p.extra_generation_params,
     }
     named = ", ".join(f"{name}: {quote(value)}" for name, value in parameters.items() if value is not None)
     negative = f"\nNegative prompt: {p.negative_prompt}" if p.negative_prompt else ""

@@ -179,6 +179,14 @@ class GraphCache:
             self._drop_low_bit_weights(managed)
             self._now.card.empty_cache()
 
+    def shrink_low_bit(self, managed: ManagedUNet, size: int) -> None:
+        """Have weights in eight bits that stand for others hold so many bytes less, where some stay: the others are
+        copied again."""
+        low_bit = managed.low_bit
+        if low_bit is not None and low_bit.are_alone and low_bit.bytes > size:
+            low_bit.give_up(size)
+            self._drop({key for key in managed.runners if key.lossy.low_bit})
+
     def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
         # Their graphs know where they lie.
         self._drop({key for key in managed.runners if key.lossy.low_bit})
@@ -289,3 +297,6 @@ class MemoryPressure:
                         "%d MiB of the GPU's memory are left: %d graphs are given up.", left // 2**20, len(doomed)
                     )
                     graphs.drop(doomed)
+            if wanted and now.left(pool.device) < enough:
+                # The weights in eight bits too.
+                graphs.free()
