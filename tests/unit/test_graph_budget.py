@@ -14,7 +14,7 @@ from torch import nn
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import Entry, State
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.runtime.graphs.accounting import LEAST_GAIN, PoolKey, memory_of
+from lib_onediff.runtime.graphs.accounting import LEAST_GAIN, SMALL_THINGS, PoolKey, memory_of
 from lib_onediff.runtime.graphs.cache import PINNED_TAKE_IT
 from lib_onediff.runtime.rows import ResolutionRow
 from lib_onediff.runtime.runtime import runtime
@@ -79,7 +79,7 @@ def test_a_pin_holds_beside_another_model(unet: nn.Module, pretended: PretendedG
     make_ready(unet, SMALL)
     assert runtime.pin("64x64", row("64x64").model, True) and row("64x64").pinned
     assert not runtime.pin("8x8", row("64x64").model, True), "there is no such row"
-    allow(held() // MEBIBYTE + 2)
+    allow(held() // MEBIBYTE + SMALL_THINGS // MEBIBYTE)
     other = attached()
     for _ in range(4):
         assert error(other, a_call(other)) < CLOSE
@@ -151,7 +151,7 @@ def test_releasing_memory_keeps_what_was_proved(unet: nn.Module) -> None:
 
 def test_a_lowered_budget_holds_from_the_next_sampling_on(unet: nn.Module, pretended: PretendedGraphs) -> None:
     make_ready(unet, LARGE, SMALL, MIDDLE)
-    allow(entry("96x96").needs // MEBIBYTE + 6)
+    allow(memory_of(entry("96x96").needs) // MEBIBYTE + 4)
     runtime.begin_sampling(unet)
     assert set(states().values()) == {"proved"} and held() == 0
     make_ready_again(unet, MIDDLE)

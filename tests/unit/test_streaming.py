@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.runtime import card_route
+from lib_onediff.runtime.graphs import cache as graph_cache
 from lib_onediff.runtime.graphs.accounting import memory_of
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
 from lib_onediff.runtime.runtime import runtime
@@ -181,6 +182,29 @@ def test_a_forward_that_fails_leaves_nothing_for_the_next_one(
     weather.clears()
     for _ in range(4):
         assert is_right(unet, call)
+
+
+def test_a_graph_needs_no_other_memory_to_copy_weights_to(
+    computer: Computer, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet, peaks = in_our_care(computer), list[int]()
+    managed, peak, whole = runtime.services.managed.get(unet), pretended.peak, list[int]()
+    assert managed is not None
+
+    def real(device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
+        before = managed.bound.bytes
+        output, most = peak(device, work)
+        whole.append(managed.bound.bytes - before)
+        return output, most + whole[-1]
+
+    monkeypatch.setattr(pretended, "peak", real)
+    monkeypatch.setattr(graph_cache, "needs_of", lambda peak, one: peaks.append(peak) or peak)
+    for _ in range(2):
+        assert is_right(unet, a_call(unet)) and is_right(unet, a_call(unet))
+        for entry in runtime.services.table.entries():
+            entry.needs = 0
+        runtime.release_memory()
+    assert whole[0] == 0 < whole[1] and peaks[0] == peaks[1]
 
 
 def test_functions_of_other_extensions_run_within_it(computer: Computer) -> None:

@@ -22,8 +22,8 @@ from ..managed_unet import ManagedUNet
 MEBIBYTE = 2**20
 # torch maps device memory in such pages.
 PAGE = 2 * MEBIBYTE
-# For the graphs' outputs, and all else that is small.
-SMALL_THINGS = PAGE
+# For the graphs' outputs, and all else that is small: at most 6 MiB with a graph of SDXL.
+SMALL_THINGS = 4 * PAGE
 # What the gaps between a forward's tensors take of a memory in one piece, in proportion to the most that is in use: a
 # twelfth for SDXL, an eighth for SD1.5, whatever the size; and of one in many pieces.
 GAPS_IN_ONE_PIECE, GAPS_IN_MANY = 1 / 7, 2 / 5

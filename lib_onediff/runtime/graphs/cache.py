@@ -52,8 +52,11 @@ class GraphCache:
         """work(), a plain call of this shape, which tells once what the shape's graph will need."""
         if entry.needs:
             return work()
-        result, peak = self._now.made.peak(entry.key.device, work)
-        entry.needs = needs_of(peak, self._now.made.in_one_piece(entry.key.device))
+        device, held = entry.key.device, self._now.applied_bytes(entry.key.device)
+        result, peak = self._now.made.peak(device, work)
+        # What weights are copied to may have been made in it, and no graph needs another.
+        peak -= self._now.applied_bytes(device) - held
+        entry.needs = needs_of(peak, self._now.made.in_one_piece(device))
         return result
 
     def capture(self, managed: ManagedUNet, entry: Entry, budget: int, call: Call) -> int:
