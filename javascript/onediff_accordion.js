@@ -52,8 +52,11 @@ window.onediffAccordion = (() => {
     document.addEventListener("click", (event) => {
         const title = event.target.closest && event.target.closest(".onediff-accordion .label-wrap");
         if (title) ask(title.closest(".onediff-accordion").id.replace("onediff_", ""));
+        // Who applies settings may be back at the accordion before the next look.
+        if (event.target.closest && event.target.closest("#settings_submit")) forget();
     });
-    addEventListener("focus", () => { for (const id of Object.keys(inView)) delete inView[id]; });
+    const forget = () => { for (const id of Object.keys(inView)) delete inView[id]; };
+    addEventListener("focus", forget);
 
     // --- for the keyboard and for screen readers ---
 
