@@ -248,7 +248,8 @@ class Browser:
         try:
             self.wait(there, f"{part!r} in #{elem_id}", seconds)
         except AssertionError as in_vain:
-            raise AssertionError(f"{in_vain}, which says {says!r}") from None
+            seen = self.run("return document.getElementById(arguments[0]).checkVisibility()", elem_id)
+            raise AssertionError(f"{in_vain}, which says {says!r}, {'to be seen' if seen else 'unseen'}") from None
         return says
 
     def pictures(self, gallery_id: str) -> list[str]:
