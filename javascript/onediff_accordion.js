@@ -4,10 +4,10 @@
 
 window.onediffAccordion = (() => {
     // base: name of an option to its value without the text box. of_presets: the options that presets set. labels: names
-    // of options by their labels.
+    // of options by their labels. said_of: the preset and the text that this was said of.
     function known(tab) {
         const told = document.querySelector(`#onediff_${tab}_told [data-onediff-run]`);
-        return told ? JSON.parse(told.dataset.onediffRun) : {base: {}, of_presets: [], labels: {}};
+        return told ? JSON.parse(told.dataset.onediffRun) : {base: {}, of_presets: [], labels: {}, said_of: []};
     }
 
     const partsOf = (text) => text.split(/[;\n]/).map((part) => part.trim()).filter((part) => part);
@@ -37,9 +37,26 @@ window.onediffAccordion = (() => {
         if (button) button.click();
     }
 
+    // Answers overtake each other where the server is busy: what is said may be of what stood there before. It is asked
+    // for once more, and not again for the same: a list may show another word than it sends.
+    const askedFor = {};
+    function askIfOld(tab) {
+        const [preset, text] = known(tab).said_of;
+        const list = document.querySelector(`#onediff_${tab}_preset input`);
+        const field = document.querySelector(`#onediff_${tab}_changes :is(textarea, input)`);
+        if (text === undefined || [list, field].includes(document.activeElement)) return;
+        const there = [list ? list.value : preset, field ? field.value : text];
+        if (String(there) === String([preset, text])) delete askedFor[tab];
+        else if (askedFor[tab] !== String(there)) {
+            askedFor[tab] = String(there);
+            setTimeout(() => ask(tab), 1000);
+        }
+    }
+
     const inView = {};
     function look() {
         for (const accordion of document.querySelectorAll(".onediff-accordion")) {
+            askIfOld(accordion.id.replace("onediff_", ""));
             const seen = !document.hidden && accordion.offsetParent !== null;
             // Settings that somebody has just applied may be there only a moment later.
             if (seen && !inView[accordion.id]) for (const after of [0, 2000, 6000]) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -127,7 +127,7 @@ def connect_controls(
         chosen = [getattr(settings, name) for name in names]
         words = [value if type(value) in (int, float) else format_value(value) for value in chosen]
         changed = [UNCHANGED if word == shown else word for word, shown in zip(words, now, strict=True)]
-        return [what_it_will_be(settings) + for_the_browser(base), title, *changed]
+        return [what_it_will_be(settings) + for_the_browser(base, wanted[-2:]), title, *changed]
 
     def tell_if_readable(*values: Any) -> list[Any]:
         """While somebody types, what is not finished is no mistake yet."""
@@ -180,12 +180,12 @@ def set_here_html(preset: str | None, text: str | None) -> str:
     return f'<span class="onediff-set-here" title="{words}">{words}</span>' if parts else ""
 
 
-def for_the_browser(base: Settings) -> str:
-    """What javascript/onediff_accordion.js needs: the run's options without the text box, and which ones presets set.
-    """
+def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
+    """What javascript/onediff_accordion.js needs: the run's options without the text box, which ones presets set, and
+    of which preset and text this is said."""
     known = {
         "base": {name: format_value(getattr(base, name)) for name in options_of_a_run() if name != SWITCH},
-        "of_presets": list(preset_options()), "labels": names_by_label(),
+        "of_presets": list(preset_options()), "labels": names_by_label(), "said_of": said_of,
     }
     return f'<span hidden data-onediff-run="{html.escape(json.dumps(known))}"></span>'
 

@@ -23,6 +23,14 @@ from webui_page import (
     show_tab,
 )
 
+# The answer to the next request comes when the accordion, which has come into view, asks no more.
+LATE = """
+const real = window.fetch;
+window.fetch = (...request) => {
+  window.fetch = real;
+  return real(...request).then(answer => new Promise(done => setTimeout(done, 9000, answer)));
+};
+"""
 TAB = "txt2img"
 
 
@@ -122,6 +130,17 @@ def test_controls_and_text_are_one_and_hold_for_the_image(page, webui: WebUI) ->
     assert "Did you mean" not in page.text("onediff_txt2img_told"), "nobody is corrected while typing"
     field.send_keys(Keys.TAB)
     page.wait_for_text("onediff_txt2img_told", "Did you mean 'deepcache_interval'? Fix this, or", 20)
+
+
+def test_an_answer_that_comes_late_is_not_the_last_word(page) -> None:
+    open_advanced(page, TAB)
+    page.wait_for_text("onediff_txt2img_told", "This run: Exact.", 20)
+    page.run(LATE)
+    field = "#onediff_txt2img_changes :is(textarea, input)"
+    page.run("const field = document.querySelector(arguments[0]); field.focus(); field.blur()", field)
+    page.type(field, "vae_precision fp32")
+    for told in ("VAE precision fp32.", "Exact.", "VAE precision fp32."):
+        page.wait_for_text("onediff_txt2img_told", f"This run: {told}", 20)
 
 
 def test_the_controls_show_the_settings_the_preset_and_the_text(page, webui: WebUI) -> None:
