@@ -42,7 +42,7 @@ def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
             with gr.Column(min_width=320):
                 theirs = a_text("Another machine's report", "other_facts", placeholder="Paste it here.", **lines)
         found = a_place("compare_differences")
-    theirs.input(lambda text: differences_html(text, facts()), [theirs], [found], queue=False, **QUIET)
+    theirs.change(lambda text: differences_html(text, facts()), [theirs], [found], queue=False, **QUIET)
     opened(lambda: report(facts()), [], [mine], queue=False, **QUIET)
 
 

@@ -1,6 +1,8 @@
 """The Compare page of the OneDiff tab as a user sees and uses it."""
 from __future__ import annotations
 
+import contextlib
+
 from webui_page import show_inner_page
 from webui_panel import Panel
 
@@ -23,6 +25,17 @@ class Compare(Panel):
         self.page.open_accordion("onediff_facts_page")
         shown = "return document.querySelector('#onediff_facts textarea').value"
         return str(self.page.wait(lambda: self.page.run(shown), "this machine's report", 20))
+
+    def compare_report(self, report: str, expected: str) -> str:
+        """Type another machine's report; returns what is told of it."""
+        field = "#onediff_other_facts textarea"
+        self.page.type(field, report)
+        with contextlib.suppress(AssertionError):
+            return self.told(expected, "compare_differences", 5)
+        # A busy browser may still be making the text box, whose own first text is then answered last.
+        self.page.type(field, "")
+        self.page.type(field, report)
+        return self.told(expected, "compare_differences")
 
     def start_over(self) -> None:
         """Show the page with what a new one has on its sides; the last comparison stays."""
