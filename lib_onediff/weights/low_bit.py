@@ -176,7 +176,7 @@ class LowBitWeights:
         self.fitted_to = state()
 
     def give_up(self, size: int) -> None:
-        """Drop the last that came, so many bytes of them."""
+        """Drop the last that came, so many bytes of them. Raises KeyError if there are not so many."""
         while size > 0:
             _, kept = self._kept.popitem()
             size -= sum(part.nbytes for part in kept)
