@@ -17,6 +17,7 @@ from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.instance_forward import unwrapped
 from .hosts.diffusers.model_folder import load_folder as load_folder
+from .hosts.diffusers.model_folder import load_unet as load_unet
 from .hosts.diffusers.schedule import no_longer_announce
 from .runtime.runtime import runtime
 

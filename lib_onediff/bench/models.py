@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.guard import first_line
+from ..public import load_unet
+
 SD15 = {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "attention_head_dim": 8}
 SD21 = {
     "block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20),
@@ -70,19 +73,13 @@ def unet_named(name: str, device: torch.device) -> nn.Module:
 
     Raises ValueError with a sentence.
     """
-    from diffusers import UNet2DConditionModel
-
     if name in CONFIGURATIONS:
         return random_unet(name, device)
     path = Path(name)
     try:
-        if path.is_dir():
-            folder = path / "unet" if (path / "unet").is_dir() else path
-            unet = UNet2DConditionModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-        else:
-            unet = UNet2DConditionModel.from_single_file(name, local_files_only=True)
+        unet: nn.Module = load_unet(path)
     except Exception as error:
-        raise ValueError(f"{path} could not be loaded as a UNet: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} could not be loaded as a UNet: {first_line(error)}") from error
     return unet.to(device, torch.float32).eval().requires_grad_(False)
 
 

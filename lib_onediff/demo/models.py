@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 import tempfile
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.logs import one_line
+from ..core.logs import one_line, readable
 from ..core.refusal import Refusal
+from ..hosts.diffusers.model_files import Shapes, read_shapes, read_text
 from ..hosts.diffusers.model_folder import load_folder
+from ..hosts.diffusers.tokenizer import MERGES, VOCABULARY, write_words
 from . import SHIPPED
 
 log = logging.getLogger("onediff")
-Shapes = dict[str, tuple[int, ...]]
 
 CONFIGS = Path(__file__).with_name("checkpoint_configs.json")
 UNET_SIGN = "model.diffusion_model.input_blocks.0.0.weight"
@@ -33,9 +34,10 @@ FAMILY_SIGNS = {
     "cond_stage_model.model.token_embedding.weight": "sd2",
     "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight": "sd1",
 }
-V_IN_YAML = re.compile(r'^\s*parameterization:\s*"?v"?\s*(#.*)?$', re.MULTILINE)
+# Blanks of its own line alone: line breaks among them would be tried from each line anew.
+V_IN_YAML = re.compile(r'^[ \t]*parameterization:[ \t]*"?v"?[ \t]*(#.*)?$', re.MULTILINE)
+LARGEST_YAML = 1 << 20
 CACHED = ("openai/clip-vit-large-patch14",)
-VOCABULARY = ("vocab.json", "merges.txt")
 ABOUT_SHIPPED = (
     "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”. "
     "Start with --model FILE_OR_FOLDER for your own."
@@ -64,7 +66,9 @@ class LoadedModel:
     @property
     def side(self) -> int:
         """The side in pixels of the square images that the model was made for."""
-        return self.unet.config.sample_size * 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
+        size = self.unet.config.sample_size
+        latent = max(size) if isinstance(size, (list, tuple)) else size
+        return latent * 2 ** (len(self.pipeline.vae.config.block_out_channels) - 1)
 
     @cached_property
     def text_pipeline(self) -> Any:
@@ -95,24 +99,33 @@ def load_model(path: str | None) -> LoadedModel:
     sentence for the user when it cannot be loaded."""
     from diffusers.utils.logging import disable_progress_bar
 
-    location = SHIPPED if path is None else Path(path).expanduser()
-    if not location.exists():
-        raise Refusal(f"There is no model file or folder {path}.")
+    location = SHIPPED if path is None else existing(path)
     is_folder = location.is_dir()
     disable_progress_bar()
     try:
         pipeline = (load_folder if is_folder else load_checkpoint)(location, DTYPE).to(DEVICE, DTYPE)
-    except Refusal:
+    except (Refusal, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
-        # Loaders raise dozens of kinds for damaged files.
+    except BaseException as error:
+        # Loaders raise dozens of kinds for damaged files; a panic of a Rust library is no Exception.
         first_sentence = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
         cause = textwrap.shorten(first_sentence, 200, placeholder=" ...").rstrip(".")
-        raise Refusal(f"The model {location.name} cannot be loaded; it may be damaged ({cause}).") from error
+        raise Refusal(readable(f"The model {location.name} cannot be loaded; it may be damaged ({cause}).")) from error
     if pipeline.text_encoder is None:
         raise Refusal(f"The model {location.name} is a refiner: it needs an image, which this page does not take.")
     name = location.resolve().name if is_folder else location.stem
     return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED if path is None else "")
+
+
+def existing(path: str) -> Path:
+    """A path as the user gave it. Raises Refusal where there is nothing."""
+    try:
+        location = Path(path).expanduser()
+        location.stat()
+    except (OSError, ValueError, RuntimeError) as error:
+        # Too long for a path, no text for one, or the home of a user who is unknown.
+        raise Refusal(f"There is no model file or folder {readable(path)}.") from error
+    return location
 
 
 # --- a single file ----------------------------------------------------------------------------------------------------
@@ -130,8 +143,8 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
     # a mark, and Stable Diffusion 2 counts as predicting it.
     predicts_v = "v_pred" in shapes or family == "sd2"
     original = path.with_suffix(".yaml")
-    if original.is_file():
-        predicts_v = V_IN_YAML.search(original.read_text(encoding="utf-8", errors="replace")) is not None
+    if original.exists():
+        predicts_v = V_IN_YAML.search(read_text(original, LARGEST_YAML)) is not None
     configs["scheduler/scheduler_config.json"]["prediction_type"] = "v_prediction" if predicts_v else "epsilon"
     kind = configs["model_index.json"]["_class_name"]
     with tempfile.TemporaryDirectory(prefix="onediff-config-") as folder:
@@ -147,18 +160,6 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
         )
 
 
-def read_shapes(path: Path) -> Shapes:
-    """The shape of every weight in the file, by name. Raises Refusal for what is no .safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
-        # Loading any other can run what is in it.
-        raise Refusal(f"{path.name} is not a complete .safetensors file ({error}).") from error
-
-
 def family_of(path: Path, shapes: Shapes) -> str:
     """Which family a checkpoint belongs to. Raises Refusal unless it holds a UNet, a VAE and a text encoder."""
     family = next((family for sign, family in FAMILY_SIGNS.items() if sign in shapes), None)
@@ -172,20 +173,26 @@ def family_of(path: Path, shapes: Shapes) -> str:
 
 
 def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
-    """Put the files of CLIP's tokenizer into folder, from beside the checkpoint or from the Hugging Face cache. Raises
+    """Put the words of CLIP's tokenizer into folder, from beside the checkpoint or from the Hugging Face cache. Raises
     Refusal, saying what to put where, when there are none."""
-    from transformers.utils import cached_file
-
     parent = checkpoint.resolve().parent
-    for place in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *CACHED):
-        try:
-            for name in VOCABULARY:
-                shutil.copy(cached_file(str(place), name, local_files_only=True) or "", folder)
+    for place in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *cached_tokenizers()):
+        if (place / VOCABULARY).exists() and (place / MERGES).exists():
+            write_words(place, folder)
             return
-        except Exception:
-            # What is raised where there is none depends on what else is installed.
-            log.debug("no tokenizer in %s", place, exc_info=True)
     raise Refusal(
         f"{checkpoint.name} holds no tokenizer, and CLIP's was not found on this machine. Put a folder named tokenizer "
         "with vocab.json and merges.txt beside it (every Stable Diffusion folder in diffusers' layout has one)."
     )
+
+
+def cached_tokenizers() -> Iterator[Path]:
+    """The folders of CLIP's tokenizer in the Hugging Face cache."""
+    from transformers.utils import cached_file
+
+    for name in CACHED:
+        try:
+            yield Path(cached_file(name, VOCABULARY, local_files_only=True) or "").parent
+        except Exception:
+            # What is raised where there is none depends on what else is installed.
+            log.debug("no tokenizer in %s", name, exc_info=True)

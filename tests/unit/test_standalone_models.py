@@ -1,9 +1,12 @@
 """The standalone host's models: the small random ones, and what cannot be loaded."""
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import re
 import shutil
+import time
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -19,6 +22,7 @@ from tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo.models import load_model
+from lib_onediff.hosts.diffusers import model_files
 from lib_onediff.hosts.diffusers import model_folder as model_folder_module
 
 UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
@@ -114,7 +118,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "conv_in.weight",
     ),
     "a file cut off": (lambda folder: cut_off(folder / UNET_WEIGHTS), "diffusion_pytorch_model.safetensors"),
-    "a broken tokenizer": (write_over_tokenizer, "damaged-model"),
+    "a broken tokenizer": (write_over_tokenizer, "in tokenizer cannot be read"),
     "no tokenizer": (lambda folder: [file.unlink() for file in (folder / "tokenizer").iterdir()], "vocab.json"),
     "another class for a scheduler": (
         write(*SCHEDULER, text='{"_class_name": "UNet2DConditionModel"}'), "does not know the scheduler",
@@ -264,3 +268,275 @@ def test_folder_of_a_hugging_face_cache_is_loaded(
     assert load_model(str(snapshot)).name == "abc"
     link(snapshot / "unet" / "more", damaged_folder / "unet")
     assert_refused(snapshot, "link")
+
+
+# --- what no file of a model may do -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was loaded as a pickle, by torch or by Python itself."""
+    loaded: list[str] = []
+
+    def spied(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def load(*given: Any, **options: Any) -> Any:
+            loaded.append(name)
+            return real(*given, **options)
+
+        return load
+
+    monkeypatch.setattr(torch, "load", spied("torch.load", torch.load))
+    for name in ("load", "loads"):
+        monkeypatch.setattr(pickle, name, spied(f"pickle.{name}", getattr(pickle, name)))
+    return loaded
+
+
+PARTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
+
+
+def index_weights(folder: Path, part: str, named: Any, ending: str = ".safetensors.index.json") -> Path:
+    """Put an index in the place of a part's weights. Returns where the weights are then."""
+    whole = folder / part / f"{PARTS[part]}.safetensors"
+    names = list(load(whole.read_bytes()))
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, named)}
+    (folder / part / f"{PARTS[part]}{ending}").write_text(json.dumps(index), encoding="utf-8")
+    return whole.rename(whole.with_name("decoy.safetensors"))
+
+
+OTHER_NAMES = (
+    "weights.bin", "../weights.bin", "./decoy.safetensors", "../unet/decoy.safetensors", "DECOY.safetensors",
+    "decoy.SAFETENSORS", "decoy.safetensors ", "decoy.safetensors\u0000", "decoy\uff0esafetensors",
+    "C:decoy.safetensors", "..\\weights.bin", "sub/decoy.safetensors", "folder.safetensors", "{absolute}", "", None, 5,
+    ["decoy.safetensors"],
+)
+
+
+@pytest.mark.parametrize("named", OTHER_NAMES, ids=repr)
+def test_an_index_names_safetensors_of_its_own_folder_alone(tmp_path: Path, named: Any) -> None:
+    part = tmp_path / "unet"
+    (part / "folder.safetensors").mkdir(parents=True)
+    (part / "sub").mkdir()
+    for file in ("decoy.safetensors", "weights.bin", "../weights.bin", "sub/decoy.safetensors"):
+        (part / file).touch()
+    name = str(part / "decoy.safetensors") if named == "{absolute}" else named
+    index = {"weight_map": {"first": "decoy.safetensors", "last": name}}
+    (part / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(Refusal, match="index.json in unet names .*, which is no .safetensors file in that folder"):
+        model_files.weight_files(part)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("named", ["weights.bin", "../weights.bin"])
+def test_an_index_that_names_a_pickle_loads_none(
+    damaged_folder: Path, part: str, named: str, unpickled: list[str]
+) -> None:
+    weights = index_weights(damaged_folder, part, named)
+    torch.save(load(weights.read_bytes()), damaged_folder / part / named)
+    assert_refused(damaged_folder, f"in {part} names {named!r}")
+    assert unpickled == []
+
+
+@pytest.mark.parametrize("ending", [
+    ".safetensors.index.fp16.json", ".fp16.safetensors.index.json", ".SAFETENSORS.INDEX.JSON", ".bin.index.json",
+])
+def test_every_name_of_an_index_is_read(damaged_folder: Path, ending: str, unpickled: list[str]) -> None:
+    index_weights(damaged_folder, "unet", "weights.bin", ending)
+    assert_refused(damaged_folder, "names 'weights.bin'")
+    assert unpickled == []
+
+
+@pytest.mark.parametrize("index", [
+    '{"weight_map": []}', '{"weight_map": {}}', "{}", '{"weight_map": {"a": "b"}, "metadata": 5}', "[" * 100_000,
+    json.dumps({"weight_map": dict.fromkeys(map(str, range(20_001)), "diffusion_pytorch_model.safetensors")}),
+    '{"weight_map": ' + " " * (33 << 20) + "{}}",
+], ids=lambda text: text[:40].strip())
+def test_an_index_that_is_none_is_refused(damaged_folder: Path, index: str) -> None:
+    (damaged_folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
+    assert_refused(damaged_folder, "diffusion_pytorch_model.safetensors.index.json in unet")
+
+
+def test_nothing_is_unpickled_where_all_is_well(damaged_folder: Path, unpickled: list[str]) -> None:
+    torch.save(load((damaged_folder / UNET_WEIGHTS).read_bytes()), damaged_folder / "unet" / "pytorch_model.bin")
+    assert load_model(str(damaged_folder)).name == "damaged-model"
+    assert unpickled == []
+
+
+@pytest.mark.parametrize("name", [
+    "Adapter_Config.json", "ADAPTER_CONFIG.JSON", "adapter_config.json.", "adapter_config.j\u017fon",
+    "\uff41dapter_config.json",
+])
+def test_an_adapter_under_any_name_that_a_file_system_takes_for_it(damaged_folder: Path, name: str) -> None:
+    (damaged_folder / "text_encoder" / name).write_text('{"base_model_name_or_path": "/other"}')
+    assert_refused(damaged_folder, "brings an adapter")
+
+
+def change_json(*path: str, **changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        file = folder.joinpath(*path)
+        file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
+
+    return change
+
+
+UNET_CONFIG, VAE_CONFIG = ("unet", "config.json"), ("vae", "config.json")
+NUMBERS: dict[str, Callable[[Path], object]] = {
+    "no sample_size": change_json(*UNET_CONFIG, sample_size=None),
+    "a text for a sample_size": change_json(*UNET_CONFIG, sample_size="64"),
+    "a negative sample_size": change_json(*UNET_CONFIG, sample_size=-1),
+    "a sample_size of another world": change_json(*UNET_CONFIG, sample_size=10**30),
+    "10^7 layers": change_json(*UNET_CONFIG, layers_per_block=10**7),
+    "10^7 transformers": change_json(*UNET_CONFIG, transformer_layers_per_block=[1, 10**7, 1, 1]),
+    "10^7 layers of a text encoder": change_json(*CONFIG, num_hidden_layers=10**7),
+    "-5 layers": change_json(*CONFIG, num_hidden_layers=-5),
+    "10^5 layers of a VAE": change_json(*VAE_CONFIG, layers_per_block=10**5),
+    "10^6 blocks": change_json(*VAE_CONFIG, down_block_types=["DownEncoderBlock2D"] * 10**6),
+    "10^6 channels": change_json(*UNET_CONFIG, block_out_channels=[10**6] * 4),
+    "10^12 words": change_json(*CONFIG, vocab_size=10**12),
+    "a text for a factor": change_json(*VAE_CONFIG, scaling_factor="0.18"),
+    "no number for a factor": change_json(*VAE_CONFIG, scaling_factor=float("nan")),
+    "quantized": change_json(*UNET_CONFIG, quantization_config={"quant_method": "bitsandbytes"}),
+    "10^12 steps": change_json(*SCHEDULER, num_train_timesteps=10**12),
+    "a text for steps": change_json(*SCHEDULER, num_train_timesteps="1000"),
+    "a text for a beta": change_json(*SCHEDULER, beta_start="x"),
+}
+
+
+@pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_no_image_can_come_of(damaged_folder: Path, change: Callable[[Path], object]) -> None:
+    began = time.process_time()
+    change(damaged_folder)
+    assert_refused(damaged_folder)
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("change", [
+    change_json(*UNET_CONFIG, _class_name="own.Class", auto_map={"AutoModel": "own.Class"}),
+    change_json(*CONFIG, auto_map={"AutoModel": "own.Class"}, transformers_weights="../weights.bin", num_labels=10**9),
+    change_json("tokenizer", "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Class", None]},
+                tokenizer_class="Own", vocab_file="/etc/hostname", chat_template="{{ 1 }}", init_inputs=["x"],
+                fast_tokenizer_files=["tokenizer.5.0.json"]),
+], ids=["unet", "text_encoder", "tokenizer"])
+def test_what_a_configuration_names_beside_its_numbers_has_no_say(
+    model_folder: Path, damaged_folder: Path, change: Callable[[Path], object]
+) -> None:
+    change(damaged_folder)
+    expected, loaded = (load_model(str(folder)).pipeline for folder in (model_folder, damaged_folder))
+    assert same_weights(loaded.text_encoder, expected.text_encoder.state_dict())
+    assert same_weights(loaded.unet, expected.unet.state_dict())
+    assert loaded.tokenizer("An owl").input_ids == expected.tokenizer("An owl").input_ids
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def rewrite_tokenizer(folder: Path, words: Any, merges: Any, config: Any = None) -> None:
+    for file in (folder / "tokenizer").iterdir():
+        file.unlink()
+    (folder / "tokenizer" / "vocab.json").write_text(json.dumps(words))
+    (folder / "tokenizer" / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    if config is not None:
+        (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+WORDS = {"a": 0, "b": 1, "ab": 2, "<|startoftext|>": 3, "<|endoftext|>": 4}
+TOKENIZERS: dict[str, tuple[Any, ...]] = {
+    "no words": ({}, []), "a number twice": ({**WORDS, "c": 0}, []), "a negative number": ({**WORDS, "c": -1}, []),
+    "a large number": ({**WORDS, "c": 2**31}, []), "no number": ({**WORDS, "c": "5"}, []),
+    "a word that lacks": (WORDS, ["a c"]), "a sum that lacks": (WORDS, ["b a"]), "three words": (WORDS, ["a b a"]),
+    "a long word": ({**WORDS, "c" * 10_000: 5}, []),
+    "an added token without letters": (WORDS, [], {"added_tokens_decoder": {"5": {"content": ""}}}),
+    "an added token of another world": (WORDS, [], {"added_tokens_decoder": {"9999999999": {"content": "x"}}}),
+    "a number for a token": (WORDS, [], {"pad_token": 5}),
+}
+
+
+@pytest.mark.parametrize("given", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_words_that_are_no_tokenizers_are_refused(damaged_folder: Path, given: tuple[Any, ...]) -> None:
+    rewrite_tokenizer(damaged_folder, *given)
+    assert_refused(damaged_folder, " in tokenizer")
+
+
+def test_a_tokenizer_that_would_panic_reaches_no_library(damaged_folder: Path, model_folder: Path) -> None:
+    """Each of these alone makes the Rust library panic; some end the process. Only the words are read."""
+    file = damaged_folder / "tokenizer" / "tokenizer.json"
+    if not file.exists():
+        pytest.skip("transformers 4 writes none")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["continuing_subword_prefix"] = "#" * 100
+    content["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    expected, loaded = (load_model(str(folder)).pipeline.tokenizer for folder in (model_folder, damaged_folder))
+    assert loaded("An owl, 2 rockets!").input_ids == expected("An owl, 2 rockets!").input_ids
+
+
+class Panic(BaseException):
+    """What a Rust library's panic is in Python."""
+
+
+def test_a_panic_is_one_sentence(damaged_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def panic(*given: Any, **options: Any) -> None:
+        raise Panic("index out of bounds\nthe len is 0")
+
+    monkeypatch.setattr(transformers.CLIPTokenizer, "from_pretrained", panic)
+    assert_refused(damaged_folder, "tokenizer", "index out of bounds")
+
+
+# --- what is no model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize("place", [
+    "unet/config.json", "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors.index.json",
+    "tokenizer/vocab.json", "notes.txt", "scheduler/scheduler_config.json",
+])
+def test_a_pipe_in_a_folder_is_not_waited_for(damaged_folder: Path, place: str) -> None:
+    (damaged_folder / place).unlink(missing_ok=True)
+    os.mkfifo(damaged_folder / place)
+    assert_refused(damaged_folder, "neither a file nor a folder")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+@pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt", "model"])
+def test_a_pipe_for_a_checkpoint_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert_refused(tmp_path / name, name)
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "a/" * 3000, "no\0such", "~nobody-of-this-name/model", "\n" * 5000, ""])
+def test_a_path_that_none_can_be(path: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        load_model(path)
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 99_000_000, 33 << 20])
+def test_a_header_of_any_length(tmp_path: Path, length: int) -> None:
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as opened:
+        opened.write(length.to_bytes(8, "little") + b"{" * 100)
+        opened.truncate(100_000_000)
+    assert_refused(file, "not a complete .safetensors file")
+
+
+def test_a_pickle_by_the_name_of_weights_is_not_loaded(tmp_path: Path, unpickled: list[str]) -> None:
+    """The name decides how a library loads; the content could be both."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for name in ("model.ckpt", "model.SAFETENSORS", "model.pt", "model.safetensors.bin", "model"):
+        shutil.copy(tmp_path / "model.safetensors", tmp_path / name)
+        if (tmp_path / name).name in os.listdir(tmp_path):
+            assert_refused(tmp_path / name, "is not a .safetensors file")
+    assert unpickled == []
+
+
+def test_a_folder_that_is_no_model_is_not_walked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "MOST_FILES", 20)
+    for part in ("unet", "vae", "scheduler"):
+        (tmp_path / part).mkdir()
+    for number in range(21):
+        (tmp_path / "vae" / str(number)).touch()
+    assert_refused(tmp_path, "more than 20 files")
+    shutil.rmtree(tmp_path / "unet")
+    assert_refused(tmp_path, "it has no unet/")

@@ -1,14 +1,11 @@
-"""A model in diffusers' layout, of which JSON and .safetensors files are read and nothing is run.
+"""A model in diffusers' layout, of which JSON, a tokenizer's words and .safetensors files are read and nothing is run.
 
 A model_index.json can name any module for a part, also a Python file beside its weights, and a pipeline's own
 from_pretrained would run it. Here the folder has no say in what a part is.
 """
 from __future__ import annotations
 
-import inspect
-import json
-import os
-from importlib.machinery import all_suffixes
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,23 @@ import torch
 
 from ...core.logs import readable
 from ...core.refusal import Refusal
+from .model_files import check_files, read_json, read_shapes, weight_files
+from .tokenizer import load_tokenizer
 
-NEEDED = ("unet", "vae", "scheduler")
-# By this transformers would load another model in the place of the one in the folder.
-ADAPTER = "adapter_config.json"
+NEEDED, CONFIG = ("unet", "vae", "scheduler"), "config.json"
+# What of a text encoder's configuration is read. The rest can name other weights and code.
+TEXT_CONFIG = (
+    "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
+    "initializer_factor", "pad_token_id", "bos_token_id", "eos_token_id",
+)
+# How many layers a network has: the product of these, for each of its blocks.
+COUNTS = ("layers_per_block", "transformer_layers_per_block", "reverse_transformer_layers_per_block",
+          "num_hidden_layers")
+BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
+# The files may hold fewer weights than the configuration describes: those that lack are named. But not that few.
+FEWER_WEIGHTS = 2
+MOST_TRAIN_STEPS, LARGEST_SAMPLE = 100_000, 100_000
 
 
 def load_folder(folder: Path, dtype: torch.dtype) -> Any:
@@ -27,24 +37,27 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Any:
     import diffusers
     import transformers
 
-    check_files(folder)
     lacking = [f"{part}/" for part in NEEDED if not (folder / part).is_dir()]
     if lacking:
         raise Refusal(
-            f"{folder.name} is no folder of Stable Diffusion 1.x, 2.x or XL in diffusers' layout: it has no "
+            f"{readable(folder.name)} is no folder of Stable Diffusion 1.x, 2.x or XL in diffusers' layout: it has no "
             f"{', '.join(lacking)}."
         )
-    kinds: dict[str, Any] = {
-        "unet": diffusers.UNet2DConditionModel, "vae": diffusers.AutoencoderKL,
+    check_files(folder)
+    # What is read at once first: nobody waits for gigabytes to hear of a broken list of words.
+    parts = {"scheduler": load_scheduler(folder / "scheduler")}
+    for name in ("tokenizer", "tokenizer_2"):
+        if (folder / name).is_dir():
+            parts[name] = load_tokenizer(folder / name, transformers.CLIPTokenizer)
+    networks: dict[str, Any] = {
         "text_encoder": transformers.CLIPTextModel, "text_encoder_2": transformers.CLIPTextModelWithProjection,
-        "tokenizer": transformers.CLIPTokenizer, "tokenizer_2": transformers.CLIPTokenizer,
+        "vae": diffusers.AutoencoderKL, "unet": diffusers.UNet2DConditionModel,
     }
-    parts = {
-        part: load_network(folder / part, kind, dtype) if issubclass(kind, torch.nn.Module)
-        else load_tokenizer(folder / part, kind)
-        for part, kind in kinds.items() if (folder / part).is_dir()
-    }
-    parts["scheduler"] = load_scheduler(folder / "scheduler")
+    present = {name: kind for name, kind in networks.items() if (folder / name).is_dir()}
+    for name, kind in present.items():
+        check_network(folder / name, kind)
+    for name, kind in present.items():
+        parts[name] = load_network(folder / name, kind, dtype)
     if parts["unet"].config.addition_embed_type == "text_time":
         if "text_encoder" in parts:
             return diffusers.StableDiffusionXLPipeline(**parts)
@@ -56,17 +69,27 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Any:
     )
 
 
+def load_unet(path: Path) -> Any:
+    """The UNet of a folder in diffusers' layout, of its unet folder, or of a .safetensors checkpoint, in float32 on the
+    CPU. Raises Refusal, and whatever the libraries raise."""
+    from diffusers import UNet2DConditionModel
+
+    if not path.is_dir():
+        read_shapes(path)
+        return UNet2DConditionModel.from_single_file(str(path), local_files_only=True)
+    folder = path / "unet" if (path / "unet").is_dir() else path
+    check_files(folder)
+    check_network(folder, UNet2DConditionModel)
+    return load_network(folder, UNet2DConditionModel, torch.float32)
+
+
 def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
-    """A network of diffusers or transformers, in float16 where there are no other weights. Raises Refusal."""
+    """A network of diffusers or transformers that was checked, in float16 where there are no other weights. Raises
+    Refusal."""
     options: dict[str, Any] = {}
-    if kind.__module__.startswith("transformers."):
-        # A configuration file can name code for the attention too.
-        content, fields = read_json(folder / "config.json"), inspect.signature(kind.config_class.__init__).parameters
-        options["config"] = kind.config_class(**{key: content[key] for key in content if key in fields})
-    halves = [".fp16" in file.name for file in folder.glob("*.safetensors")]
-    if not halves:
-        # Loading a pickle can run what is in it.
-        raise Refusal(f"There are no weights of the {folder.name} as .safetensors.")
+    if is_text_encoder(kind):
+        options["config"] = text_config(kind, read_json(folder / CONFIG))
+    halves = [".fp16" in name for name in weight_files(folder)]
     network, found = kind.from_pretrained(
         folder, torch_dtype=dtype, variant="fp16" if all(halves) else None, use_safetensors=True, local_files_only=True,
         output_loading_info=True, **options,
@@ -77,13 +100,74 @@ def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
     return network.eval()
 
 
-def load_tokenizer(folder: Path, kind: Any) -> Any:
-    """CLIP's. Raises Refusal where its files lack: transformers 5 makes one then that knows no word."""
-    known = kind.vocab_files_names  # tokenizer.json from transformers 5 on
-    whole = "tokenizer_file" in known and (folder / known["tokenizer_file"]).is_file()
-    if not whole and not all((folder / known[part]).is_file() for part in ("vocab_file", "merges_file")):
-        raise Refusal(f"{folder.name} lacks its vocab.json or merges.txt.")
-    return kind.from_pretrained(folder, local_files_only=True)
+def check_network(folder: Path, kind: Any) -> None:
+    """Raise Refusal for a configuration and weights that no library should be handed; see weight_files and below."""
+    names, config = weight_files(folder), read_json(folder / CONFIG)
+    check_numbers(folder.name, config)
+    check_size(folder, kind, config, names)
+
+
+def is_text_encoder(kind: Any) -> bool:
+    return bool(kind.__module__.startswith("transformers."))
+
+
+def text_config(kind: Any, config: dict[str, Any]) -> Any:
+    """A text encoder's configuration."""
+    return kind.config_class(**{name: config[name] for name in TEXT_CONFIG if name in config})
+
+
+def check_size(folder: Path, kind: Any, config: dict[str, Any], names: list[str]) -> None:
+    """Raise Refusal where a configuration describes a much larger network than the weights are of, which would take all
+    time or memory. names: of the files with weights."""
+    shapes = [shape for name in names for shape in read_shapes(folder / name).values()]
+    counts = [most_in(config[name], name, folder) for name in COUNTS if config.get(name) is not None]
+    blocks = [len(config[name]) for name in BLOCKS if isinstance(config.get(name), list)]
+    layers, held = math.prod([*counts, max([1, *blocks])]), sum(map(math.prod, shapes))
+    if layers <= len(shapes):
+        # Not one number is computed, and no memory taken.
+        with torch.device("meta"):
+            network = kind(text_config(kind, config)) if is_text_encoder(kind) else kind.from_config(config)
+        if sum(parameter.numel() for parameter in network.parameters()) <= FEWER_WEIGHTS * held:
+            return
+    raise Refusal(f"config.json in {folder.name} describes a much larger network than its weights are of.")
+
+
+def most_in(value: Any, name: str, folder: Path) -> int:
+    """The largest of the whole numbers from 1 on that a count is, or that its lists hold. Raises Refusal."""
+    if isinstance(value, list) and value:
+        return max(most_in(one, name, folder) for one in value)
+    if not is_whole(value) or value < 1:
+        raise Refusal(readable(f"config.json in {folder.name} has {name} = {value!r}, which is no number of layers."))
+    return int(value)
+
+
+def check_numbers(part: str, config: dict[str, Any]) -> None:
+    """Raise Refusal for numbers that no library looks at before an image is made, and for weights in a format that
+    needs another loader."""
+    if config.get("quantization_config") is not None:
+        raise Refusal(f"The weights of the {part} are quantized, which this loader does not read.")
+    if part == "unet":
+        sides = config.get("sample_size")
+        known = sides if isinstance(sides, list) and len(sides) == 2 else [sides]
+        if not all(is_whole(side) and 0 < side <= LARGEST_SAMPLE for side in known):
+            raise Refusal(readable(f"config.json in {part} has sample_size = {sides!r}, which is no size of a latent."))
+    if part == "vae":
+        factor = config.get("scaling_factor", 1)
+        if not is_real(factor) or factor <= 0:
+            raise Refusal(readable(f"config.json in {part} has scaling_factor = {factor!r}, which is no factor."))
+        for name in ("latents_mean", "latents_std"):
+            values = config.get(name)
+            if values is not None and not (isinstance(values, list) and all(map(is_real, values))):
+                raise Refusal(readable(f"config.json in {part} has {name} = {values!r}, which is no list of numbers."))
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def load_scheduler(folder: Path) -> Any:
@@ -95,35 +179,21 @@ def load_scheduler(folder: Path) -> Any:
     name = config.get("_class_name")
     if name not in (*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler"):
         raise Refusal(readable(f"This host does not know the scheduler {name!r} of the model."))
+    check_schedule(config)
     return getattr(diffusers, name).from_config(config)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises Refusal."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refusal(readable(f"{file.name} in {file.parent.name} cannot be read: {error}.")) from error
-    return content
-
-
-def check_files(folder: Path) -> None:
-    """Raise Refusal for Python code and adapters in the folder, and for a link that leads out of it (out of the model's
-    part of a Hugging Face cache)."""
-    root = folder.resolve()
-    if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
-        root = root.parent.parent
-    for place, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = Path(place, name)
-            shown = path.relative_to(folder)
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
-                raise Refusal(readable(f"{shown} in the model folder {folder.name} is a link that leads out of it."))
-            if name == ADAPTER or name.lower().endswith(tuple(all_suffixes())):
-                kind = "an adapter" if name == ADAPTER else "Python code"
-                raise Refusal(readable(
-                    f"The model folder {folder.name} brings {kind} ({shown}), and this host runs nothing that comes "
-                    "with a model: take it out, or use a model without it."
-                ))
+def check_schedule(config: dict[str, Any]) -> None:
+    """Raise Refusal for numbers by which a scheduler would take all memory, or make images of nothing."""
+    steps = config.get("num_train_timesteps", 1000)
+    if not is_whole(steps) or not 0 < steps <= MOST_TRAIN_STEPS:
+        raise Refusal(readable(f"The model's scheduler has num_train_timesteps = {steps!r}, which is no such number."))
+    for name in ("beta_start", "beta_end"):
+        beta = config.get(name, 0)
+        if not is_real(beta) or not 0 <= beta < 1:
+            raise Refusal(readable(f"The model's scheduler has {name} = {beta!r}, which is no number from 0 to 1."))
+    betas = config.get("trained_betas")
+    if betas is None:
+        return
+    if not isinstance(betas, list) or len(betas) > MOST_TRAIN_STEPS or not all(map(is_real, betas)):
+        raise Refusal("The model's scheduler has trained_betas, which are no list of numbers.")

@@ -1,0 +1,148 @@
+"""CLIP's tokenizer, made of a model's words alone.
+
+A tokenizer.json describes a whole program to the Rust library that runs it: its regular expressions may take for ever,
+and some of its numbers end the process. tokenizer_config.json can name files elsewhere. So the words, their merges and
+plain options are read and checked here, and the tokenizer is made of a folder that holds nothing else.
+"""
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ...core.logs import readable
+from ...core.refusal import Refusal
+from .model_files import read_json, read_text
+
+VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
+CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+# CLIP has 49,408 words.
+MOST_WORDS, LONGEST_WORD, MOST_TOKENS = 1_000_000, 1000, 100_000
+OPTIONS: dict[str, type] = {
+    "errors": str, "do_lower_case": bool, "add_prefix_space": bool, "clean_up_tokenization_spaces": bool,
+}
+TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Of a token that is more than its letters.
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+VERSION_LINE = "#version: 0.2"
+
+
+def load_tokenizer(folder: Path, kind: Any) -> Any:
+    """The tokenizer in a part's folder. kind: CLIPTokenizer of transformers. Raises Refusal where its files lack or are
+    not a tokenizer's."""
+    with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as place:
+        copy_tokenizer(folder, Path(place))
+        try:
+            made = kind.from_pretrained(place, local_files_only=True)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            # A panic of the Rust library is no Exception.
+            raise Refusal(readable(f"The words in {folder.name} are no tokenizer's ({error}).")) from None
+    made.name_or_path = str(folder)
+    return made
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Write the files that make a tokenizer of source's words into target, which exists. Raises Refusal."""
+    added = write_words(source, target)
+    config = read_json(source / CONFIG) if (source / CONFIG).exists() else {}
+    special = read_json(source / SPECIAL) if (source / SPECIAL).exists() else {}
+    own = config.get("added_tokens_decoder")
+    chosen: dict[str, Any] = {
+        "tokenizer_class": "CLIPTokenizer", **tokens_in(special, source), **tokens_in(config, source),
+        **{name: config[name] for name, of in OPTIONS.items() if isinstance(config.get(name), of)},
+    }
+    length = config.get("model_max_length")
+    if isinstance(length, int) and 0 < length <= MOST_TOKENS:
+        chosen["model_max_length"] = length
+    decoder = added_tokens(own if isinstance(own, dict) else added, source)
+    if decoder:
+        chosen["added_tokens_decoder"] = decoder
+    (target / CONFIG).write_text(json.dumps(chosen), encoding="utf-8")
+
+
+def write_words(source: Path, target: Path) -> dict[str, Any]:
+    """Write the vocab.json and merges.txt of source's words into target, which exists. Returns what source adds to the
+    words, by number. Raises Refusal."""
+    words, merges, added = read_words(source)
+    (target / VOCABULARY).write_text(json.dumps(words), encoding="utf-8")
+    (target / MERGES).write_text("\n".join([VERSION_LINE, *merges, ""]), encoding="utf-8")
+    return added
+
+
+def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]:
+    """The number of each word, the merges as "a b", and what was added to the words by number. Raises Refusal."""
+    added: dict[str, Any] = {}
+    if (folder / VOCABULARY).exists() and (folder / MERGES).exists():
+        words: Any = read_json(folder / VOCABULARY)
+        lines = read_text(folder / MERGES).splitlines()
+        merges: Any = [line for line in lines if line.strip() and not line.startswith("#version")]
+        if (folder / ADDED).exists():
+            added = {str(number): word for word, number in read_json(folder / ADDED).items()}
+    elif (folder / WHOLE).exists():
+        content = read_json(folder / WHOLE)
+        model, more = content.get("model"), content.get("added_tokens")
+        words, merges = (model.get("vocab"), model.get("merges")) if isinstance(model, dict) else (None, None)
+        for token in more if isinstance(more, list) else ():
+            if isinstance(token, dict):
+                added[str(token.get("id"))] = token
+    else:
+        raise Refusal(f"{folder.name} lacks its vocab.json or merges.txt.")
+    return checked_words(words, folder), checked_merges(merges, words, folder), added
+
+
+def checked_words(words: Any, folder: Path) -> dict[str, int]:
+    """Words by number, each number once. Raises Refusal."""
+    if not isinstance(words, dict) or not 0 < len(words) <= MOST_WORDS:
+        raise Refusal(f"The list of words in {folder.name} is empty, or longer than {MOST_WORDS}.")
+    numbers = {number for number in words.values() if is_number(number)}
+    if len(numbers) != len(words) or any(len(word) > LONGEST_WORD for word in words):
+        raise Refusal(f"The words in {folder.name} are not numbered as a tokenizer's.")
+    return words
+
+
+def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str]:
+    """Merges of two words to a third as "a b". Raises Refusal."""
+    found = []
+    for merge in merges if isinstance(merges, list) and len(merges) <= MOST_WORDS else [None]:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
+            raise Refusal(f"The merges in {folder.name} are no pairs of words.")
+        if not all(one in words for one in (*pair, "".join(pair))):
+            raise Refusal(readable(f"The merges in {folder.name} name words that its list lacks, such as {pair}."))
+        found.append(" ".join(pair))
+    return found
+
+
+def tokens_in(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The special tokens that a configuration names."""
+    return {name: token_of(content[name], folder) for name in TOKENS if content.get(name) is not None}
+
+
+def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Added tokens by number. Raises Refusal."""
+    if len(given) > MOST_WORDS or not all(str(number).isdecimal() and is_number(int(number)) for number in given):
+        raise Refusal(f"The added tokens in {folder.name} are not numbered as a tokenizer's.")
+    found = {}
+    for number, token in given.items():
+        plain = token_of(token, folder)
+        found[str(int(number))] = plain if isinstance(plain, dict) else {"content": plain}
+        found[str(int(number))].pop("__type", None)
+    return found
+
+
+def token_of(token: Any, folder: Path) -> Any:
+    """A token as its letters, or as its letters and flags. Raises Refusal."""
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str) or not 0 < len(content) <= LONGEST_WORD:
+        raise Refusal(f"A token in {folder.name} has no letters, or more than {LONGEST_WORD}.")
+    if not isinstance(token, dict):
+        return content
+    flags = {name: token[name] for name in FLAGS if isinstance(token.get(name), bool)}
+    return {"__type": "AddedToken", "content": content, **flags}
+
+
+def is_number(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < MOST_WORDS
