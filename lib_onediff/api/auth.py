@@ -20,14 +20,17 @@ HOSTS_OWN = "/sdapi/v1/txt2img"
 LOGIN_CHECK = f"{getattr(getattr(gr, 'route_utils', None), 'API_PREFIX', '')}/login_check"
 NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not support."
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
-LOG_IN = "Log in on the WebUI's page first, and send its cookie; or start the WebUI with --api-auth."
+LOG_IN = "Log in on the WebUI's page first, and send its cookie{}."
+OR_BY_API_AUTH = "; or start the WebUI with --api-auth"
 
 
 def protection(app: Any, cmd_opts: Any) -> list[Any]:
     """The dependencies of every route of ours in app; cmd_opts: the WebUI's command line."""
     asks_for_login = bool(getattr(cmd_opts, "gradio_auth", None) or getattr(cmd_opts, "gradio_auth_path", None))
     has_accounts = bool(getattr(cmd_opts, "api_auth", None))
-    who = password_check(app) if has_accounts else [Depends(login_check(asks_for_login))]
+    # The demo has no such option.
+    way = OR_BY_API_AUTH if hasattr(cmd_opts, "api_auth") else ""
+    who = password_check(app) if has_accounts else [Depends(login_check(asks_for_login, way))]
     return [Depends(origin_check(origins_of(cmd_opts))), *who]
 
 
@@ -42,16 +45,17 @@ def let_nobody_in() -> None:
     raise HTTPException(401, NO_CHECK)
 
 
-def login_check(asked_for: bool) -> Callable[[Request], Awaitable[None]]:
+def login_check(asked_for: bool, other_way: str = "") -> Callable[[Request], Awaitable[None]]:
     """A dependency that lets those in whom the page lets in: everybody, or with --gradio-auth who has logged in.
 
     asked_for: whether there must be a login, so that a WebUI without a page is not open where one was asked for.
+    other_way: how else to get in, as the end of a sentence.
     """
 
     async def check(request: Request) -> None:
         page = page_in(request.app)
         if page is not None and await status_of(page, LOGIN_CHECK, request) != 200:
-            raise HTTPException(401, LOG_IN)
+            raise HTTPException(401, LOG_IN.format(other_way))
         if page is None and asked_for:
             raise HTTPException(401, NO_PAGE)
 

@@ -17,6 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from .bodies import refusal
 
 READING = ("GET", "HEAD")
+# Of web sockets.
+POLICY_VIOLATION = 1008
 ONES_OWN = ("same-origin", "none")
 # A page that a browser takes for nobody's: a sandboxed frame, a file.
 NOBODY = "null"
@@ -120,6 +122,10 @@ class Gate:
         self.page_policy = page_policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            # No route takes one, and another site's page may open one without being asked.
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict
@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ..core.guard import outcome_of
 from ..core.sizes import parse_sizes
@@ -52,8 +54,10 @@ def add_routes(
     routes = Routes(runtime, warmup, exclusively, status)
     checked, busy, unknown = protection(app, cmd_opts), {409: "An image is being made."}, {404: "Not known."}
     full = {507: "Done, but the disk does not keep it."}
+    methods: dict[str, list[str]] = {}
 
     def add(path: str, route: Callable[..., Response], problems: Mapping[int, str] = PROBLEMS, **more: Any) -> None:
+        methods.setdefault(path, []).extend(more.get("methods", ["GET"]))
         described: Any = {status: {"description": meaning} for status, meaning in {**PROBLEMS, **problems}.items()}
         # Not through a router of our own: FastAPI would read each route's signature once more.
         app.router.add_api_route(
@@ -71,6 +75,20 @@ def add_routes(
     add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], summary="Forget resolutions")
     add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], summary="Keep a resolution")
     add("/release", routes.release, busy, methods=["POST"], summary="Free GPU memory")
+    # Where a page is mounted behind these, it would answer that there is no such path.
+    for path, allowed in methods.items():
+        app.router.routes.append(Route(f"{PREFIX}{path}", WrongMethod(allowed), include_in_schema=False))
+
+
+class WrongMethod:
+    """An ASGI application that answers 405 to what a path's own routes do not take, whatever the method."""
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        self._allowed = ", ".join(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sentence = f"This path takes {self._allowed}, not {scope['method']}."
+        await bodies.refusal(405, sentence, {"Allow": self._allowed})(scope, receive, send)
 
 
 class Routes:

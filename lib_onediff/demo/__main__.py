@@ -14,9 +14,9 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from ..core.logs import one_line
+from ..core.logs import one_line, readable
 from ..core.refusal import Refusal
 
 DEFAULT_DATA_DIR = Path(__file__).resolve().parents[2] / "outputs"
@@ -59,7 +59,7 @@ def accounts(text: str) -> str:
 
 
 def stay_offline_and_quiet(cache: str) -> None:
-    """Set what libraries read from the environment when they are imported. cache: gradio's folder, which it makes."""
+    """Set what libraries read from the environment when they are imported. cache: gradio's folder."""
     os.environ.update(
         HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_OFFLINE="1", DIFFUSERS_VERBOSITY="error",
         TRANSFORMERS_VERBOSITY="error", GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=cache,
@@ -74,16 +74,25 @@ def stay_offline_and_quiet(cache: str) -> None:
 def main(words: list[str] | None = None) -> int:
     """Run the host; the exit code is 1 after a sentence about what is wrong."""
     arguments = parse_arguments(words)
-    for number in STOPPING:
+    # Images and uploads lie here: for this user alone, whoever may read the folder for temporary files.
+    cache = tempfile.mkdtemp(prefix="onediff-page-")
+
+    def end_at_once(*_: Any) -> NoReturn:
         # Until the server runs there is nothing to save, and an exception may come out of an import as another.
-        signal.signal(number, lambda *_: os._exit(0))
+        shutil.rmtree(cache, ignore_errors=True)
+        os._exit(0)
+
+    for number in STOPPING:
+        signal.signal(number, end_at_once)
     try:
         with listen(arguments.host, arguments.port) as listener:
-            run(arguments, listener)
+            run(arguments, listener, cache)
         return 0
     except Refusal as problem:
         print(one_line(str(problem)), file=sys.stderr)
         return 1
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def listen(host: str, port: int | None) -> socket.socket:
@@ -93,8 +102,10 @@ def listen(host: str, port: int | None) -> socket.socket:
     ports = range(FIRST_PORT, FIRST_PORT + PORTS_TO_TRY) if port is None else range(port, port + 1)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise Refusal(f"There is no address for the host name {host!r}: {error.strerror}.") from error
+    except (OSError, ValueError) as error:
+        # A name that is too long is a ValueError.
+        cause = getattr(error, "strerror", None) or error
+        raise Refusal(readable(f"There is no address for the host name {host!r}: {cause}.")) from error
     failure = ""
     for candidate in ports:
         try:
@@ -118,10 +129,10 @@ def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def run(arguments: argparse.Namespace, listener: socket.socket) -> None:
-    """Load the model and serve until interrupted. Raises Refusal with a sentence about what is wrong."""
-    cache = Path(tempfile.gettempdir(), f"onediff-page-{secrets.token_hex(16)}")
-    stay_offline_and_quiet(str(cache))
+def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> None:
+    """Load the model and serve until interrupted. cache: gradio's folder. Raises Refusal with a sentence about what is
+    wrong."""
+    stay_offline_and_quiet(cache)
     from .models import load_model
 
     print("Loading the model ...", flush=True)
@@ -140,7 +151,6 @@ def run(arguments: argparse.Namespace, listener: socket.socket) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             print(f"OneDiff demo running on {url_of(listener)}", flush=True)
             serve(app, listener)
-        shutil.rmtree(cache, ignore_errors=True)
 
 
 def ask_for_an_account(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,8 @@ from gradio import processing_utils, routes
 
 from ..api.auth import login_check
 from ..api.gate import Gate, Origins, host_name
+from .connections import ACCEPTED_AT_ONCE, NOISY, Connection, FewLines, most_connections
+from .logins import KnowsClient, Logins, accounts_in
 from .models import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
 from .page import appearance, build_page
@@ -65,10 +67,12 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
     script_callbacks.call_all("app_started", page, app)
     origins = own_origins(arguments, only_this_machine)
     app.add_middleware(Gate, origins=origins, identify=check_login, page_policy=PAGE_POLICY)
-    accounts = [tuple(account.split(":", 1)) for account in (arguments.gradio_auth or "").split(",") if account]
+    app.add_middleware(KnowsClient)
+    accounts = accounts_in(arguments.gradio_auth or "")
+    check = Logins(accounts).check if accounts else None
     # Requests beside the queue would take the threads that interrupt and progress need.
     queued = page.queue(default_concurrency_limit=4, api_open=False)
-    return gr.mount_gradio_app(app, queued, path="/", auth=accounts or None, footer_links=[], **appearance())
+    return gr.mount_gradio_app(app, queued, path="/", auth=check, footer_links=[], **appearance())
 
 
 def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origins:
@@ -81,9 +85,14 @@ def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origi
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
     """Answer requests until interrupted."""
+    # No route of gradio's or ours takes a web socket.
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_FOR_ANSWERS
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_FOR_ANSWERS, ws="none",
+        http=type("Connection", (Connection,), {"most": most_connections()}), backlog=ACCEPTED_AT_ONCE,
     )
+    few = FewLines()
+    for name in NOISY:
+        logging.getLogger(name).addFilter(few)
     try:
         QuietServer(config).run(sockets=[listener])
     finally:

@@ -120,7 +120,8 @@ def tell(text: str) -> None:
     with warnings.catch_warnings():
         # Without a page, gradio hands it to Python's own warnings, which would repeat the log.
         warnings.simplefilter("ignore")
-        gr.Warning(text)
+        # gradio shows it as markup.
+        gr.Warning(html.escape(text, quote=False))
 
 
 def component_of(option: Field) -> tuple[type, dict[str, Any]]:

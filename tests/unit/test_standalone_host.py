@@ -1,8 +1,12 @@
 """The standalone host's parts, in this process."""
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,41 @@ def test_failures_are_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPa
     call_queue.queue_lock.release()
 
 
+# --- infotext -------------------------------------------------------------------------------------------------------
+
+
+INFOTEXT = (
+    'an owl, <lora:x:1>\nsecond line\nNegative prompt: rain, "fog"\nSteps: 20, Sampler: Euler a, CFG scale: 7.5, Seed: 3, '
+    'Size: 512x768, Model: a model, Lora hashes: "x: 1a, y: 2b", Said: "a \\"b\\", c: d", Version: v1.10.1'
+)
+
+
+def test_infotext_is_read() -> None:
+    found = processing.parse_generation_parameters(INFOTEXT)
+    assert found == {
+        "Prompt": "an owl, <lora:x:1>\nsecond line", "Negative prompt": 'rain, "fog"', "Steps": "20",
+        "Sampler": "Euler a", "CFG scale": "7.5", "Seed": "3", "Size-1": "512", "Size-2": "768", "Model": "a model",
+        "Lora hashes": "x: 1a, y: 2b", "Said": 'a "b", c: d', "Version": "v1.10.1",
+    }
+    assert processing.parse_generation_parameters("an owl: a, b") == {"Prompt": "an owl: a, b", "Negative prompt": ""}
+    assert processing.parse_generation_parameters("") == {"Prompt": "", "Negative prompt": ""}
+
+
+@pytest.mark.parametrize("piece", ["a", "a ", '"', '\\"', '"\\', ",", "a:", "a: ", '"a', "a-/ ", ":", "é ", "[", "a,a"])
+def test_reading_infotext_takes_no_time(piece: str) -> None:
+    """As much as is taken, of what a pattern goes over again and again."""
+    text = (piece * processing.LONGEST_INFOTEXT)[: processing.LONGEST_INFOTEXT]
+    for given in (text, f'Steps: 1, a: 2, b: 3, c: "{text[:-40]}'):
+        began = time.process_time()
+        processing.parse_generation_parameters(given)
+        assert time.process_time() - began < 1
+
+
+def test_a_text_that_is_too_long_for_infotext_is_refused() -> None:
+    with pytest.raises(Refusal, match="20000 characters at most"):
+        processing.parse_generation_parameters("a" * 20_001)
+
+
 # --- the modules API -----------------------------------------------------------------------------------------------
 
 
@@ -118,6 +157,12 @@ def test_damaged_options_are_set_aside(tmp_path: Path, content: str) -> None:
     assert not file.exists() and file.with_suffix(".damaged").exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
+def test_a_pipe_for_options_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert make_options(tmp_path / "config.json").kind == "a"
+
+
 # --- the server ----------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +174,29 @@ def test_first_free_port_is_taken() -> None:
         assert command_line.is_loopback(first)
         with pytest.raises(Refusal, match=str(ports[0])):
             command_line.listen("127.0.0.1", ports[0])
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 5000, "a..b", "\0"])
+def test_a_host_name_that_none_can_be(host: str) -> None:
+    with pytest.raises(Refusal, match="There is no address for the host name") as caught:
+        command_line.listen(host, None)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such rights")
+def test_what_gradio_keeps_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+
+    def run(arguments: Any, listener: Any, cache: str) -> None:
+        folders.append(Path(cache))
+        assert folders[0].stat().st_mode & 0o777 == 0o700 and folders[0].parent == tmp_path
+        raise Refusal("seen.")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command_line, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    assert command_line.main([]) == 1
+    assert folders and not folders[0].exists()
 
 
 def test_the_command_line_is_read_before_torch_is_imported() -> None:

@@ -3,9 +3,11 @@ infotext: the text in an image that says how it was made, and reading it back.""
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +24,9 @@ MOST_TOKENS = 77
 # A tokenizer compares all parts of a word with each other again and again.
 LONGEST_PROMPT = 2000
 SIDE_STEP = 8
-PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
-SIZE = re.compile(r"^(\d+)x(\d+)$")
+# Infotext of a prompt, of a negative one and of the parameters of many extensions.
+LONGEST_INFOTEXT = 20_000
+NAME, SIZE = re.compile(r"\w[\w \-/]+"), re.compile(r"(\d{1,6})x(\d{1,6})")
 
 
 @dataclass(repr=False)
@@ -211,19 +214,46 @@ def quote(text: Any) -> Any:
 
 
 def parse_generation_parameters(infotext: str) -> dict[str, Any]:
-    """Infotext as a mapping: "Prompt", "Negative prompt", and what the last line names; sizes as "Size-1", "Size-2"."""
+    """Infotext as a mapping: "Prompt", "Negative prompt", and what the last line names; sizes as "Size-1", "Size-2".
+    Raises Refusal for a text that is too long to be infotext."""
+    if len(infotext) > LONGEST_INFOTEXT:
+        raise Refusal(f"This text is too long to be read: infotext has {LONGEST_INFOTEXT} characters at most.")
     *lines, last = infotext.strip().split("\n")
-    if len(PARAMETER.findall(last)) < 3:
-        lines, last = [*lines, last], ""
+    named = named_values(last)
+    if len(named) < 3:
+        lines, named = [*lines, last], []
     prompt, _, negative = "\n".join(lines).partition("Negative prompt:")
     result: dict[str, Any] = {"Prompt": prompt.strip(), "Negative prompt": negative.strip()}
-    for name, value in PARAMETER.findall(last):
+    for name, value in named:
         if value.startswith('"'):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(value)
-        size = SIZE.match(str(value))
+        size = SIZE.fullmatch(str(value))
         result.update(zip((f"{name}-1", f"{name}-2"), size.groups(), strict=True) if size else {name: value})
     return result
+
+
+def named_values(line: str) -> list[tuple[str, str]]:
+    """The (name, value) of each "name: value" between commas. A comma in quotes is part of a value."""
+    found = []
+    for part in parts_between_commas(line):
+        name, colon, value = part.partition(":")
+        if colon and NAME.fullmatch(name.strip()):
+            found.append((name.strip(), value.strip()))
+    return found
+
+
+def parts_between_commas(line: str) -> Iterator[str]:
+    """The parts of a line, in one pass: a pattern for quotes begins anew at each of them."""
+    begin, is_quoted, is_escaped = 0, False, False
+    for place, letter in enumerate(line):
+        if letter == "," and not is_quoted:
+            yield line[begin:place]
+            begin = place + 1
+        elif letter == '"' and not is_escaped:
+            is_quoted = not is_quoted
+        is_escaped = letter == "\\" and is_quoted and not is_escaped
+    yield line[begin:]
 
 
 def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
@@ -232,7 +262,11 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
     That is the name of an infotext parameter, or a function of all of them; None leaves the component as it is.
     """
     def paste(infotext: str) -> list[Any]:
-        parameters = parse_generation_parameters(infotext or "")
+        try:
+            parameters = parse_generation_parameters(infotext or "")
+        except Refusal as refusal:
+            gr.Warning(html.escape(str(refusal)))
+            return [gr.update() for _ in fields]
         values = [target(parameters) if callable(target) else parameters.get(target) for _, target in fields]
         return [
             gr.update() if value is None else gr.update(value=as_in(component, value))

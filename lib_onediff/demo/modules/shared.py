@@ -91,10 +91,13 @@ class Options:
         """Read values from such a file, before options are added; a damaged file is set aside."""
         path = Path(filename)
         try:
+            if path.exists() and not path.is_file():
+                # A pipe would be waited for.
+                raise ValueError("it is no file")
             self.data.update(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             aside = path.with_suffix(".damaged")
             os.replace(path, aside)
             log.warning("the settings in %s cannot be read (%s) and are now %s; defaults are used", path, error, aside)

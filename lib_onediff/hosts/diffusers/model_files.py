@@ -23,6 +23,8 @@ WEIGHTS = ".safetensors"
 ADAPTER = "adapter_config.json"
 # A Stable Diffusion XL folder has some 60 files, its UNet 1,680 tensors, and a merge's header carries its recipe.
 MOST_FILES, MOST_TENSORS = 10_000, 20_000
+# Opening a pipe waits for its other end, unless it is opened without blocking.
+READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 LARGEST_TEXT, LARGEST_HEADER, LENGTH_BYTES = 32 << 20, 32 << 20, 8
 
 
@@ -30,8 +32,7 @@ def read_text(file: Path, most: int = LARGEST_TEXT) -> str:
     """The UTF-8 text of a regular file of at most so many bytes. Raises Refusal."""
     shown = f"{file.name} in {file.parent.name}"
     try:
-        # Opening a pipe waits for its other end, unless it is opened without blocking.
-        with open(os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as opened:
+        with open(os.open(file, READING), "rb") as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 raise Refusal(readable(f"{shown} is no regular file."))
             content = opened.read(most + 1)

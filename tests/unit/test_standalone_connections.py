@@ -1,0 +1,160 @@
+"""Connections to a standalone host: those that send nothing, or for ever, keep nobody else from being answered."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+import uvicorn
+
+from lib_onediff.demo import connections
+from lib_onediff.demo.connections import ACCEPTED_AT_ONCE, Connection, FewLines
+
+MOST, SILENT = 20, 250
+SECONDS = 20
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def application(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+    """Answers with the number of bytes that it was sent; /stream is answered without an end."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size, more = size + len(message["body"]), message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    is_stream = scope["path"] == "/stream"
+    await send({"type": "http.response.body", "body": b"%d\n" % size, "more_body": is_stream})
+    while is_stream and (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Of a server with few connections, which waits briefly."""
+    monkeypatch.setattr(connections, "SECONDS_FOR_HEAD", 1.0)
+    monkeypatch.setattr(connections, "SECONDS_FOR_PART", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    config = uvicorn.Config(
+        application, log_level="warning", access_log=False, ws="none", lifespan="off", backlog=ACCEPTED_AT_ONCE,
+        http=type("Connection", (Connection,), {"most": MOST}),
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield listener.getsockname()[1]
+    server.should_exit = server.force_exit = True
+    thread.join(SECONDS)
+    listener.close()
+
+
+def connect(port: int, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+    connection.sendall(sent)
+    return connection
+
+
+def answer(port: int, request: bytes = GET) -> bytes:
+    with connect(port, request) as connection:
+        return connection.recv(4096)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(4096) == b""
+    except ConnectionError:
+        return True
+
+
+BODY = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+WAITING = {"nothing": b"", "half a head": b"GET / HTTP/1.1\r\nHost: loc", "half a body": BODY + b"x",
+           "a stream that is not read": GET.replace(b"/ ", b"/stream ")}
+
+
+@pytest.mark.parametrize("sent", WAITING.values(), ids=WAITING)
+def test_connections_that_wait_keep_nobody_from_an_answer(port: int, sent: bytes) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in range(SILENT):
+            stack.enter_context(connect(port)).sendall(sent)
+            if number % 50 == 49:
+                assert answer(port).startswith(b"HTTP/1.1 200")
+        assert answer(port).startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_in_progress_outlives_those_that_wait(port: int) -> None:
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(connect(port, GET.replace(b"/ ", b"/stream ")))
+        assert stream.recv(4096).startswith(b"HTTP/1.1 200")
+        for _ in range(2 * MOST):
+            stack.enter_context(connect(port))
+        assert answer(port).startswith(b"HTTP/1.1 200")
+        stream.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            while stream.recv(4096):
+                pass
+
+
+@pytest.mark.parametrize("first", [b"", GET], ids=["at first", "after an answer"])
+def test_a_head_that_comes_letter_by_letter_is_not_waited_for(port: int, first: bytes) -> None:
+    with connect(port, first) as connection:
+        if first:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):
+            for letter in b"GET / HTTP/1.1\r\nX: " + b"x" * 1000:
+                connection.sendall(bytes([letter]))
+                time.sleep(0.05)
+                assert time.monotonic() - began < SECONDS
+
+
+def test_a_body_that_comes_letter_by_letter_is_not_waited_for(port: int) -> None:
+    with connect(port, BODY) as connection:
+        began = time.monotonic()
+        with pytest.raises(ConnectionError):
+            while time.monotonic() - began < SECONDS:
+                connection.sendall(b"x")
+                time.sleep(0.05)
+
+
+def test_a_large_body_that_comes_steadily_is_taken(port: int) -> None:
+    with connect(port, BODY) as connection:
+        for _ in range(10):
+            connection.sendall(b"x" * 100_000)
+            time.sleep(0.1)
+        assert b"1000000" in connection.recv(4096) + connection.recv(4096)
+
+
+def test_silence_is_ended(port: int) -> None:
+    with connect(port) as connection:
+        assert is_closed(connection)
+
+
+def test_nonsense_fills_no_log(port: int) -> None:
+    lines: list[str] = []
+    logger, few, handler = logging.getLogger("uvicorn.error"), FewLines(), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addFilter(few)
+    logger.addHandler(handler)
+    try:
+        for _ in range(100):
+            assert answer(port, b"\x00\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
+    finally:
+        logger.removeFilter(few)
+        logger.removeHandler(handler)
+    assert len(lines) == connections.MOST_LINES and "left out" in lines[-1]
+
+
+def test_a_process_of_few_files_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    for files, most in ((256, 64), (1024, 256), (100, 16), (resource.RLIM_INFINITY, 256)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
+        assert connections.most_connections() == most

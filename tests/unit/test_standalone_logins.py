@@ -1,0 +1,120 @@
+"""Logins of a standalone host: whoever tries passwords is slowed, and nobody else is."""
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI, HTTPException, Request
+from starlette.testclient import TestClient
+
+from lib_onediff.demo import logins
+from lib_onediff.demo.logins import KnowsClient, Logins, accounts_in
+
+ACCOUNTS = {"ann": "one", "bob": "two:parts"}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def door(clock: Clock) -> Any:
+    """Whether a password is right there, or how long to wait."""
+    checked = Logins(ACCOUNTS, clock)
+
+    def knock(name: str, password: str, address: str = "10.0.0.1") -> Any:
+        token = logins.client.set(address)
+        try:
+            return asyncio.run(checked.check(name, password))
+        except HTTPException as refused:
+            assert refused.status_code == 429 and "try again in" in refused.detail
+            return int((refused.headers or {})["Retry-After"])
+        finally:
+            logins.client.reset(token)
+
+    knock.logins = checked  # type: ignore[attr-defined]
+    return knock
+
+
+def test_accounts_are_those_of_the_command_line() -> None:
+    assert accounts_in("ann:one,bob:two:parts") == ACCOUNTS and accounts_in("") == {}
+
+
+def test_right_and_wrong_passwords(door: Any) -> None:
+    assert door("ann", "one") is True and door("bob", "two:parts") is True
+    for name, password in (("ann", "two"), ("ann", ""), ("", ""), ("eve", ""), ("eve", "one"), ("ann", "one" + "x" * 2000),
+                           ("ann", "\ud800")):
+        assert door(name, password) is False
+
+
+def test_wrong_passwords_are_slowed_more_and_more(door: Any, clock: Clock) -> None:
+    assert [door("ann", str(number)) for number in range(5)] == [False] * 5
+    waits = []
+    for _ in range(8):
+        waits.append(door("ann", "wrong"))
+        clock.now += 0.001 if waits[-1] is False else waits[-1]
+    assert waits == [1, False, 2, False, 4, False, 8, False]
+    clock.now += 1000
+    assert door("ann", "wrong") is False, "they are forgiven"
+
+
+def test_guesses_of_an_hour_are_few(door: Any, clock: Clock) -> None:
+    guesses, end = 0, clock.now + 3600
+    while clock.now < end:
+        guesses += door("ann", "wrong") is False
+        clock.now += 0.5
+    assert guesses < 140
+
+
+def test_nobody_else_is_locked_out(door: Any, clock: Clock) -> None:
+    for name in ("ann", *map(str, range(50))):
+        for _ in range(10):
+            door(name, "wrong")
+    assert door("ann", "one", "10.0.0.2") is True, "her own address"
+    assert door("bob", "two:parts") is True, "another account at the address of whoever tries"
+    assert door("ann", "one") is not True
+    clock.now += 31
+    assert door("ann", "one") is True
+    assert door("ann", "wrong") is False, "the right password forgives"
+
+
+def test_an_ipv6_network_is_one_address(door: Any) -> None:
+    for number in range(6):
+        door("ann", "wrong", f"2001:db8::{number:x}")
+    assert door("ann", "one", "2001:db8::ffff") is not True
+    assert door("ann", "one", "2001:db8:0:1::1") is True
+
+
+def test_no_more_is_kept_than_so_many(door: Any) -> None:
+    for number in range(logins.MOST_COUNTS + 100):
+        door("ann", "wrong", f"address {number}")
+    assert len(door.logins._failures) == logins.MOST_COUNTS
+
+
+def test_gradio_awaits_it_and_the_client_is_known() -> None:
+    """gradio asks for a function that is a coroutine's, and raises what it raises."""
+    assert inspect.iscoroutinefunction(Logins(ACCOUNTS).check)
+    app, checked = FastAPI(), Logins(ACCOUNTS)
+    app.add_middleware(KnowsClient)
+
+    @app.post("/login")
+    async def login(request: Request) -> dict[str, Any]:
+        return {"in": await checked.check("ann", "wrong")}
+
+    with TestClient(app, client=("10.9.8.7", 5000)) as browser:
+        answers = [browser.post("/login").status_code for _ in range(8)]
+    assert answers == [200] * 5 + [429] * 3
+    assert list(checked._failures) == [("10.9.8.7", "ann")]
