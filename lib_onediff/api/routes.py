@@ -172,8 +172,9 @@ class Routes:
         Say what: `{"resolutions": ["512x512"]}`, of one model with `"model"`; `{"model": "SD1"}` for all of a model;
         `{"disk": true}` for everything that is on the disk, while graphs in memory live on; `{"all": true}` for all of
         it. An empty body is refused. The VAE's decodes belong to no model: they go with their resolution, unless a
-        model is named. Waits for an image in progress, `wait` seconds at most: then the answer is 409 and nothing is
-        purged. The pre-warm queue goes on, so cancel first what should not come back.
+        model is named. Files of a newer version of OneDiff in the same folder stay. Waits for an image in progress,
+        `wait` seconds at most: then the answer is 409 and nothing is purged. The pre-warm queue goes on, so cancel
+        first what should not come back.
         """
         if sum((body.all, body.disk, bool(body.resolutions or body.model))) != 1:
             raise HTTPException(422, WHAT_TO_PURGE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -48,6 +49,7 @@ class TuningCache:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
+        self._lock = threading.Lock()
         self._save: Callable[[str, Any], object] = lambda name, value: None
 
     def get(self, name: str) -> Any | None:
@@ -57,12 +59,15 @@ class TuningCache:
     def set(self, name: str, value: Any) -> None:
         """Choose. Raises TypeError for a value that JSON cannot hold."""
         json.dumps(value)
-        self._values[name] = value
-        self._save(name, value)
+        with self._lock:
+            self._values[name] = value
+            save = self._save
+        save(name, value)
 
     def clear(self) -> None:
         """Forget everything. What a store has kept of it is the store's to forget, before anything is chosen again."""
-        self._values = {}
+        with self._lock:
+            self._values = {}
 
     def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], object]) -> None:
         """Know from now on what load() knows, and save what is chosen; safe to call again.
@@ -70,7 +75,9 @@ class TuningCache:
         What was chosen before is saved now, and counts more than what was loaded: it was measured later. save must
         return at once.
         """
-        self._save, before = save, self._values
-        self._values = {**load(), **before}
+        loaded = load()
+        with self._lock:
+            before = self._values
+            self._save, self._values = save, {**loaded, **before}
         for name, value in before.items():
             save(name, value)

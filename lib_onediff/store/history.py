@@ -93,32 +93,46 @@ class History:
         self._findings: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         self._host_ms: dict[tuple[Any, ...], float] = {}
         self._writer: threading.Timer | None = None
+        # Pages, the pre-warm queue and images note findings at once. Not held while the disk is waited for.
+        self._lock, self._opening = threading.RLock(), threading.Lock()
 
     @property
     def trouble(self) -> str | None:
         """What the user should know about the cache folder, in a sentence; None if all is well."""
-        return None if self._store is None else self._store.trouble
+        store = self._store
+        return None if store is None else store.trouble
 
     @property
     def folder(self) -> Path | None:
         """Where is remembered; None: nowhere."""
-        return None if self._store is None else self._store.folder
+        store = self._store
+        return None if store is None else store.folder
+
+    @property
+    def is_shared_with_newer(self) -> bool:
+        """Whether a newer version of OneDiff keeps files in the folder, which no purge deletes."""
+        store = self._store
+        return store is not None and store.is_shared_with_newer
 
     def open(self, folder: Path, gpu: str = "cpu", machine: str = "") -> None:
         """Remember in this folder until close(), or the end of the process; safe to call again with the same one.
 
         gpu: whose times are kept. machine: what else they depend on, and verdicts and tuned choices, as a digest.
         """
-        if self.folder == folder:
-            return
-        self.close()
-        self._store, self._gpu, self._machine = Store(folder), gpu, machine
-        atexit.register(self.close)
-        for kind, known in self._findings.items():
-            self._findings[kind] = findings_of(self._store.read(FINDINGS, self._machine, kind))
-            for name, value in known.items():
-                self._find(kind, name, value)
-        self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
+        with self._opening:
+            if self.folder == folder:
+                return
+            self.close()
+            store = Store(folder)
+            self._store, self._gpu, self._machine = store, gpu, machine
+            atexit.register(self.close)
+            for kind in KINDS:
+                found = findings_of(store.read(FINDINGS, self._machine, kind))
+                with self._lock:
+                    known, self._findings[kind] = self._findings[kind], found
+                for name, value in known.items():
+                    self._find(kind, name, value)
+            self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
 
     def close(self) -> None:
         """Write what is left, and remember nothing on the disk from now on."""
@@ -151,7 +165,8 @@ class History:
         times_of: the means over all steps of an image at a shape; None where they are the entry's own.
         """
         for entry in entries if self._store is not None else ():
-            uses, entry.kept_uses = entry.uses - entry.kept_uses, entry.uses
+            with self._lock:
+                uses, entry.kept_uses = entry.uses - entry.kept_uses, entry.uses
             # A cached pass is in the mean of the whole shape's: half a step has no row of its own on the disk.
             if uses > 0 and not entry.key.is_cached_pass:
                 row = history_row(entry, uses if in_images else 0, times_of(entry))
@@ -164,7 +179,8 @@ class History:
     def rows(self, every_machine: bool = False) -> list[HistoryRow]:
         """What is remembered for this machine, the most used first. every_machine: also what was used under another
         driver, torch or version of ours; of the times, those that came last."""
-        found = [] if self._store is None else self._store.read(ROWS, self._machine, every_machine)
+        store = self._store
+        found = [] if store is None else store.read(ROWS, self._machine, every_machine)
         return [HistoryRow(*values) for values in found]
 
     def most_used(self, model: str | None, count: int) -> list[WantedSize]:
@@ -240,7 +256,8 @@ class History:
     def _find(self, kind: str, name: str, value: Any) -> None:
         """Remember a value under a name, in place of what was there."""
         encoded = json.dumps(value)
-        self._findings[kind][name] = value
+        with self._lock:
+            self._findings[kind][name] = value
         self._write_soon(SAVE, "" if kind in ON_EVERY_MACHINE else self._machine, kind, name, encoded)
 
     # --- the disk -------------------------------------------------------------------------------------------------
@@ -248,8 +265,9 @@ class History:
     def commit(self) -> None:
         """Write what is to be remembered, now. Raises NotKept where it is not on the disk then; where nothing is
         remembered, nothing was promised."""
-        if self._store is not None:
-            self._store.commit()
+        store = self._store
+        if store is not None:
+            store.commit()
 
     def forget(
         self, resolutions: Collection[str] | None = None, model: str | None = None,
@@ -280,33 +298,44 @@ class History:
             connection.execute("DELETE FROM finding WHERE kind IN (?, ?) AND is_gone(name)", (VERDICTS, TIMES))
             connection.execute("DELETE FROM finding WHERE kind != ? AND ?", (CHOSEN, everything))
 
-        for kind in (VERDICTS, TIMES):
-            known = self._findings[kind].copy()
-            self._findings[kind] = {name: value for name, value in known.items() if not is_gone(name)}
-        if everything:
-            self._findings[TUNED] = {}
-        if self._store is not None:
-            self._store.commit(purge)
+        with self._lock:
+            for kind in (VERDICTS, TIMES):
+                known = self._findings[kind]
+                self._findings[kind] = {name: value for name, value in known.items() if not is_gone(name)}
             if everything:
-                self._store.delete()
+                self._findings[TUNED] = {}
+        store = self._store
+        if store is not None:
+            store.commit(purge)
+            if everything:
+                store.delete()
 
     def size_bytes(self) -> int:
         """What lies on the disk."""
-        return 0 if self._store is None else self._store.size_bytes()
+        store = self._store
+        return 0 if store is None else store.size_bytes()
 
     def _write_soon(self, statement: str, *values: Any) -> None:
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
         # A file's name may hold what UTF-8 cannot.
         clean = (value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values)
-        self._store.add(statement, *clean)
-        if self._writer is None:
+        store.add(statement, *clean)
+        with self._lock:
+            if self._writer is not None:
+                return
             self._writer = threading.Timer(WRITE_AFTER_SECONDS, self._write)
             self._writer.name, self._writer.daemon = "onediff-history", True
-            self._writer.start()
+            try:
+                self._writer.start()
+            except RuntimeError:
+                # While the process ends no thread begins any more, and close() writes.
+                self._writer = None
 
     def _write(self) -> None:
-        self._writer = None
+        with self._lock:
+            self._writer = None
         with contextlib.suppress(NotKept):
             self.commit()
 

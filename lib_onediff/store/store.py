@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sqlite3
@@ -19,6 +20,7 @@ APPLICATION_ID = 0x0D1FF001
 # A new schema gets a new number and with it files of its own: two versions of OneDiff may share a folder.
 VERSION = 2
 NAME, ENDING, ALL_STORES = f"onediff-{VERSION}-", ".sqlite3", "onediff-[0-9]*"
+VERSION_OF = re.compile(r"onediff-(\d+)-")
 # machine: a fingerprint's digest, "" for every machine. value: JSON.
 SCHEMA = (
     """CREATE TABLE history (machine TEXT NOT NULL, architecture TEXT NOT NULL, model TEXT NOT NULL,
@@ -29,6 +31,9 @@ SCHEMA = (
        PRIMARY KEY (machine, kind, name))""",
     f"PRAGMA application_id = {APPLICATION_ID}", f"PRAGMA user_version = {VERSION}",
 )
+# The names of our tables and, as SQLite keeps it, what it makes of them: triggers, indices and columns of others included.
+TABLES = ("history", "finding")
+MADE_OF = f"SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE tbl_name IN {TABLES}"
 # How many of which rows stay, the newest: images with ever other LoRAs, and updates of OneDiff, leave some behind.
 LIMITS = (
     ("history", "last_used", "1", 3000),
@@ -141,23 +146,29 @@ class Store:
 
     def delete(self, everything: bool = False) -> None:
         """Delete the files that were set aside and those of earlier versions, or everything; what cannot be deleted
-        stays."""
+        stays, and without everything also what a newer version keeps here."""
         # In this order: another process may begin a file meanwhile.
         files, current = self._files(ALL_STORES), self.path.name
         for file in files:
-            if everything or not file.name.startswith(current):
+            if everything or not (file.name.startswith(current) or is_newer(file)):
                 with contextlib.suppress(OSError):
                     file.unlink()
         self._damage = ""
 
     def size_bytes(self) -> int:
-        """What lies on the disk, the files set aside and those of earlier versions included."""
+        """What lies on the disk, the files set aside and those of earlier versions included, and not what a newer
+        version keeps here."""
         size = 0
-        for file in self._files(ALL_STORES):
+        for file in (one for one in self._files(ALL_STORES) if not is_newer(one)):
             # SQLite's journal comes and goes.
             with contextlib.suppress(OSError):
                 size += file.lstat().st_size
         return size
+
+    @property
+    def is_shared_with_newer(self) -> bool:
+        """Whether a newer version of OneDiff keeps files in this folder."""
+        return any(map(is_newer, self._files(ALL_STORES)))
 
     @property
     def _busy_seconds(self) -> float:
@@ -190,6 +201,9 @@ def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Conne
             if file.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(file):
                 # SQLite would follow it, and write to somebody else's file.
                 raise Unusable(f"{file} is a link, which OneDiff does not follow: delete it")
+            if file.exists() and not file.is_file():
+                # SQLite would wait for a pipe.
+                raise Unusable(f"{file} is no file: delete it")
         # A network share's server belongs to the path: SQLite knows no hosts.
         address = re.sub(r"^file://(?=[^/])", "file:////", path.absolute().as_uri()) + f"?mode={mode}"
         found = sqlite3.connect(address, timeout=busy_seconds, isolation_level=None, uri=True)
@@ -207,15 +221,39 @@ def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Conne
         raise
 
 
+def is_newer(file: Path) -> bool:
+    """Whether a file in the folder is a newer version's."""
+    version = VERSION_OF.match(file.name)
+    return version is not None and int(version[1]) > VERSION
+
+
 def is_ours(connection: sqlite3.Connection) -> bool:
-    """Whether the database has our tables; False for an empty one. Raises Damaged for another program's."""
+    """Whether the database has our tables; False for an empty one. Raises Damaged for another program's, and where
+    somebody has changed ours: a trigger or a column more may refuse what we write."""
     # In one statement, which sees one state: another process may be making the tables just now.
-    *marks, tables = connection.execute(
+    *marks, count = connection.execute(
         "SELECT *, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id, pragma_user_version"
     ).fetchone()
-    if marks != [APPLICATION_ID, VERSION] and (any(marks) or tables):
+    if marks != [APPLICATION_ID, VERSION] and (any(marks) or count):
         raise Damaged
-    return bool(tables)
+    found = made_of(connection)
+    if found and found != expected():
+        raise Damaged
+    return bool(found)
+
+
+def made_of(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
+    """(type, name, statement) of all that belongs to our tables."""
+    return frozenset((kind, name, " ".join(sql.split())) for kind, name, sql in connection.execute(MADE_OF))
+
+
+@functools.cache
+def expected() -> frozenset[tuple[str, str, str]]:
+    """What SQLite makes of our schema."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        for statement in SCHEMA:
+            connection.execute(statement)
+        return made_of(connection)
 
 
 def check(connection: sqlite3.Connection) -> None:

@@ -11,10 +11,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_builders import FILE, opened, row, uses
 
+from lib_onediff.core.card import TuningCache
 from lib_onediff.store.history import History
 from lib_onediff.store.store import LIMITS
 
@@ -162,3 +164,66 @@ def test_several_processes_begin_at_once_and_lose_nothing(tmp_path: Path, is_dam
         history = opened(folder)
         assert uses(history) == {"512x512": 15 * 4, "64x64": 4}
         assert history.pins() == {(name, f"{number}x8") for name in names for number in range(15)}
+
+
+def test_a_purge_leaves_what_a_newer_version_keeps(tmp_path: Path) -> None:
+    newer = ["onediff-3-1.sqlite3", "onediff-10-2.sqlite3-wal", "onediff-3-1.sqlite3-journal"]
+    older = ["onediff-1-9.sqlite3", "onediff-1-9.sqlite3-wal", "onediff-2-0.sqlite3"]
+    for name in (*newer, *older, "notes.txt"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+    history = opened(tmp_path)
+    history.pin("SD1", "8x8", True)
+    assert history.is_shared_with_newer
+    before = history.size_bytes()
+    history.forget()
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*newer, "notes.txt", FILE])
+    assert before - history.size_bytes() >= 300 and history.pins() == {("SD1", "8x8")}
+    assert not opened(tmp_path / "another").is_shared_with_newer
+
+
+def test_two_threads_note_a_finding_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the thread that writes is being made, which another had started twice."""
+    made: list[threading.Timer] = []
+
+    class SlowTimer(threading.Timer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+        def start(self) -> None:
+            time.sleep(0.05)
+            super().start()
+
+    history = opened(tmp_path)
+    monkeypatch.setattr(threading, "Timer", SlowTimer)
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(history.tune, f"tile {number}", number) for number in range(40)]:
+            done.result()
+    assert len(made) == 1 and len(history.tuned()) == 40
+    made[0].cancel()
+    history.close()
+    assert len(opened(tmp_path).tuned()) == 40
+
+
+def test_where_no_thread_begins_any_more_the_end_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(timer: threading.Timer) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    history = opened(tmp_path)
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    history.tune("tile", 64)
+    history.close()
+    assert opened(tmp_path).tuned() == {"tile": 64}
+
+
+def test_values_are_chosen_while_a_store_is_attached() -> None:
+    """None is lost, whether it comes before or behind."""
+    cache, saved = TuningCache(), dict[str, Any]()
+    with ThreadPoolExecutor(4) as threads:
+        chosen = [threads.submit(cache.set, f"{number}", number) for number in range(2000)]
+        attached = [threads.submit(cache.attach, saved.copy, saved.__setitem__) for _ in range(50)]
+        chosen += [threads.submit(cache.set, f"{number}", number) for number in range(2000, 4000)]
+        for done in (*chosen, *attached):
+            done.result()
+    assert saved == {f"{number}": number for number in range(4000)}
+    assert all(cache.get(name) == value for name, value in saved.items())

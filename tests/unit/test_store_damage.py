@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from store_builders import FILE, NEXT_FILE, opened, row, uses
 
+from lib_onediff.store.store import SCHEMA
+
 Damage = Callable[[Path], object]
 
 
@@ -36,6 +38,12 @@ def replace_by_another_program(path: Path) -> None:
     run_in(path, "PRAGMA journal_mode = WAL", "CREATE TABLE bookmarks (address TEXT)")
 
 
+def remade(path: Path, old: str, new: str) -> None:
+    """The same file with another table of findings."""
+    assert old in SCHEMA[1]
+    run_in(path, "DROP TABLE finding", SCHEMA[1].replace(old, new))
+
+
 DAMAGES: dict[str, Damage] = {
     "random bytes": lambda path: path.write_bytes(random.Random(1).randbytes(20_000)),
     "a few random bytes": lambda path: path.write_bytes(b"?!"),
@@ -47,6 +55,20 @@ DAMAGES: dict[str, Damage] = {
     "a schema of the future": lambda path: run_in(path, "PRAGMA user_version = 3"),
     "without its marks": lambda path: run_in(path, "PRAGMA application_id = 0", "PRAGMA user_version = 0"),
     "without a table": lambda path: run_in(path, "DROP TABLE history"),
+    "a trigger": lambda path: run_in(
+        path, "CREATE TRIGGER no BEFORE INSERT ON finding BEGIN SELECT RAISE(ABORT, 'no'); END"),
+    "a trigger that deletes": lambda path: run_in(
+        path, "CREATE TRIGGER gone AFTER INSERT ON history BEGIN DELETE FROM history; END"),
+    "a column more": lambda path: run_in(path, "ALTER TABLE finding ADD COLUMN more TEXT NOT NULL DEFAULT ''"),
+    "a column more in the history": lambda path: run_in(path, "ALTER TABLE history ADD COLUMN more"),
+    "a column of another name": lambda path: run_in(path, "ALTER TABLE finding RENAME COLUMN value TO worth"),
+    "a column of another type": lambda path: remade(path, "value TEXT NOT NULL", "value INTEGER NOT NULL"),
+    "a check": lambda path: remade(path, "value TEXT NOT NULL", "value TEXT NOT NULL CHECK (value = '')"),
+    "without a key": lambda path: remade(path, "PRIMARY KEY (machine, kind, name)", "CHECK (1)"),
+    "an index that allows one": lambda path: run_in(
+        path, "DELETE FROM history", "DELETE FROM finding", "CREATE UNIQUE INDEX one ON finding (machine)"),
+    "a view for a table": lambda path: run_in(
+        path, "ALTER TABLE finding RENAME TO other", "CREATE VIEW finding AS SELECT * FROM other"),
     "without a column": lambda path: run_in(path, "ALTER TABLE history DROP COLUMN host_ms"),
 }
 
@@ -77,8 +99,22 @@ def test_a_file_that_is_damaged_while_it_is_used(tmp_path: Path, healthy: Path, 
     assert len(history.rows()) == 200
     DAMAGES[kind](path)
     history.record(row())
+    history.pin("SD1", "8x8", True)
+    history.tune("tile", 64)
     history.commit()
-    assert row() in history.rows() and row() in opened(tmp_path).rows()
+    again = opened(tmp_path)
+    assert row() in history.rows() and row() in again.rows()
+    assert ("SD1", "8x8") in again.pins() and again.tuned()["tile"] == 64
+
+
+def test_what_others_add_beside_our_tables_is_left_alone(tmp_path: Path, healthy: Path) -> None:
+    path = Path(shutil.copy(healthy, tmp_path / FILE))
+    run_in(path, "CREATE TABLE notes (text)", "ANALYZE", "INSERT INTO notes VALUES ('mine')")
+    history = opened(tmp_path)
+    history.pin("SD1", "8x8", True)
+    assert history.trouble is None and len(history.rows()) == 200
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT * FROM notes").fetchall() == [("mine",)]
 
 
 # The late ones are seeds at which an earlier version failed.

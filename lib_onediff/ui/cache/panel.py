@@ -42,6 +42,7 @@ SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
 NOTHING_PURGED = "Nothing was purged."
 # What the browser asks before something is thrown away; {} are the sizes.
+NEWER_STAYS = "What a newer version of OneDiff keeps in this folder stays."
 PURGED = "Their graphs and their history on disk are deleted. The next image at such a size is checked again."
 PURGE_SELECTED, PURGE_ALL = f"Purge {{}}? {PURGED}", f"Purge all sizes of all models? {PURGED}"
 PURGE_DISK = "Delete everything in the cache folder? What is ready stays ready until the WebUI ends."
@@ -113,7 +114,12 @@ class Panel:
     def purge_disk(self, confirmed: Any, waiting: Chore | None) -> Answer:
         if not confirmed:
             return "", sentence(NOTHING_PURGED), waiting
-        return self._begin("Deleting", lambda: f"{memory(self.runtime.purge_disk())} of disk freed.")
+
+        def delete() -> str:
+            freed = f"{memory(self.runtime.purge_disk())} of disk freed."
+            return f"{freed} {NEWER_STAYS}" if self.runtime.history.is_shared_with_newer else freed
+
+        return self._begin("Deleting", delete)
 
     def _purge(self, count: int, free: Callable[[], int], waiting: Chore | None) -> Answer:
         """free: purges so many resolutions and returns the bytes of GPU memory that were given back."""
