@@ -33,6 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FULL_DISK_BYTES = 64 << 20
+LONGEST_PATH_SHOWN = 300
 # How many processes "auto" is, tests/conftest.py says. What the user gives comes behind it and counts.
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
@@ -228,7 +229,8 @@ def demo_command(arguments: list[str]) -> list[str]:
 def model_path(text: str) -> Path:
     """A model's absolute path: the host runs in another folder than the caller."""
     if not os.path.exists(text):
-        raise argparse.ArgumentTypeError(f"there is no file or folder {text}")
+        shown = "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_PATH_SHOWN])
+        raise argparse.ArgumentTypeError(f"there is no file or folder {shown}")
     return Path(text).absolute()
 
 

@@ -334,11 +334,11 @@ def table(cards: list[str]) -> None:
     for card in map(int, cards):
         worst: dict[str, list[int]] = {}
         capability = divmod(card, 10)
-        for key, by_architecture in archive.manifest()["kernels"].items():
+        for key, by_architecture in archive.manifest().kernels.items():
             serving = [one for one in by_architecture if archive.serves(one, capability)]
             if not serving:
                 continue
-            found = archive.Variant(*by_architecture[max(serving, key=archive.number)])
+            found = by_architecture[max(serving, key=archive.number)]
             with tempfile.NamedTemporaryFile(suffix=".ptx") as ptx:
                 Path(ptx.name).write_bytes(archive.text_of(found.file)[found.start:found.start + found.bytes])
                 command = [tools / ("ptxas-blackwell" if card >= 100 else "ptxas"), "-v", "-o", os.devnull, ptx.name]

@@ -31,6 +31,7 @@ Seconds = conint(strict=True, ge=1, le=MOST_SECONDS_TO_WAIT)
 WAIT = f"How many seconds to wait for an image in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them the answer is 409."
 # What pydantic 2 puts into the place of an error for a field that may be of several kinds.
 KINDS = ("constrained-", "list[", "str", "nullable[")
+NO_TEXT = "The request body is not usable: it is no UTF-8 text."
 log = logging.getLogger("onediff")
 
 
@@ -85,7 +86,8 @@ class SentenceRoute(APIRoute):
             except RequestValidationError as error:
                 return refusal(422, sentence_of(error))
             except HTTPException as error:
-                return refusal(error.status_code, str(error.detail), error.headers)
+                is_text = not isinstance(error.__cause__, UnicodeDecodeError)
+                return refusal(error.status_code, str(error.detail) if is_text else NO_TEXT, error.headers)
             except NotKept as problem:
                 return refusal(507, str(problem))
             except Exception:

@@ -31,7 +31,7 @@ SCHEMA = (
        PRIMARY KEY (machine, kind, name))""",
     f"PRAGMA application_id = {APPLICATION_ID}", f"PRAGMA user_version = {VERSION}",
 )
-# The names of our tables and, as SQLite keeps it, what it makes of them: triggers, indices and columns of others included.
+# Our tables, and what belongs to them: triggers, indices and columns that somebody has added included.
 TABLES = ("history", "finding")
 MADE_OF = f"SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE tbl_name IN {TABLES}"
 # How many of which rows stay, the newest: images with ever other LoRAs, and updates of OneDiff, leave some behind.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import json
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -18,9 +19,12 @@ import torch
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.operators import Stream
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda import native
 from lib_onediff.devices.cuda.kernels import archive, driver, launching, products, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import EXACT_GATED_PRODUCT, INT8_PRODUCT, LAYER_NORM
+from lib_onediff.devices.registry import Devices
+from lib_onediff.devices.torch.device import Eager
 
 BUILD = Path(__file__).parents[2] / ".ci" / "build_kernels.py"
 GPU = torch.device("cuda")
@@ -111,21 +115,20 @@ def test_the_archive_is_what_its_sources_are(build: Any, monkeypatch: pytest.Mon
     """Built from these sources (.ci/kernels write), and with every kernel that is launched."""
     monkeypatch.setattr(launching, "launch_source", launching.launch_source)
     manifest = archive.manifest()
-    assert manifest["digest"] == build.digest(), "the sources have changed: run .ci/kernels write"
+    assert manifest.digest == build.digest(), "the sources have changed: run .ci/kernels write"
     wanted: dict[str, set[str]] = {}
     for one in build.specifications():
         wanted.setdefault(one["key"], set()).add(build.architecture_name(one["architecture"]))
-    assert {key: set(variants) for key, variants in manifest["kernels"].items()} == wanted
+    assert {key: set(variants) for key, variants in manifest.kernels.items()} == wanted
     with zipfile.ZipFile(archive.ARCHIVE) as file:
         assert file.testzip() is None
 
 
 def test_matrices_are_multiplied_by_the_units_that_a_card_has() -> None:
     units = {"75": ("mma.sync",), "80": ("mma.sync",), "89": ("mma.sync",), "90a": ("wgmma", "mma.sync")}
-    for key, variants in archive.manifest()["kernels"].items():
+    for key, variants in archive.manifest().kernels.items():
         if key.startswith(("products", "attention")):
-            for architecture, given in variants.items():
-                variant = archive.Variant(*given)
+            for architecture, variant in variants.items():
                 text = archive.text_of(variant.file)[variant.start:variant.start + variant.bytes].decode()
                 assert any(unit in text for unit in units[architecture]), (key, architecture)
 
@@ -151,7 +154,7 @@ def test_a_launch_reaches_the_driver(card: Any) -> None:
 def test_a_card_has_the_newest_that_it_and_its_driver_take(
     capability: tuple[int, int], version: tuple[int, int], target: str
 ) -> None:
-    kernels = archive.manifest()["kernels"]
+    kernels = archive.manifest().kernels
     key = next(name for name in kernels if name.startswith("products.tile_by_tile i8 fp32 i8 fp32 fp16"))
     _, ptx = archive.variant((key,), capability, version)
     assert f".target {target}\n".encode() in ptx and ptx.endswith(b"\0")
@@ -230,11 +233,149 @@ def test_without_a_driver_or_an_archive(card: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(driver, "LIBRARY", "no-such-library.so.1")
     monkeypatch.setattr(launching, "driver_here", driver.driver_here.__wrapped__)
     assert "driver cannot be loaded" in str(launching.why_not(GPU))
-    damaged = tmp_path / "kernels.zip"
-    damaged.write_bytes(archive.ARCHIVE.read_bytes()[:1000])
-    monkeypatch.setattr(archive, "ARCHIVE", damaged)
-    monkeypatch.setattr(archive, "manifest", archive.manifest.__wrapped__)
-    assert "install it anew" in str(launching.why_not(GPU))
+
+
+def test_a_stub_of_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a library that has been loaded and lacks functions, as CUDA's stubs and other makers' have it."""
+    class Stub:
+        cuDriverGetVersion = Function(lambda out: 34)
+
+        def cuLaunchKernel(self) -> None:
+            """Without the attributes of a function of ctypes."""
+
+    with pytest.raises(Refusal, match="NVIDIA's driver has no cuLaunchKernel: install it anew"):
+        driver.Driver(SimpleNamespace())
+    stub = SimpleNamespace(cuLaunchKernel=SimpleNamespace(), cuDriverGetVersion=Stub.cuDriverGetVersion)
+    with pytest.raises(RuntimeError, match="cuDriverGetVersion: 34"):
+        driver.Driver(stub).version()
+    for call, given in (("cuModuleLoadData", (b"", "name", 0)),):
+        with pytest.raises(Refusal, match=f"has no {call}"):
+            driver.Driver(stub).load(*given)
+    with pytest.raises(Refusal, match="has no cuTensorMapEncodeTiled"):
+        driver.Driver(stub).tensor_map(0, [8, 8], [8, 1], 2, 6, 3, [8, 8])
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: SimpleNamespace())
+    monkeypatch.setattr(launching, "is_ahead", lambda device: True)
+    monkeypatch.setattr(launching, "driver_here", driver.driver_here.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    assert launching.why_not(GPU) == "NVIDIA's driver has no cuLaunchKernel: install it anew"
+
+
+# --- damaged archives -------------------------------------------------------------------------------------------------
+
+
+def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_DEFLATED) -> None:
+    """An archive with the same members, changed. change: takes and returns them by name."""
+    with zipfile.ZipFile(archive.ARCHIVE) as whole:
+        members = {"manifest.json": whole.read("manifest.json"), LAYER_NORM_FILE: whole.read(LAYER_NORM_FILE)}
+    with zipfile.ZipFile(path, "w", compression) as damaged:
+        for name, content in change(members).items():
+            damaged.writestr(name, content)
+
+
+def in_manifest(change: Any) -> Any:
+    """A change of what the manifest says."""
+    def changed(members: dict[str, bytes]) -> dict[str, bytes]:
+        content = json.loads(members["manifest.json"])
+        return {**members, "manifest.json": json.dumps(change(content)).encode()}
+
+    return lambda path: rewritten(path, changed)
+
+
+def of_each_kernel(change: Any) -> Any:
+    """A change of each kernel in the manifest."""
+    return in_manifest(lambda content: {**content, "kernels": {
+        key: {one: change(list(given)) for one, given in variants.items()}
+        for key, variants in content["kernels"].items()
+    }})
+
+
+def flipped(path: Path, share: float) -> None:
+    """Some bytes of the archive are others, from this share of it on."""
+    content = bytearray(archive.ARCHIVE.read_bytes())
+    start = int(len(content) * share)
+    content[start:start + 5000] = bytes(255 - byte for byte in content[start:start + 5000])
+    path.write_bytes(content)
+
+
+LAYER_NORM_FILE = "80/tokens.layer_norm_rows"
+DAMAGES: dict[str, Any] = {
+    "nothing": lambda path: None, "an empty file": lambda path: path.touch(),
+    "a folder": lambda path: path.mkdir(),
+    "cut off": lambda path: path.write_bytes(archive.ARCHIVE.read_bytes()[:1000]),
+    "its end alone": lambda path: path.write_bytes(archive.ARCHIVE.read_bytes()[-5000:]),
+    "other bytes at its end": lambda path: flipped(path, 0.9995),
+    "no manifest": lambda path: rewritten(path, lambda members: {}),
+    "no JSON": lambda path: rewritten(path, lambda members: {"manifest.json": b"{"}),
+    "no text": lambda path: rewritten(path, lambda members: {"manifest.json": b"\xff\xfe\xff"}),
+    "deep JSON": lambda path: rewritten(path, lambda members: {"manifest.json": b"[" * 100_000}),
+    "a list": in_manifest(lambda content: []), "no kernels": in_manifest(lambda content: {"digest": "x"}),
+    "a list of kernels": in_manifest(lambda content: {**content, "kernels": [1]}),
+    "no variants": in_manifest(lambda content: {**content, "kernels": {"a": None}}),
+    "too few numbers": of_each_kernel(lambda given: given[:3]),
+    "a text for a number": of_each_kernel(lambda given: [given[0], "0", *given[2:]]),
+    "a negative number": of_each_kernel(lambda given: [given[0], -1, *given[2:]]),
+    "beyond the file": of_each_kernel(lambda given: [given[0], 10**9, *given[2:]]),
+    "another file": of_each_kernel(lambda given: ["80/none", *given[1:]]),
+    "another version's": in_manifest(lambda content: {"digest": "another", "kernels": {}}),
+}
+
+
+@pytest.fixture
+def damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The path of an archive that is to be damaged."""
+    monkeypatch.setattr(archive, "ARCHIVE", tmp_path / "kernels.zip")
+    archive.manifest.cache_clear()
+    archive.text_of.cache_clear()
+    yield tmp_path / "kernels.zip"
+    archive.manifest.cache_clear()
+    archive.text_of.cache_clear()
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_archive_is_a_reason(card: Any, damaged: Path, damage: Any) -> None:
+    with pytest.MonkeyPatch.context() as undamaged:
+        undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
+        damage(damaged)
+    assert str(launching.why_not(GPU)).endswith(": install it anew")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, *(number / 20 for number in range(2, 20))])
+def test_bytes_that_are_others_are_a_reason(card: Any, damaged: Path, share: float) -> None:
+    """Wherever they are: what is whole is read, and what is not is refused."""
+    with pytest.MonkeyPatch.context() as undamaged:
+        undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
+        flipped(damaged, share)
+    refused = 0
+    with zipfile.ZipFile(damaged) as members:
+        names = [name for name in members.namelist() if name != "manifest.json"]
+    for name in names:
+        try:
+            archive.text_of(name)
+        except Refusal as reason:
+            refused += 1
+            assert str(reason).startswith("OneDiff's kernels cannot be read (")
+            assert str(reason).endswith("): install it anew")
+    assert refused or "install it anew" in str(launching.why_not(GPU))
+
+
+def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves(
+    card: Any, damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    monkeypatch.setattr(native, "refuse_without_gpu", lambda device: None)
+
+    def read(path: Path) -> None:
+        reads.append(1)
+        raise OSError("gone")
+
+    monkeypatch.setattr(archive.zipfile, "ZipFile", read)
+    devices = Devices([native.Native(TuningCache()), Eager()], lambda network: None)
+    for _ in range(3):
+        found = devices.candidates(Settings(), GPU, torch.float16, waits=False)
+        assert [one.name for one in found.devices] == ["eager"]
+        assert found.reason == "OneDiff's kernels cannot be read (gone): install it anew"
+    assert reads == [1]
 
 
 def test_what_cannot_be_loaded_is_refused_and_out_of_memory_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

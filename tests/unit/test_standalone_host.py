@@ -101,8 +101,8 @@ def test_failures_are_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPa
 
 
 INFOTEXT = (
-    'an owl, <lora:x:1>\nsecond line\nNegative prompt: rain, "fog"\nSteps: 20, Sampler: Euler a, CFG scale: 7.5, Seed: 3, '
-    'Size: 512x768, Model: a model, Lora hashes: "x: 1a, y: 2b", Said: "a \\"b\\", c: d", Version: v1.10.1'
+    'an owl, <lora:x:1>\nsecond line\nNegative prompt: rain, "fog"\nSteps: 20, Sampler: Euler a, CFG scale: 7.5, '
+    'Seed: 3, Size: 512x768, Model: a model, Lora hashes: "x: 1a, y: 2b", Said: "a \\"b\\", c: d", Version: v1.10.1'
 )
 
 

@@ -55,8 +55,8 @@ def test_accounts_are_those_of_the_command_line() -> None:
 
 def test_right_and_wrong_passwords(door: Any) -> None:
     assert door("ann", "one") is True and door("bob", "two:parts") is True
-    for name, password in (("ann", "two"), ("ann", ""), ("", ""), ("eve", ""), ("eve", "one"), ("ann", "one" + "x" * 2000),
-                           ("ann", "\ud800")):
+    wrong = [("ann", "two"), ("ann", ""), ("", ""), ("eve", ""), ("eve", "one"), ("ann", "one" + "x" * 2000)]
+    for name, password in (*wrong, ("bob", "\ud800")):
         assert door(name, password) is False
 
 

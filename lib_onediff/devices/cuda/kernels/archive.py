@@ -5,10 +5,14 @@ the card has. PTX is text that NVIDIA's driver translates for any newer card; wh
 """
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
+import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +22,12 @@ from ....core.refusal import Refusal
 from ....core.version import written
 
 ARCHIVE, MANIFEST = Path(__file__).with_name("kernels.zip"), "manifest.json"
+SOURCES = ARCHIVE.with_name("source")
+# What reading a damaged archive raises: it is cut off, a member lacks or is another, its bytes are.
+DAMAGE = (
+    OSError, EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError, RecursionError, NotImplementedError,
+    RuntimeError, zipfile.BadZipFile, zlib.error, struct.error,
+)
 OLDEST_CAPABILITY = (7, 5)
 # The CUDA of the driver's release 525, which loads PTX 8.0; and where an architecture's needs newer PTX: 8.4 and 8.6.
 OLDEST_DRIVER, OLDEST_DRIVER_NAME = (12, 0), "525"
@@ -49,6 +59,14 @@ class Variant(NamedTuple):
     maps: Sequence[Any]
 
 
+class Manifest(NamedTuple):
+    """What the archive holds. digest: of the sources. kernels: by their keys' names, a Variant for each architecture.
+    """
+
+    digest: str
+    kernels: Mapping[str, Mapping[str, Variant]]
+
+
 def key_of(
     kernel: str, arguments: Sequence[Any], warps: int, stages: int, constants: Mapping[str, int]
 ) -> tuple[Any, ...]:
@@ -78,14 +96,14 @@ def variant(
 ) -> tuple[Variant, bytes]:
     """For a card and the CUDA that its driver serves, with its PTX. Raises Refusal where there is none."""
     name = key_name(key)
-    by_architecture = manifest()["kernels"].get(name, {})
+    by_architecture = manifest().kernels.get(name, {})
     serving = [
         one for one in by_architecture if serves(one, capability) and driver >= NEWER_DRIVER.get(one, OLDEST_DRIVER)
     ]
     if not serving:
         card = f"compute capability {written(capability)} and a driver for CUDA {written(driver)}"
         raise Refusal(f"OneDiff has no kernel “{name}” for {card}")
-    found = Variant(*by_architecture[max(serving, key=number)])
+    found = by_architecture[max(serving, key=number)]
     return found, text_of(found.file)[found.start:found.start + found.bytes] + b"\0"
 
 
@@ -100,17 +118,57 @@ def number(architecture: str) -> int:
 
 
 @functools.cache
-def manifest() -> Any:
-    """digest: of the sources. kernels: by their keys' names, a Variant for each architecture. Raises Refusal where the
-    archive cannot be read."""
-    try:
-        with zipfile.ZipFile(ARCHIVE) as archive:
-            return json.loads(archive.read(MANIFEST))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise Refusal(f"OneDiff's kernels cannot be read ({error}): install it anew") from None
+def manifest() -> Manifest:
+    """What the archive holds. Raises Refusal where it cannot be read."""
+    with opened() as archive:
+        content = json.loads(archive.read(MANIFEST))
+        sizes = {member.filename: member.file_size for member in archive.infolist()}
+        kernels = {
+            key: {architecture: variant_of(given, sizes) for architecture, given in variants.items()}
+            for key, variants in content["kernels"].items()
+        }
+        return Manifest(str(content["digest"]), kernels)
+
+
+def variant_of(given: Any, sizes: Mapping[str, int]) -> Variant:
+    """A variant as the manifest has it. sizes: of the archive's files. Raises ValueError and TypeError where that
+    cannot be one."""
+    found = Variant(*given)
+    numbers = found.start, found.bytes, found.threads, found.shared
+    texts, maps = (found.file, found.name, found.arguments), found.maps
+    if not all(type(one) is int and one >= 0 for one in numbers) or not all(type(one) is str for one in texts):
+        raise ValueError(f"{given} is no kernel")
+    if found.start + found.bytes > sizes.get(found.file, 0) or found.arguments.count("T") != len(maps):
+        raise ValueError(f"the kernel {found.name} is not whole")
+    return found
 
 
 @functools.lru_cache(maxsize=16)
 def text_of(file: str) -> bytes:
-    with zipfile.ZipFile(ARCHIVE) as archive:
+    """All PTX of a kernel for an architecture. Raises Refusal where the archive cannot be read."""
+    with opened() as archive:
         return archive.read(file)
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[zipfile.ZipFile]:
+    """The archive. Raises Refusal for what a damaged one raises inside."""
+    try:
+        with zipfile.ZipFile(ARCHIVE) as archive:
+            yield archive
+    except DAMAGE as error:
+        what = str(error) or type(error).__name__
+        raise Refusal(f"OneDiff's kernels cannot be read ({what}): install it anew") from None
+
+
+def check_sources() -> None:
+    """Raise Refusal where the archive was built from other sources than those beside it: they take other arguments."""
+    if manifest().digest != digest_of_sources():
+        raise Refusal("OneDiff's kernels are another version's: install it anew")
+
+
+@functools.cache
+def digest_of_sources() -> str:
+    """Of the kernels' sources. Line ends are git's."""
+    files = sorted(SOURCES.glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes().replace(b"\r\n", b"\n") for path in files)).hexdigest()

@@ -2,6 +2,7 @@
 tiles. Names and numbers are those of NVIDIA's CUDA Driver API."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -23,20 +24,31 @@ L2_PROMOTION_128 = 2
 
 class Driver:
     """Every call is for the context of the current thread, which torch has made. Raises RuntimeError with the driver's
-    reason, and torch.cuda.OutOfMemoryError."""
+    reason, torch.cuda.OutOfMemoryError, and Refusal for a function that the library lacks."""
 
     def __init__(self, library: Any) -> None:
         """library: what ctypes has loaded."""
         self._library = library
-        library.cuLaunchKernel.argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), c_void_p)
+        self._function("cuLaunchKernel").argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), c_void_p)
 
     def call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
+        status = self._function(name)(*arguments)
         if status:
-            text = c_char_p()
-            self._library.cuGetErrorString(status, byref(text))
-            reason = f"{name}: {text.value.decode() if text.value else status}"
+            reason = f"{name}: {self._reason(status)}"
             raise torch.cuda.OutOfMemoryError(reason) if status == OUT_OF_MEMORY else RuntimeError(reason)
+
+    def _function(self, name: str) -> Any:
+        try:
+            return getattr(self._library, name)
+        except AttributeError:
+            raise Refusal(f"NVIDIA's driver has no {name}: install it anew") from None
+
+    def _reason(self, status: int) -> str:
+        """What a status means, in the driver's words if it has any."""
+        text = c_char_p()
+        with contextlib.suppress(Refusal):
+            self._function("cuGetErrorString")(status, byref(text))
+        return text.value.decode("utf-8", "replace") if text.value else str(status)
 
     def version(self) -> tuple[int, int]:
         """The newest CUDA that it serves: (12, 0) from release 525 on."""
@@ -87,5 +99,5 @@ def driver_here() -> Driver:
     """This machine's. Raises Refusal where there is none."""
     try:
         return Driver(ctypes.CDLL(LIBRARY))
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         raise Refusal(f"NVIDIA's driver cannot be loaded ({error})") from None

@@ -68,7 +68,7 @@ def why_not(device: torch.device) -> str | None:
             f"such as GTX 16 and RTX 20, and the {card} has {written(capability)}"
         )
     try:
-        archive.manifest()
+        archive.check_sources()
         version = driver_here().version()
     except (Refusal, RuntimeError) as reason:
         return str(reason)
