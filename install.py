@@ -105,9 +105,10 @@ def prepare_venv(extra: str) -> None:
 def read_stamps() -> dict[str, list[str]]:
     """By extra: the requirements that were installed."""
     try:
-        return json.loads(STAMPS.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        stamps = json.loads(STAMPS.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return stamps if isinstance(stamps, dict) else {}
 
 
 def has_pip() -> bool:
@@ -219,7 +220,7 @@ def demo_command(arguments: list[str]) -> list[str]:
     try:
         family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
         socket.create_server((chosen.host, chosen.port), family=family).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         parser.error(f"port {chosen.port} on {chosen.host} is refused ({error}); choose another with --port")
     model = [] if chosen.model is None else ["--model", str(chosen.model)]
     port = ["--port", str(chosen.port)] if chosen.port else []

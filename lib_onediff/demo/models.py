@@ -144,7 +144,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
     predicts_v = "v_pred" in shapes or family == "sd2"
     original = path.with_suffix(".yaml")
     if original.exists():
-        predicts_v = V_IN_YAML.search(read_text(original, LARGEST_YAML)) is not None
+        predicts_v = V_IN_YAML.search(read_text(original, LARGEST_YAML, errors="replace")) is not None
     configs["scheduler/scheduler_config.json"]["prediction_type"] = "v_prediction" if predicts_v else "epsilon"
     kind = configs["model_index.json"]["_class_name"]
     with tempfile.TemporaryDirectory(prefix="onediff-config-") as folder:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from api_builders import Api, a1111s_app, basic, command_line, remember
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from lib_onediff.api.auth import FOREIGN_PAGE, LOG_IN, NO_CHECK, NO_PAGE
+from lib_onediff.api.auth import FOREIGN_PAGE, LOG_IN, NO_CHECK, NO_PAGE, OR_BY_API_AUTH
 from lib_onediff.runtime.runtime import runtime
 
 PREFIX = "/onediff/v1"
@@ -90,6 +91,15 @@ def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
     return client
 
 
+def test_who_is_not_let_in_is_told_of_options_that_there_are() -> None:
+    """The demo has no --api-auth, and --gradio-auth."""
+    options = SimpleNamespace(api=True, gradio_auth="ann:one")
+    client = TestClient(Api().add_to(page_of_a_host([("ann", "one")]), options))
+    answer = send(client, REQUESTS[0])
+    told = {"detail": "Log in on the WebUI's page first, and send its cookie."}
+    assert (answer.status_code, answer.json()) == (401, told)
+
+
 @pytest.mark.parametrize("flag", ["gradio_auth", "gradio_auth_path"])
 def test_a_page_with_logins_lets_in_who_has_logged_in(flag: str) -> None:
     api = Api()
@@ -99,7 +109,7 @@ def test_a_page_with_logins_lets_in_who_has_logged_in(flag: str) -> None:
     for client in (stranger, mistaken, forger):
         for request in REQUESTS:
             answer = send(client, request)
-            assert answer.status_code == 401 and answer.json() == {"detail": LOG_IN}, request
+            assert answer.status_code == 401 and answer.json() == {"detail": LOG_IN.format(OR_BY_API_AUTH)}
         assert send(client, REQUESTS[0], **basic("ann:one")).status_code == 401
     assert nothing_happened(api)
     for account in ({"username": "ann", "password": "one"}, {"username": "bob", "password": "two:parts"}):

@@ -55,6 +55,14 @@ def test_what_is_no_request(api: Api, content_type: str | None) -> None:
             refused(api, "release", body, content_type)
 
 
+@pytest.mark.parametrize("body", [b'{"sizes": "\xff"}', b"\xc3"])
+def test_what_is_no_text_is_told_as_such(api: Api, body: bytes) -> None:
+    for path in ("prewarm", "purge", "pin", "release"):
+        answer = api.client.post(f"/onediff/v1/{path}", content=body, headers={"Content-Type": "application/json"})
+        told = {"detail": "The request body is not usable: it is no UTF-8 text."}
+        assert (answer.status_code, answer.json()) == (400, told)
+
+
 def test_what_is_no_json_becomes_null(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that JSON lacks, and halves of surrogate pairs, in what the runtime itself says."""
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.api.gate import Origins, host_name, origins_of
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from fastapi import FastAPI, WebSocket
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from lib_onediff.api.gate import Gate, Origins, host_name, origins_of
 
 OWN = "http://127.0.0.1:7860"
 
@@ -80,3 +87,21 @@ def test_sites_that_the_command_line_allows() -> None:
         friend = {"host": "127.0.0.1", "origin": "https://friend.example", "sec-fetch-site": "cross-site"}
         assert not origins.is_foreign(friend)
         assert origins.is_foreign({"host": "127.0.0.1", "origin": "null"}) is (flags.get("cors_allow_origins") != "*")
+
+
+@pytest.mark.parametrize("headers", [{}, {"origin": "https://evil.example"}])
+def test_no_web_socket_is_opened(headers: dict[str, str]) -> None:
+    """A browser opens one for any page, without asking first; no route of ours or gradio's takes one."""
+    app = FastAPI()
+
+    @app.websocket("/")
+    async def answer(socket: WebSocket) -> None:
+        await socket.accept()
+
+    app.add_middleware(Gate, origins=Origins())
+    with (
+        TestClient(app) as browser, pytest.raises(WebSocketDisconnect) as closed,
+        browser.websocket_connect("/", headers=headers),
+    ):
+        pass
+    assert closed.value.code == 1008

@@ -57,6 +57,24 @@ def test_api_is_there_only_where_the_hosts_own_is() -> None:
         assert (TestClient(app).get("/onediff/v1/status").status_code == 200) == there, flags
 
 
+@pytest.mark.parametrize("has_page", [False, True])
+def test_a_wrong_method_is_told_what_is_right(api: Api, has_page: bool) -> None:
+    """Also where a page behind it takes every remaining path, as the demo's does; and the docs name no more for it."""
+    if has_page:
+        api.app.mount("/", FastAPI())
+    right = {"status": "GET", "shapes": "GET", "prewarm": "POST", "jobs": "GET", "jobs/1": "GET, DELETE",
+             "purge": "POST", "pin": "POST", "release": "POST"}
+    for path, allowed in right.items():
+        for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "ODD"} - set(allowed.split(", ")):
+            answer = api.client.request(method, f"/onediff/v1/{path}")
+            assert answer.status_code == 405 and answer.headers["allow"] == allowed, (method, path)
+            assert answer.json() == {"detail": f"This path takes {allowed}, not {method}."}
+        assert api.client.head(f"/onediff/v1/{path}").status_code == 405
+    assert api.client.get("/onediff/v1/nothing").status_code == 404
+    operations = [method for path in api.app.openapi()["paths"].values() for method in path]
+    assert sorted(operations) == ["delete"] + ["get"] * 4 + ["post"] * 4
+
+
 def test_docs_describe_every_endpoint(api: Api) -> None:
     paths = api.client.get("/openapi.json").json()["paths"]
     told = [(method, one) for methods in paths.values() for method, one in methods.items()]

@@ -5,8 +5,11 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +123,24 @@ def test_what_the_other_process_says() -> None:
     for verdict, part in ((failed, "it is too hot"), (verdict_of("", 1), "code 1")):
         assert a_sentence(verdict) and part in verdict
     assert brief("\x1b[1m\n\n first: \n second") == "first"
+
+
+def test_threads_that_ask_at_once_have_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its thread is being made, which another had started twice."""
+    made: list[threading.Thread] = []
+
+    class SlowThread(threading.Thread):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            made.append(self)
+            time.sleep(0.05)
+
+    gate = OneFlowGate()
+    monkeypatch.setattr(gate, "_try", lambda device, dtype: gate._verdicts.update({(device, dtype): "tried"}))
+    with ThreadPoolExecutor(8) as threads:
+        # The pool's own threads are there before.
+        list(threads.map(time.sleep, [0.02] * 8))
+        monkeypatch.setattr(oneflow_gate.threading, "Thread", SlowThread)
+        asked = [threads.submit(gate.why_not, CPU, torch.float32) for _ in range(8)]
+        assert {done.result() for done in asked} == {"tried"}
+    assert len(made) == 1

@@ -1,7 +1,11 @@
 """Room on the GPU before a sampling and around a capture, and the most memory that a capture has in use at a time."""
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +16,11 @@ from ladder_builders import Weather, attached, error, make_ready, now, reason, s
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
+from lib_onediff.core.guard import Guard
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.capture import PIECE, most_in_use
-from lib_onediff.runtime.graphs.cache import CARD_IS_FULL, GRAPHS, WEIGHTS
+from lib_onediff.runtime.graphs import cache
+from lib_onediff.runtime.graphs.cache import CARD_IS_FULL, GRAPHS, WEIGHTS, MemoryPressure
 from lib_onediff.runtime.runtime import HOST_NEEDS, runtime
 
 CLOSE = 1e-5
@@ -161,3 +167,29 @@ def test_the_most_that_is_in_use_at_a_time() -> None:
     in_turn = events((7, 0), (1, 4 * PIECE), (2, PIECE), (1, 0), (1, 3 * PIECE), (2, 0), (1, 0))
     assert most_in_use([*in_turn, {"action": "segment_alloc", "addr": 1, "size": 10 * PIECE}]) == 5 * PIECE
     assert most_in_use(events((1, 1), (2, PIECE + 1))) == 3 * PIECE, "in the pieces that torch hands out"
+
+
+def test_images_that_end_at_once_have_one_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its thread is being made, which another had started twice."""
+    made: list[threading.Thread] = []
+
+    class SlowThread(threading.Thread):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            made.append(self)
+            time.sleep(0.05)
+
+    over = threading.Event()
+    holdings: Any = SimpleNamespace(made=SimpleNamespace(devices=lambda: not over.is_set()))
+    pressure = MemoryPressure(holdings, SimpleNamespace(), threading.RLock(), Guard(), lambda: True)
+    monkeypatch.setattr(cache, "SECONDS_BETWEEN_LOOKS", 0.01)
+    with ThreadPoolExecutor(8) as threads:
+        # The pool's own threads are there before.
+        list(threads.map(time.sleep, [0.02] * 8))
+        monkeypatch.setattr(cache.threading, "Thread", SlowThread)
+        for done in [threads.submit(pressure.watch) for _ in range(8)]:
+            done.result()
+    over.set()
+    for thread in made:
+        thread.join(10)
+    assert len(made) == 1

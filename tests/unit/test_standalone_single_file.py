@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,40 @@ def test_a_checkpoint_is_known_by_its_weights_and_what_lies_beside_it(
     ((kind, scheduler),) = found
     assert kind == f"StableDiffusion{'XL' if family == 'sdxl' else ''}Pipeline"
     assert scheduler["prediction_type"] == predicts
+
+
+@pytest.mark.parametrize("text", [
+    "\n" * 60_000, " " * 60_000, "parameterization: " * 10_000, " \n" * 60_000 + "parameterization: v",
+    "parameterization:" + " " * 60_000, 'parameterization: "v" #' + "#" * 60_000,
+])
+def test_a_yaml_of_any_kind_is_read_at_once(tmp_path: Path, text: str) -> None:
+    """A pattern that takes line breaks for blanks tries each of them anew: minutes."""
+    (tmp_path / "a.yaml").write_text(text)
+    began = time.process_time()
+    found = models.V_IN_YAML.search(models.read_text(tmp_path / "a.yaml", models.LARGEST_YAML)) is not None
+    assert time.process_time() - began < 1
+    assert found == (text.startswith('parameterization: "v"') or text.endswith("parameterization: v"))
+
+
+@pytest.mark.parametrize("damage", ["larger", "a pipe", "a folder"])
+def test_a_yaml_that_is_none_is_refused(tmp_path: Path, damage: str) -> None:
+    yaml = write(tmp_path, sd1_weights()).with_suffix(".yaml")
+    if damage == "a pipe":
+        pytest.importorskip("fcntl", reason="Windows has no such files")
+        os.mkfifo(yaml)
+    elif damage == "a folder":
+        yaml.mkdir()
+    else:
+        yaml.write_bytes(b"#" * (2 << 20))
+    assert_refused(yaml.with_suffix(".safetensors"), "model.yaml in ")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
+def test_a_pipe_for_words_beside_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
+    file = write(tmp_path, sd1_weights())
+    (tmp_path / "tokenizer" / "vocab.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer" / "vocab.json")
+    assert_refused(file, "vocab.json in tokenizer is no regular file")
 
 
 def assert_refused(file: Path, *parts: str) -> None:

@@ -1,6 +1,7 @@
 """Who gets at a standalone host, through gradio or the API: no page of another site, no other name, no stranger."""
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
@@ -14,6 +15,9 @@ import pytest
 import requests
 from webui_client import WebUI
 from webui_process import HostProcess
+
+# More than a process has files for, on many systems.
+SILENT = 300
 
 
 @pytest.fixture
@@ -157,6 +161,31 @@ def test_no_body_is_read_before_the_login(guarded: str) -> None:
     part = b"f000\r\n" + b" " * 0xF000 + b"\r\n"
     told = answer_to_head(guarded, f"{head}Transfer-Encoding: chunked", 2 * part)
     assert told.startswith(("HTTP/1.1 413", "HTTP/1.1 401"))
+
+
+def test_wrong_passwords_are_slowed_and_nobody_else_is(guarded: str) -> None:
+    def try_one(name: str, password: str) -> requests.Response:
+        return requests.post(f"{guarded}/login", data={"username": name, "password": password}, timeout=60)
+
+    answers = [try_one("eve", str(number)) for number in range(7)]
+    assert {answer.status_code for answer in answers[:5]} == {400} and answers[-1].status_code == 429
+    assert "try again in" in answers[-1].json()["detail"] and int(answers[-1].headers["retry-after"]) > 0
+    assert logged_in(guarded, "ann", "one").get(f"{guarded}/config", timeout=60).status_code == 200
+    assert try_one("bob", "two:parts").status_code == 200
+
+
+def test_a_stranger_is_told_of_options_that_the_demo_has(guarded: str) -> None:
+    told = requests.get(f"{guarded}/onediff/v1/status", timeout=60)
+    assert told.status_code == 401 and "--api-auth" not in told.text
+
+
+def test_silent_connections_keep_nobody_from_an_answer(standalone: WebUI) -> None:
+    host, port = standalone.url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(SILENT):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+        assert requests.get(f"{standalone.url}/onediff/v1/status", timeout=60).status_code == 200
+    assert requests.get(f"{standalone.url}/onediff/v1/prewarm", timeout=60).status_code == 405
 
 
 def test_a_host_that_others_can_reach_asks_for_an_account(tmp_path: Path) -> None:

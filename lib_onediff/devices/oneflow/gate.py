@@ -44,14 +44,17 @@ class OneFlowGate:
         self._seconds, self._environment = seconds, environment
         self._verdicts: dict[tuple[torch.device, torch.dtype], str | None] = {}
         self._trials: dict[tuple[torch.device, torch.dtype], threading.Thread] = {}
+        self._lock = threading.Lock()
 
     def why_not(self, device: torch.device, dtype: torch.dtype, waits: bool = True) -> str | None:
         """Why OneFlow cannot be used, in one sentence; None if it can. waits: for the seconds that the first trial
         takes; otherwise that is the reason meanwhile."""
         pair = device, dtype
-        if pair not in self._trials:
-            self._trials[pair] = threading.Thread(target=self._try, args=pair, name="onediff-oneflow", daemon=True)
-            self._trials[pair].start()
+        with self._lock:
+            if pair not in self._trials:
+                trial = threading.Thread(target=self._try, args=pair, name="onediff-oneflow", daemon=True)
+                trial.start()
+                self._trials[pair] = trial
         if waits:
             self._trials[pair].join()
         return self._verdicts.get(pair, TRYING)

@@ -28,8 +28,8 @@ READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0
 LARGEST_TEXT, LARGEST_HEADER, LENGTH_BYTES = 32 << 20, 32 << 20, 8
 
 
-def read_text(file: Path, most: int = LARGEST_TEXT) -> str:
-    """The UTF-8 text of a regular file of at most so many bytes. Raises Refusal."""
+def read_text(file: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
+    """The UTF-8 text of a regular file of at most so many bytes. errors: as bytes.decode has it. Raises Refusal."""
     shown = f"{file.name} in {file.parent.name}"
     try:
         with open(os.open(file, READING), "rb") as opened:
@@ -38,7 +38,7 @@ def read_text(file: Path, most: int = LARGEST_TEXT) -> str:
             content = opened.read(most + 1)
         if len(content) > most:
             raise Refusal(readable(f"{shown} is larger than {most >> 20} MiB, which no such file is."))
-        return content.decode("utf-8")
+        return content.decode("utf-8", errors)
     except (OSError, ValueError) as error:
         raise Refusal(readable(f"{shown} cannot be read: {error}.")) from error
 

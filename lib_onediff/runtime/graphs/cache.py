@@ -230,6 +230,7 @@ class MemoryPressure:
         """is_busy: whether the host is making an image."""
         self._now, self._graphs, self._lock, self._guard, self._is_busy = holdings, graphs, lock, guard, is_busy
         self._watcher: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def before_sampling(self, architecture: str | None, budget: int) -> None:
         """A UNet of this architecture is about to be sampled; None: of one that is not known yet. budget: what graphs
@@ -266,9 +267,12 @@ class MemoryPressure:
     def watch(self) -> None:
         """Notice in a thread, as long as there are graphs, when the host takes their UNet off the GPU or unloads it
         between images: no host says so, and it does that for the memory."""
-        if self._now.made.devices() and (self._watcher is None or not self._watcher.is_alive()):
-            self._watcher = threading.Thread(target=self._watch, name="onediff-memory", daemon=True)
-            self._watcher.start()
+        if not self._now.made.devices():
+            return
+        with self._starting:
+            if self._watcher is None or not self._watcher.is_alive():
+                self._watcher = threading.Thread(target=self._watch, name="onediff-memory", daemon=True)
+                self._watcher.start()
 
     def _watch(self) -> None:
         while self._now.made.devices():
