@@ -27,8 +27,6 @@ from .tracing import is_compiler_here, is_compiling, must_be_whole
 Replacement = Callable[..., Any]
 # declined(self, reason): the original runs in place of the replacement.
 Declined = Callable[[Any, str], object]
-# The attribute by which a function of ours is told from a decorator's.
-LINK = "_onediff_link"
 OTHER_VAE = "OneDiff serves no VAE of this kind"
 
 
@@ -46,25 +44,24 @@ class Link:
     def __init__(self, patch: ClassPatch, original: Callable[..., Any]) -> None:
         self.original = original
         self.active = self.is_in_chain = True
+        link = self
 
         def untraced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-            found = patch.look_up(module, original) if self.active else None
+            found = patch.look_up(module, original) if link.active else None
             if found is None:
                 return original(module, *args, **kwargs)
             ours, host = found
             declined = functools.partial(patch.declined, module)
             return patch.guarded(patch.hook, ours, host, declined, module, *args, **kwargs)
 
-        self.untraced: Callable[..., Any] = untraced
-
         @functools.wraps(original)
-        def patched(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def patched(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() and must_be_whole():
-                return original(module, *args, **kwargs)
-            return self.untraced(module, *args, **kwargs)
+                return original(self, *args, **kwargs)
+            return link.untraced(self, *args, **kwargs)
 
+        self.untraced: Callable[..., Any] = untraced
         self.function = patched
-        vars(patched)[LINK] = self
 
 
 class ClassPatch:
@@ -112,15 +109,26 @@ class ClassPatch:
         """Put the replacement in place; safe to call twice."""
         with self._lock:
             standing, link = self._without_sleepers(), self._link
-            was_taken_off = link is not None and standing is not link.function and self._is_the_classs_own(standing)
-            if link is None or not link.is_in_chain or was_taken_off:
-                if link is not None:
-                    link.active = link.is_in_chain = False
-                link = self._link = Link(self, standing)
-                if not self._is_traced:
-                    link.untraced = stepped_over(link.untraced)
+            if link is not None and standing is not link.function and self._is_the_classs_own(standing):
+                # Somebody has taken it off.
+                link.is_in_chain = False
+            if link is None or not link.is_in_chain:
+                link = self._link = self._link_above(standing)
                 setattr(self.owner, self.method, link.function)
-            link.active = True
+            link.active = link.is_in_chain = True
+
+    def _link_above(self, standing: Callable[..., Any]) -> Link:
+        """A link above this function. The last one where it was made for the same: bound methods that somebody has kept
+        serve again."""
+        last = self._link
+        if last is not None and last.original is standing:
+            return last
+        if last is not None:
+            last.active = False
+        link = Link(self, standing)
+        if not self._is_traced:
+            link.untraced = stepped_over(link.untraced)
+        return link
 
     def undo(self) -> None:
         """Take the replacement off; safe to call twice."""
@@ -162,8 +170,12 @@ def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def link_of(function: Any) -> Link | None:
-    """The link whose function this very one is: a decorator copies attributes to the function that it makes."""
-    link = getattr(function, "__dict__", {}).get(LINK)
+    """The link whose function this very one is. Told by what it closes over: decorators, and the hooks of accelerate
+    and of diffusers, copy a function's attributes to what they make of it."""
+    code = getattr(function, "__code__", None)
+    if code is None or "link" not in code.co_freevars:
+        return None
+    link = function.__closure__[code.co_freevars.index("link")].cell_contents
     return link if isinstance(link, Link) and link.function is function else None
 
 

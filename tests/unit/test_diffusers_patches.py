@@ -25,6 +25,7 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.core.inputs import bytes_of, copy_inputs, own_inputs
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -151,7 +152,7 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
         with torch.no_grad():
             expected = own_forward(unet)(**given).sample
             unet(**given)
-            calls.append((unet.forward._call(unet, **given), expected))
+            calls.append((attached(unet)._call(unet, **given), expected))
     (first, _), (second, expected) = calls
     assert first.additions == second.additions and len(second.additions) == 2
     binding = runtime.services.managed.get(unet).bound.binding

@@ -39,7 +39,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Called]:
 
     def noted(self: DiffusersForward, original: Any, host: Any, unet: Any, *args: Any, **kwargs: Any) -> Any:
         answer = serve(self, original, host, unet, *args, **kwargs)
-        given = by_name(original, args, kwargs)
+        given = by_name(unet, original, args, kwargs)
         given.pop("return_dict", None)
         found.append(Called(given, answer[0]))
         return answer

@@ -20,11 +20,14 @@ from ...core.guard import HostFunction
 from ...core.origins import beneath_ours
 from ...core.refusal import Refusal
 from ...runtime.runtime import runtime
-from ..hooks import Replacement, TablePatch
+from ...weights.scan import refuse_replaced
+from ..hooks import Replacement, TablePatch, link_of
 
 # accelerate's offloading hooks put their forward in front and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
 SLOTS = ("forward", BEHIND_A_HOOK)
+# Where diffusers keeps its own hooks of a module.
+HOOKS = "_diffusers_hook"
 # What diffusers' group offloading registers on modules: they move weights around a forward, and change nothing in it.
 MOVERS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 # Where torch.compile(function) keeps the function.
@@ -49,7 +52,7 @@ class ModuleForward(abc.ABC):
         host = original
         if is_front(present) and not hasattr(present.__wrapped__, COMPILED):
             host = functools.partial(self._by_hooks, present.__wrapped__)
-        elif present is not None:
+        elif present is not None and HOOKS in module.__dict__:
             host = runtime.guard.attempt("looking at a module's hooks", lambda: self._beneath(module, host)) or host
         return functools.partial(self._answer, original), host
 
@@ -92,20 +95,29 @@ class ModuleForward(abc.ABC):
         """The host's own forward is about to run in our place."""
 
 
-@functools.lru_cache(maxsize=16)
-def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a forward takes besides the module."""
-    return tuple(inspect.signature(forward).parameters)[1:]
+def by_name(
+    module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by their names. original: what the class's forward is beneath ours.
 
-
-def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names. Raises Refusal for what this forward does not take: the host is to say
-    so. (Signature.bind does the same in a tenth of a millisecond.)"""
-    names = parameters_of(forward)
+    Raises Refusal if somebody has replaced the class's forward, above ours or beneath it, and for arguments that the
+    forward does not take, which the host is to refuse. (Signature.bind does the same in a tenth of a millisecond.)
+    """
+    kind: Any = type(module)
+    names = parameters_of(kind, kind.forward, original)
     given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
     if len(given) != len(args) + len(kwargs) or not given.keys() <= set(names):
         raise Refusal("the call has arguments that this network does not take")
     return given
+
+
+@functools.lru_cache(maxsize=16)
+def parameters_of(kind: type, standing: Callable[..., Any], original: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of what a class's forward takes besides the module. Raises Refusal where the class's own is neither the
+    one that stands there nor the one beneath ours."""
+    for function in (beneath_ours(standing), original):
+        refuse_replaced(kind, below=function)
+    return tuple(inspect.signature(original).parameters)[1:]
 
 
 # --- on and off -------------------------------------------------------------------------------------------------------
@@ -196,7 +208,7 @@ def stand_in_front(module: nn.Module, slot: str) -> None:
 
 def is_front(forward: Any) -> bool:
     """Whether a forward on a module's instance was made by stand_in_front."""
-    return type(forward) is functools.partial and beneath_ours(forward.func) is not forward.func
+    return type(forward) is functools.partial and link_of(forward.func) is not None
 
 
 def is_bound(forward: Any, module: nn.Module) -> bool:
@@ -219,13 +231,13 @@ def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """What holds the forwards around which diffusers' own hooks run, the innermost first."""
-    return list(getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", None) or ())
+    return list(getattr(module.__dict__.get(HOOKS), "_fn_refs", None) or ())
 
 
 def only_moves(module: nn.Module) -> bool:
     """Whether a module has hooks of diffusers, none of which changes what it computes. Weights that wait on the disk
     have no values in main memory meanwhile, so hooks that move them there are none of these."""
-    hooks = module.__dict__["_diffusers_hook"].hooks if hooks_of(module) else {}
+    hooks = module.__dict__[HOOKS].hooks if hooks_of(module) else {}
     groups = (getattr(hook, "group", None) for hook in hooks.values())
     on_disk = any(getattr(group, "offload_to_disk_path", None) is not None for group in groups)
     return bool(hooks) and MOVERS.issuperset(hooks) and not on_disk

@@ -19,7 +19,7 @@ from ...core.settings import Settings
 from ...families.anima.layout import is_cosmos
 from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet
 from ...runtime.runtime import runtime
-from ...weights.scan import HostTraits, refuse_replaced
+from ...weights.scan import HostTraits
 from ...weights.watch import no_object
 from .cosmos import cosmos_call
 from .loras import LoraReader
@@ -131,8 +131,7 @@ class DiffusersForward(ModuleForward):
         """The arguments of a call by their names. Raises Refusal where its forward is none that we know."""
         if not is_served(module):
             raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
-        refuse_replaced(type(module), below=original)
-        return by_name(original, args, kwargs)
+        return by_name(module, original, args, kwargs)
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:

@@ -15,7 +15,6 @@ from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...families.vae import is_diffusers
 from ...runtime.runtime import runtime
-from ...weights.scan import refuse_replaced
 from .module_forward import ModuleForward, by_name, put_on, take_off, unwrapped
 
 # What the forwards of both take first.
@@ -35,8 +34,7 @@ class DecoderForward(ModuleForward):
         def check() -> None:
             if not is_diffusers(module):
                 raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
-            refuse_replaced(type(module), below=original)
-            given = by_name(original, args, kwargs)
+            given = by_name(module, original, args, kwargs)
             if not isinstance(given.pop(LATENT, None), Tensor):
                 raise Refusal("the VAE's decoder is called without a latent")
             passed = sorted(name for name, value in given.items() if value is not None)
