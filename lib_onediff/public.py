@@ -15,9 +15,9 @@ from .core.settings import Settings
 from .core.version import __version__ as __version__
 from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
-from .hosts.diffusers.instance_forward import unwrapped
 from .hosts.diffusers.model_folder import load_folder as load_folder
 from .hosts.diffusers.model_folder import load_unet as load_unet
+from .hosts.diffusers.module_forward import unwrapped
 from .hosts.diffusers.schedule import no_longer_announce
 from .runtime.runtime import runtime
 
@@ -38,20 +38,25 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     """Run a diffusers UNet2DConditionModel or CosmosTransformer3DModel by our forward from now on. Returns the same
     module.
 
-    options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what
-    is no UNet at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. Safe to call
-    twice; the last options count. What is measured is remembered where the environment variable ONEDIFF_CACHE
-    says, else nowhere.
+    options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what is no UNet
+    at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. One that is not of
+    diffusers' own class, but has its name or is derived from it, is left alone, and the log says so. Safe to call
+    twice; the last options count. What is measured is remembered where the environment variable ONEDIFF_CACHE says,
+    else nowhere.
     """
     must_be_network(unet, "compile_unet")
     chosen = settings_of(settings, options)
     runtime.guard.attempt("opening the cache", runtime.open_cache)
     network = unwrapped(unet)
     try:
+        diffusers.attach(network, chosen)
+    except Refusal as reason:
+        log.warning("OneDiff: the UNet keeps its own forward: %s.", reason)
+        return unet
+    try:
         runtime.services.families.read(network)
     except Refusal as reason:
         log.warning("OneDiff: the UNet keeps its own forward for now: %s.", reason)
-    diffusers.attach(network, chosen)
     return unet
 
 
@@ -149,7 +154,7 @@ def is_pipeline(pipe: Any) -> bool:
 def network_of(pipe: Any) -> Any:
     """A pipeline's UNet, or its transformer where it is of a kind that OneDiff knows; None where it has neither."""
     unet, transformer = (unwrapped(getattr(pipe, name, None)) for name in NETWORKS)
-    return transformer if unet is None and type(transformer).__name__ in diffusers.OUTPUTS else unet
+    return transformer if unet is None and diffusers.is_served(transformer) else unet
 
 
 def parts_of(pipe: Any, names: Iterable[str]) -> frozenset[str]:

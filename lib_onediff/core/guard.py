@@ -27,7 +27,7 @@ class HostFunction:
         # The identity alone: a kept exception keeps the tensors of every frame that it passed.
         self.raised: int | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         # Another error may come to lie where one lay that somebody has caught.
         self.raised = None
         try:
@@ -101,7 +101,7 @@ class Guard:
 
     def serve(
         self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],
-        declined: Callable[[str], object], *args: Any, **kwargs: Any,
+        declined: Callable[[str], object], /, *args: Any, **kwargs: Any,
     ) -> Result:
         """What ours(host, *args, **kwargs) returns, or original(*args, **kwargs) where ours fails.
 

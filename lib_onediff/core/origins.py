@@ -12,6 +12,8 @@ from torch import nn
 
 # Where WebUIs keep extensions, all of which have a package that is called scripts.
 FOLDERS = ("extensions", "extensions-builtin")
+# The package of our own code.
+OURS = __name__.partition(".")[0]
 # Of these classes, everything that a layer adds to the one within is in its attributes.
 LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
 WITHIN = "base_layer"
@@ -56,6 +58,13 @@ def underlying(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__func__", function)
+
+
+def beneath_ours(function: Any) -> Any:
+    """The function that stood in a class before OneDiff put its own there; any other function as it is."""
+    while package(origin(function)) == OURS and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 def package(module: str) -> str:

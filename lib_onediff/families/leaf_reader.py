@@ -209,6 +209,12 @@ def computes_as_torch(kind: type) -> bool:
     return (known == "torch" and is_genuine(owner)) or owner.__qualname__ in KNOWN_FORWARDS.get(known, ())
 
 
+def is_class(kind: type, module: str, *names: str) -> bool:
+    """Whether a class is the one, or one of those, that a Python module defines by these names: this very object, and
+    no other that is called so."""
+    return kind.__module__ == module and kind.__qualname__ in names and is_genuine(kind)
+
+
 def is_genuine(kind: type) -> bool:
     """Whether a class is what its module has by its name, and no other that calls itself so."""
     found: Any = sys.modules.get(kind.__module__)

@@ -21,12 +21,13 @@ from ..core.family import Layout
 from ..core.leaves import Convolution, GroupNorm, Linear, digest_without
 from ..core.operators import Operators
 from ..core.refusal import Refusal
-from .leaf_reader import LeafReader
+from .leaf_reader import LeafReader, is_class
 from .unet.layers import join_heads, split_heads
 from .unet.layout import Downsample, Upsample
 from .unet.read import check_attention, is_plain, modules_of, read_upsample, require_silu
 
 HALVES = ("Decoder", "Encoder")
+DIFFUSERS_VAE = "diffusers.models.autoencoders.vae"
 DIFFUSERS_LEVELS = {
     "UNetMidBlock2D", "UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D",
 }
@@ -101,7 +102,7 @@ def is_ldm(half: nn.Module) -> bool:
 
 def is_diffusers(half: nn.Module) -> bool:
     """Whether a module is a decoder or an encoder of diffusers' AutoencoderKL."""
-    return type(half).__name__ in HALVES and hasattr(half, "mid_block")
+    return is_class(type(half), DIFFUSERS_VAE, *HALVES)
 
 
 def read_ldm(half: Any) -> DecoderLayout:

@@ -27,6 +27,8 @@ log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 UNETS = "the UNets of SD1, SD2 and SDXL"
 NOT_IN_USE = "OneDiff is not in use"
+# The name of an adapter that has no host.
+NO_HOST = "unknown"
 
 
 class WebUI:
@@ -36,13 +38,13 @@ class WebUI:
     OneDiff does nothing, for the reason `unmet`. The others are the same for all hosts, but may be overridden too.
 
     name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
-    network_classes: what the classes of networks are called that we serve; models: whose they are, in words.
+    network_classes: the classes of networks that we serve; models: the names of these models, for users.
     checkpoint_paths: attributes that a checkpoint must have. unmet: what this release or its checkpoint lacks, as a
     sentence; None for nothing. patches: our forwards in the classes of its networks and VAEs.
     """
 
-    name = "unknown"
-    network_classes: tuple[str, ...] = ()
+    name = NO_HOST
+    network_classes: tuple[type, ...] = ()
     models = UNETS
     checkpoint_paths: tuple[str, ...] = ()
     patches: Sequence[ForwardPatches] = ()
@@ -128,7 +130,7 @@ class WebUI:
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
         """Run work() while the host makes no image, on the thread that the host would use."""
-        if not self.network_classes:
+        if self.name == NO_HOST:
             return work()
         from modules import call_queue
 
@@ -143,7 +145,7 @@ class WebUI:
 
     def checkpoint(self) -> Any:
         """The loaded checkpoint; None before the first. Loads none, which the host's own shared.sd_model would."""
-        if not self.network_classes:
+        if self.name == NO_HOST:
             return None
         from modules import sd_models
 
@@ -152,7 +154,7 @@ class WebUI:
     def unet_of(self, checkpoint: Any) -> Any:
         """A checkpoint's UNet, where it is of the kind that we serve; else None."""
         network = self.network(checkpoint)
-        return network if type(network).__name__ in self.network_classes else None
+        return network if type(network) in self.network_classes else None
 
     def adopt(self, checkpoint: Any) -> Any:
         """Have the runtime know this checkpoint's UNet, and return it; None where it has none that we serve."""

@@ -6,19 +6,22 @@ every network (the refiner's too), and leaves no attribute on the host's objects
 from __future__ import annotations
 
 import functools
-import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..core.call import Call, PromptRows
 from ..core.guard import Guard
-from ..core.origins import author
+from ..core.origins import author, origin, package
 from ..core.refusal import Refusal
+from ..core.weak_dictionary import WeakDictionary
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits, own_method, refuse_replaced
+from .tracing import is_compiler_here, is_compiling, must_be_whole
 
 # replacement(original, self, *args, **kwargs) -> what the method returns
 Replacement = Callable[..., Any]
@@ -31,10 +34,41 @@ def note_host(unet: Any, reason: str) -> None:
     runtime.note_host(reason, unet)
 
 
-class ClassPatch:
-    """One replaced method. Where somebody has patched over ours since, ours stays in the chain but does nothing.
+class Link:
+    """One function of ours in a class, and the function that stood there before it.
 
-    An error of the replacement's is the guard's affair: the original runs. hook: what the method is, in words for the
+    active: whether it may serve; else it hands every call through. is_in_chain: whether calls of the class may still
+    reach it, directly or through a function that somebody has put above it.
+    """
+
+    def __init__(self, patch: ClassPatch, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.active = self.is_in_chain = True
+        link = self
+
+        def untraced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            found = patch.look_up(module, original) if link.active else None
+            if found is None:
+                return original(module, *args, **kwargs)
+            ours, host = found
+            declined = functools.partial(patch.declined, module)
+            return patch.guarded(patch.hook, ours, host, declined, module, *args, **kwargs)
+
+        @functools.wraps(original)
+        def patched(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() and must_be_whole():
+                return original(self, *args, **kwargs)
+            return link.untraced(self, *args, **kwargs)
+
+        self.untraced: Callable[..., Any] = untraced
+        self.function = patched
+
+
+class ClassPatch:
+    """One method of a class, replaced for all of its objects.
+
+    The original runs where the replacement fails: that is the guard's affair. Where somebody has patched above ours
+    since, ours stays below and hands its calls through once it is undone. hook: what the method is, in words for the
     user.
     """
 
@@ -42,45 +76,166 @@ class ClassPatch:
         self, owner: type, method: str, replacement: Replacement, guard: Guard, hook: str,
         declined: Declined = note_host,
     ) -> None:
-        self.owner, self.method = owner, method
-        self.original = owner.__dict__[method]
-        self.active = False
-        self._in_chain = False
-
-        @functools.wraps(self.original)
-        def patched(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.active:
-                return self.original(module, *args, **kwargs)
-            tell = functools.partial(declined, module)
-            return self._serve(hook, replacement, self.original, tell, module, *args, **kwargs)
-
-        self._serve = guard.serve
+        self.owner, self.method, self.hook, self.declined = owner, method, hook, declined
+        self.guarded = guard.serve
+        self._replacement = replacement
+        self._link: Link | None = None
+        # Some apply and undo while they collect garbage, in the middle of either.
+        self._lock = threading.RLock()
         self._is_traced = True
-        self.function = patched
+
+    @property
+    def active(self) -> bool:
+        return self._link is not None and self._link.active
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The function that runs where ours does not."""
+        link = self._link
+        found: Callable[..., Any] = self.owner.__dict__[self.method] if link is None else link.original
+        return found
+
+    @property
+    def function(self) -> Any:
+        """Our function; None before the first apply()."""
+        return None if self._link is None else self._link.function
+
+    def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
+        """What answers a call of this very object, and the host's own answer to it; None where the call is none of
+        ours. Must not raise: the guard is within."""
+        return self._replacement, original
 
     def apply(self) -> None:
         """Put the replacement in place; safe to call twice."""
-        if not self._in_chain:
-            self.original = self.owner.__dict__[self.method]
-            setattr(self.owner, self.method, self.function)
-            self._in_chain = True
-        self.active = True
+        with self._lock:
+            standing, link = self._without_sleepers(), self._link
+            if link is not None and standing is not link.function and self._is_the_classs_own(standing):
+                # Somebody has taken it off.
+                link.is_in_chain = False
+            if link is None or not link.is_in_chain:
+                link = self._link = self._link_above(standing)
+                setattr(self.owner, self.method, link.function)
+            link.active = link.is_in_chain = True
+
+    def _link_above(self, standing: Callable[..., Any]) -> Link:
+        """A link above this function. The last one where it was made for the same: bound methods that somebody has kept
+        serve again."""
+        last = self._link
+        if last is not None and last.original is standing:
+            return last
+        if last is not None:
+            last.active = False
+        link = Link(self, standing)
+        if not self._is_traced:
+            link.untraced = stepped_over(link.untraced)
+        return link
 
     def undo(self) -> None:
         """Take the replacement off; safe to call twice."""
-        self.active = False
-        if self._in_chain and self.owner.__dict__[self.method] is self.function:
-            setattr(self.owner, self.method, self.original)
-            self._in_chain = False
+        with self._lock:
+            if self._link is not None:
+                self._link.active = False
+                self._without_sleepers()
+
+    def _without_sleepers(self) -> Callable[..., Any]:
+        """The function that stands in the class, once those of ours that serve no longer are off its top."""
+        found: Callable[..., Any] = self.owner.__dict__[self.method]
+        while (link := link_of(found)) is not None and not link.active:
+            link.is_in_chain = False
+            found = link.original
+            setattr(self.owner, self.method, found)
+        return found
+
+    def _is_the_classs_own(self, function: Any) -> bool:
+        """Whether a function is what the class was defined with: who puts that back takes ours off."""
+        is_named_so = getattr(function, "__qualname__", "") == f"{self.owner.__qualname__}.{self.method}"
+        return is_named_so and package(origin(function)) == package(self.owner.__module__)
 
     def keep_out_of_traces(self) -> None:
-        """Let torch.compile step over the replacement instead of tracing it, which would take minutes.
+        """Have torch.compile step over the replacement instead of tracing it, which would take minutes.
 
-        Does nothing until somebody has imported the compiler: the import alone takes seconds.
+        Does nothing until somebody has imported the compiler.
         """
-        if self._is_traced and "torch._dynamo" in sys.modules:
-            self._serve = torch.compiler.disable(self._serve)
+        if self._is_traced and is_compiler_here():
             self._is_traced = False
+            # Of what is called within, nothing is compiled where it is ours, and everything where it is the host's.
+            self.guarded = torch.compiler.disable(self.guarded)
+            if self._link is not None:
+                self._link.untraced = stepped_over(self._link.untraced)
+
+
+def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
+    return found
+
+
+def link_of(function: Any) -> Link | None:
+    """The link whose function this very one is. Told by what it closes over: decorators, and the hooks of accelerate
+    and of diffusers, copy a function's attributes to what they make of it."""
+    code = getattr(function, "__code__", None)
+    if code is None or "link" not in code.co_freevars:
+        return None
+    link = function.__closure__[code.co_freevars.index("link")].cell_contents
+    return link if isinstance(link, Link) and link.function is function else None
+
+
+class StandIn(Protocol):
+    """What a TablePatch keeps for one object. Must not keep that object alive."""
+
+    def stands(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
+        """See ClassPatch.look_up."""
+
+
+class TablePatch(ClassPatch):
+    """One method of a class, replaced for the very objects that were put into a weak table.
+
+    Nothing of ours lies in an object, so that a copy of one, however it was made, is not in the table and runs as the
+    host made it. With the last object the class gets its own method back.
+    """
+
+    def __init__(self, owner: type, method: str, guard: Guard, hook: str, declined: Declined = note_host) -> None:
+        super().__init__(owner, method, nobody, guard, hook, declined)
+        self._table: WeakDictionary[Any, StandIn] = WeakDictionary()
+
+    def get(self, one: Any) -> Any:
+        """What is kept for an object; None for any other."""
+        try:
+            return self._table.get(one)
+        except TypeError:  # it cannot be hashed, or there is no weak reference to it: none was put here
+            return None
+
+    def objects(self) -> list[Any]:
+        return self._table.keys()
+
+    def put(self, one: Any, stand_in: StandIn) -> None:
+        """Serve this object. Raises TypeError where there can be no weak reference to it."""
+        with self._lock:
+            is_new = self.get(one) is None
+            self._table[one] = stand_in
+            self.apply()
+            self.keep_out_of_traces()
+        if is_new:
+            weakref.finalize(one, self._undo_if_unused).atexit = False
+
+    def take(self, one: Any) -> None:
+        """Undo put; safe to call twice."""
+        with self._lock:
+            if self.get(one) is not None:
+                del self._table[one]
+            self._undo_if_unused()
+
+    def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
+        stand_in = self.get(module)
+        return None if stand_in is None else stand_in.stands(module, original)
+
+    def _undo_if_unused(self) -> None:
+        with self._lock:
+            if not self._table.keys():
+                self.undo()
+
+
+def nobody(*given: Any, **named: Any) -> Any:
+    raise LookupError("no object without a stand-in is served")
 
 
 class ForwardPatches:
@@ -96,6 +251,17 @@ class ForwardPatches:
     @property
     def active(self) -> bool:
         return self.patches[0].active
+
+    def are_for(self, module: Any) -> bool:
+        """Whether a module is of one of these very classes."""
+        return any(type(module) is patch.owner for patch in self.patches)
+
+    def refuse_derived(self, module: Any) -> None:
+        """Raise Refusal for a module of a class that somebody has derived: its forward is theirs, and so is what its
+        other methods compute."""
+        if not self.are_for(module):
+            kind = type(module)
+            raise Refusal(f"{kind.__module__}.{kind.__qualname__} is derived from a class that OneDiff knows")
 
     def serve(self) -> None:
         for patch in self.patches:
@@ -189,7 +355,7 @@ class VaeHooks(ForwardPatches):
 
     def begin_run(self, decoder: Any) -> None:
         """A sampling begins, whose image will most likely be decoded by this one."""
-        if not any(isinstance(decoder, patch.owner) for patch in self.patches):
+        if not self.are_for(decoder):
             return runtime.vae.note_host(OTHER_VAE, is_decode=False)
         runtime.vae.adopt(decoder, host_traits=self._host_traits)
         replaced = own_method(decoder, "forward")
@@ -202,7 +368,8 @@ class VaeHooks(ForwardPatches):
         """Stands in for Decoder.forward(self, z, **kwargs), and for Encoder's."""
 
         def check() -> None:
-            refuse_replaced(type(decoder), beneath_ours=original)
+            self.refuse_derived(decoder)
+            refuse_replaced(type(decoder), below=original)
             if kwargs:
                 names = ", ".join(sorted(kwargs))
                 raise Refusal(f"the VAE is called with arguments that OneDiff does not know ({names})")

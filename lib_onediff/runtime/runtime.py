@@ -40,7 +40,8 @@ class Runtime:
     """Routes the calls of every UNet that a host has handed over. Every method may be called from any thread.
 
     cache: what users ask of what is ready. vae: the route of decodes. webui: the adapter of the WebUI that we run in
-    (a hosts.contract.WebUI): it must outlive a reload of the scripts.
+    (a hosts.contract.WebUI): it must outlive a reload of the scripts. patches: the replaced methods of diffusers'
+    classes (hosts.hooks.TablePatch), by class and name.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Runtime:
         self.open_cache, self.keep_history, self.purge = cache.open_cache, cache.keep_history, cache.purge
         self.purge_disk = cache.purge_disk
         self.webui: Any = None
+        self.patches: dict[tuple[type, str], Any] = {}
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
         # The settings that were found to be plain last.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.origins import author, origin, package, underlying
+from ..core.origins import OURS, author, beneath_ours, origin, package, underlying
 from ..core.refusal import Refusal
 from .watch import edit_counts, layout_of
 
@@ -28,7 +28,6 @@ FUNCTIONS = (
     "linear", "conv2d", "group_norm", "layer_norm", "rms_norm", "silu", "gelu", "scaled_dot_product_attention",
     "interpolate", "pad", "softmax",
 )
-OURS = __name__.partition(".")[0]
 # What torch runs of a layer's class besides forward; the last where somebody else's forward calls torch's.
 CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 
@@ -181,12 +180,12 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
 
 
 def refuse_replaced(
-    kind: type, method: str = "forward", trusted: Collection[str] = (), beneath_ours: object = None
+    kind: type, method: str = "forward", trusted: Collection[str] = (), below: object = None
 ) -> None:
-    """Raise Refusal where the code of somebody who is not trusted stands in the place of a class's own method, or of
-    what stood there before us."""
+    """Raise Refusal if somebody who is not trusted has replaced a class's own method. below: the function that a hook
+    of ours hands its calls to; by default, the one that stands in the class, beneath ours."""
     owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
-    function = beneath_ours or (owner and owner.__dict__[method])
+    function = below or (owner and beneath_ours(owner.__dict__[method]))
     # A class's own package may decorate it: diffusers.utils around a method of diffusers.models.
     if owner and package(origin(function)) != package(owner.__module__) and is_foreign(function, trusted):
         raise Refusal(f"{kind.__name__}.{method} was replaced by {author(function)}")

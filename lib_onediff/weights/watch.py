@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..core.origins import beneath_ours
 from .contents import Contents, Place
 
 Result = TypeVar("Result")
@@ -230,7 +231,8 @@ class Tree:
             code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
             for base in kind.__mro__[:-1]:
                 for name, value in vars(base).items():
-                    body = getattr(getattr(value, "__func__", value), "__code__", None)
+                    # What our own code does beside it is no part of the host's sources.
+                    body = getattr(beneath_ours(getattr(value, "__func__", value)), "__code__", None)
                     if body is not None:
                         constants = [one for one in body.co_consts if isinstance(one, SAME_IN_ANY_PROCESS)]
                         code.update(f"{name} {body.co_names} {constants}".encode() + body.co_code)

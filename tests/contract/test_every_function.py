@@ -33,8 +33,9 @@ OUTERMOST = {
     "Guard.serve", "Guard.attempt", "Guard.hook.<locals>.decorate.<locals>.guarded",
     # contract_hosts decorates within a generation; the script does once, when it is loaded.
     "Guard.hook", "Guard.hook.<locals>.decorate",
-    "ClassPatch.__init__.<locals>.patched", "InstanceForward.__call__", "InstanceForward._guarded",
-    "LoopAnnouncer.__call__", "LoopAnnouncer._follow.<locals>.close",
+    "Link.__init__.<locals>.patched", "Link.__init__.<locals>.untraced", "ClassPatch.look_up", "TablePatch.look_up",
+    "TablePatch.get", "ModuleForward.stands", "is_front", "ModuleForward._by_hooks", "LoopAnnouncer.stands",
+    "LoopAnnouncer._follow.<locals>.close",
     "listen.<locals>.listening", "status", "Cache.status",
     "Routes.status", "Runtime.settings",
     "SentenceRoute.get_route_handler.<locals>.handle_with_sentences",

@@ -21,7 +21,7 @@ from vae_builders import diffusers_vae
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
-from lib_onediff.hosts.diffusers.instance_forward import attached
+from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.removal import remove_what_is_kept
 

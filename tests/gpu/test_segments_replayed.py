@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_forward import own_forward
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
@@ -37,7 +38,7 @@ def call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted
         output = unet(**given, return_dict=False)[0]
         assert {name: status()[name] for name in wanted} == wanted, status()["reason"]
         torch.manual_seed(seed)
-        return relative_error(output, type(unet).forward(unet, **given, return_dict=False)[0])
+        return relative_error(output, own_forward(unet)(**given, return_dict=False)[0])
 
 
 class ScaledContext:

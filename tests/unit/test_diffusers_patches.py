@@ -19,11 +19,13 @@ from builders import (
     relative_error,
     served,
 )
+from own_forward import own_forward
 from torch import Tensor
 
 import lib_onediff
 from lib_onediff.core.inputs import bytes_of, copy_inputs, own_inputs
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -73,7 +75,7 @@ def both(unet: Any, embeddings: list[Tensor] | None = None, seed: int = 0, **oth
     if embeddings is not None:
         given["added_cond_kwargs"] = {**(given.get("added_cond_kwargs") or {}), "image_embeds": embeddings}
     with torch.no_grad():
-        return unet(**given).sample, type(unet).forward(unet, **given).sample
+        return unet(**given).sample, own_forward(unet)(**given).sample
 
 
 def added(what: str) -> bool:
@@ -148,9 +150,9 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
         given = diffusers_arguments(a_call(unet, seed=seed))
         given["added_cond_kwargs"] = {"image_embeds": images("plain", "plus", seed=seed)}
         with torch.no_grad():
-            expected = type(unet).forward(unet, **given).sample
+            expected = own_forward(unet)(**given).sample
             unet(**given)
-            calls.append((unet.forward._call(unet, **given), expected))
+            calls.append((attached(unet)._call(unet, **given), expected))
     (first, _), (second, expected) = calls
     assert first.additions == second.additions and len(second.additions) == 2
     binding = runtime.services.managed.get(unet).bound.binding

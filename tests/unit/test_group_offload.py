@@ -10,7 +10,7 @@ from builders import SMALL_XL, a_call, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
 
 import lib_onediff
-from lib_onediff.hosts.diffusers.instance_forward import attached
+from lib_onediff.hosts.diffusers.module_forward import attached
 
 hooks = pytest.importorskip("diffusers.hooks", reason="needs diffusers 0.33")
 ROUNDING = 1e-5

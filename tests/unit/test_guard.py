@@ -50,7 +50,7 @@ def test_what_the_host_raises_is_its_own(caplog: pytest.LogCaptureFixture) -> No
     with pytest.raises(ValueError, match="the host's own") as raised:
         module.forward(-1)
     # Where our hook stands in for the host's function and hands it back, and nothing between.
-    assert [frame.name for frame in raised.traceback][1:] == ["patched", "serve", "forward"]
+    assert [frame.name for frame in raised.traceback][1:] == ["patched", "untraced", "serve", "forward"]
     assert told == [] and guard.faults == [] and not guard.suspended and caplog.records == []
 
 

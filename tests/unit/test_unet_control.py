@@ -140,6 +140,33 @@ def test_residuals_give_what_the_host_gives(layout: dict, residuals: Callable[[S
     assert relative_error(expected, bare) > 1e-2
 
 
+@pytest.mark.parametrize("options", [{}, {"enabled": False}], ids=["ours", "the host's"])
+@pytest.mark.parametrize(("layout", "residuals", "steps"), [
+    (SDXL, adapted, 2), (SD1, adapted, 2), ({**SD1, "mid_block_type": None}, one_more, 1),
+], ids=["SDXL adapter", "adapter", "no middle block"])
+def test_the_callers_list_is_left_as_the_host_leaves_it(
+    layout: dict, residuals: Callable[[Scene], dict[str, Any]], steps: int, options: dict[str, Any]
+) -> None:
+    """A loop that hands the same list to each step has an adapter in the first one alone."""
+    scene = Scene(layout)
+    (name, given), = residuals(scene).items()
+    lists = list(given), list(given)
+    call = scene.call
+
+    def output(left: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return scene.unet(
+                call.latent, call.timestep, call.context, added_cond_kwargs=scene.added, **{name: left}
+            ).sample
+
+    expected = [output(lists[0]) for _ in range(steps)]
+    lib_onediff.compile_unet(scene.unet, **options)
+    for one in expected:
+        assert relative_error(output(lists[1]), one) < CLOSE
+    assert [id(one) for one in lists[1]] == [id(one) for one in lists[0]] and len(lists[0]) < len(given)
+    assert lib_onediff.status()["route"] == ("host" if options else "plain")
+
+
 def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     scene = Scene(SD1)
     _, middle = scene.controlnet()

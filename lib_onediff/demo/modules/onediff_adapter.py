@@ -18,7 +18,7 @@ from ...core.refusal import Refusal
 from ...hosts.contract import WebUI, random_state_kept
 from ...hosts.diffusers import unet as diffusers_host
 from ...hosts.diffusers import vae as diffusers_decoder
-from ...hosts.diffusers.instance_forward import attached
+from ...hosts.diffusers.module_forward import attached
 from ...hosts.diffusers.schedule import sampling_of
 from ...runtime.runtime import runtime
 
@@ -33,7 +33,7 @@ def release() -> str:
 class Standalone(WebUI):
     """The adapter; see hosts.contract.WebUI."""
 
-    name, network_classes = "standalone", ("UNet2DConditionModel",)
+    name = "standalone"
     _serving = False
 
     def serve(self) -> None:
@@ -42,6 +42,10 @@ class Standalone(WebUI):
 
     def network(self, checkpoint: Any) -> Any:
         return getattr(checkpoint, "unet", None)
+
+    def unet_of(self, checkpoint: Any) -> Any:
+        unet = self.network(checkpoint)
+        return unet if diffusers_host.is_served(unet) else None
 
     def stop(self) -> None:
         self._serving = False

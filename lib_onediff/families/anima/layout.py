@@ -24,9 +24,8 @@ from ...core.leaves import (
     TimeEmbedding,
     digest_without,
 )
-from ...core.origins import package
 from ...core.refusal import Refusal
-from ..leaf_reader import LeafReader, is_genuine
+from ..leaf_reader import LeafReader, is_class, is_genuine
 
 BASE = 10000.0
 PLACES = ("self_attn", "cross_attn", "mlp")
@@ -177,8 +176,8 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 
 
 def is_cosmos(network: nn.Module) -> bool:
-    kind = type(network)
-    return kind.__name__ == "CosmosTransformer3DModel" and package(kind.__module__) == "diffusers" and is_genuine(kind)
+    """Whether a module is of diffusers' own CosmosTransformer3DModel, and of no class derived from it."""
+    return is_class(type(network), "diffusers.models.transformers.transformer_cosmos", "CosmosTransformer3DModel")
 
 
 def made_of_anima(network: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
 from ...core.origins import package
 from ...core.refusal import Refusal
-from ..leaf_reader import LeafReader, is_genuine
+from ..leaf_reader import LeafReader, is_class, is_genuine
 from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
 
 BLOCK = "BasicTransformerBlock"
@@ -147,7 +147,8 @@ def ldm_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def is_diffusers_unet(unet: nn.Module) -> bool:
-    return type(unet).__name__ == "UNet2DConditionModel" and hasattr(unet, "down_blocks")
+    """Whether a module is of diffusers' own UNet2DConditionModel, and of no class derived from it."""
+    return is_class(type(unet), "diffusers.models.unets.unet_2d_condition", "UNet2DConditionModel")
 
 
 def read_diffusers(unet: Any) -> UNetLayout:

@@ -58,7 +58,7 @@ def release() -> str:
 class A1111(WebUI):
     """The adapter; see contract.WebUI."""
 
-    name, network_classes = "a1111", ("UNetModel",)
+    name = "a1111"
     # SD3 and others have these too, and are told apart by their network.
     checkpoint_paths = ("model", "first_stage_model", "apply_model")
 
@@ -67,9 +67,8 @@ class A1111(WebUI):
         check_needs(release, NEEDS)
         super().__init__(release)
         modules = [importlib.import_module(name) for name in UNET_MODULES]
-        self._unets = UNetHooks(
-            [module.UNetModel for module in modules], self._forward, self._why_bypassed
-        )
+        self.network_classes = tuple(module.UNetModel for module in modules)
+        self._unets = UNetHooks(self.network_classes, self._forward, self._why_bypassed)
         self._changed = ChangedModules(does_nothing_now)
         stages = [module.TimestepEmbedSequential for module in modules]
         self._stages = ForwardPatches(stages, self._stage, "the UNet's blocks", lambda stage, reason: None)
@@ -137,6 +136,7 @@ class A1111(WebUI):
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
                 raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({names})")
+            self._unets.refuse_derived(unet)
             self._check_state(unet)
             if owner is not None:
                 raise Refusal(f"{owner} calls the UNet from a forward of its own")

@@ -2,7 +2,6 @@
 and its scheduler say so."""
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...core.guard import HostFunction
+from ...core.origins import package
 from ...core.sampling import OTHER_SAMPLER, Sampling, time_of
+from ...families.leaf_reader import is_genuine
 from ...runtime.runtime import runtime
+from ..hooks import Replacement, TablePatch
 
 BAR = "progress_bar"
 # These go on from one output, and add no noise between their steps as the pipelines call them (eta 0).
@@ -19,15 +22,18 @@ FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler")
 
 
 class LoopAnnouncer:
-    """Stands for the progress_bar of one pipeline, within which each of diffusers' pipelines runs its steps: so its
-    samplings begin and end. Keeps neither pipeline nor UNet alive."""
+    """Announces the samplings of one pipeline: each of diffusers' pipelines runs its steps within its progress_bar, so
+    its samplings begin and end with that. A hooks.StandIn; keeps neither pipeline nor UNet alive."""
 
     def __init__(self, pipe: Any, unet: nn.Module) -> None:
         self._pipe, self._unet = reference_to(pipe), reference_to(unet)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pipe = self._pipe()
-        bar = type(pipe).progress_bar(pipe, *args, **kwargs)
+    def stands(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]]:
+        """See hooks.StandIn."""
+        return self._announce, original
+
+    def _announce(self, host: HostFunction, pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        bar = host(pipe, *args, **kwargs)
         runtime.guard.attempt("following a pipeline's steps", partial(self._follow, bar))
         return bar
 
@@ -61,22 +67,34 @@ class LoopAnnouncer:
         if unet is not None:
             runtime.end_sampling(unet)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copied pipeline gets its class's own: the copy's UNet is not in our care.
-        pipe = self._pipe()
-        return types.MethodType, (type(pipe).progress_bar, pipe)
-
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
-    """Have this pipeline's samplings announced. One without diffusers' progress_bar, a tqdm, announces none."""
-    if callable(getattr(type(pipe), BAR, None)):
-        vars(pipe)[BAR] = LoopAnnouncer(pipe, unet)
+    """Have this pipeline's samplings announced. A pipeline that never calls diffusers' progress_bar announces none."""
+    owner = owner_of_bar(pipe)
+    if owner is None:
+        return
+    patch = runtime.patches.get((owner, BAR))
+    if patch is None:
+        patch = runtime.patches[owner, BAR] = TablePatch(
+            owner, BAR, runtime.guard, "a pipeline's progress bar", lambda pipe, reason: None
+        )
+    patch.put(pipe, LoopAnnouncer(pipe, unet))
 
 
 def no_longer_announce(pipe: Any) -> None:
     """Undo announce_samplings."""
-    if isinstance(getattr(pipe, "__dict__", {}).get(BAR), LoopAnnouncer):
-        del vars(pipe)[BAR]
+    owner = owner_of_bar(pipe)
+    patch = None if owner is None else runtime.patches.get((owner, BAR))
+    if patch is not None:
+        patch.take(pipe)
+
+
+def owner_of_bar(pipe: Any) -> type | None:
+    """The class of diffusers that defines a pipeline's progress_bar; None for a pipeline that is none of diffusers'."""
+    return next((
+        kind for kind in type(pipe).__mro__
+        if BAR in vars(kind) and package(kind.__module__) == "diffusers" and is_genuine(kind)
+    ), None)
 
 
 def reference_to(pipe: Any) -> Callable[[], Any]:

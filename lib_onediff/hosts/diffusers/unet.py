@@ -2,12 +2,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import math
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,13 +16,14 @@ from ...core.guard import HostFunction
 from ...core.inputs import rows_within
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts
+from ...families.anima.layout import is_cosmos
+from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet
 from ...runtime.runtime import runtime
-from ...weights.scan import HostTraits, refuse_replaced
+from ...weights.scan import HostTraits
 from ...weights.watch import no_object
 from .cosmos import cosmos_call
-from .instance_forward import InstanceForward, attached, only_moves, put_on, take_off
 from .loras import LoraReader
+from .module_forward import ModuleForward, attached, by_name, only_moves, put_on, take_off
 from .patches import Within, within
 from .schedule import announce_samplings, reference_to
 
@@ -36,6 +35,8 @@ OUTPUTS = {
     UNET: ("diffusers.models.unets.unet_2d_condition", "UNet2DConditionOutput"),
     COSMOS: ("diffusers.models.modeling_outputs", "Transformer2DModelOutput"),
 }
+# The argument that UNet2DConditionModel.forward takes from the front of a list, and so empties.
+CONSUMED = "down_intrablock_additional_residuals"
 # These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
 # diffusers or of somebody else, may have three predictions an image, or another order.
 TWO_HALVES = frozenset({
@@ -53,42 +54,87 @@ ODD_BATCH = "the call does not have one row of the prompt and one of the negativ
 FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
-class DiffusersForward(InstanceForward):
+def is_served(network: Any) -> bool:
+    """Whether a network is of one of diffusers' own classes that OneDiff serves, and of none derived from it."""
+    return isinstance(network, nn.Module) and (is_diffusers_unet(network) or is_cosmos(network))
+
+
+class HostsAnswer:
+    """Makes the host's own answer to a call, as often as it is asked for, and keeps the last one untouched.
+
+    Calling it returns the sample alone, (batch, channels, h, w), which is what others compare with. answer: what the
+    host returned last; None before. sample: the sample in it.
+    """
+
+    def __init__(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._host, self._module, self._args, self._kwargs = host, module, args, kwargs
+        self.answer: Any = None
+        self.sample: Tensor | None = None
+        # The host empties a list, and must find it whole however often it runs.
+        self._lists = [one for one in (*args, *kwargs.values()) if type(one) is list]
+        self._left: list[list[Any]] = []
+
+    def __call__(self) -> Tensor:
+        before = list(map(list, self._lists))
+        try:
+            self.answer = self._host(self._module, *self._args, **self._kwargs)
+        finally:
+            self._left = list(map(list, self._lists))
+            for one, whole in zip(self._lists, before, strict=True):
+                one[:] = whole
+        self.sample = sample = self.answer[0]
+        return sample
+
+    def leave_lists_as_the_host(self) -> None:
+        """The caller finds the lists as the host's forward leaves them."""
+        for one, left in zip(self._lists, self._left, strict=True):
+            one[:] = left
+
+
+class DiffusersForward(ModuleForward):
     """Stands in for the forward of one of OUTPUTS."""
 
     hook = "the UNet's forward"
 
-    def __init__(self, unet: nn.Module, compiled: Any = None) -> None:
-        super().__init__(unet, compiled)
+    def __init__(self) -> None:
+        super().__init__()
         self._attentions: dict[str, weakref.ref[Any]] = {}
         self.loras = LoraReader()
         # The pipeline that calls, where that is known.
         self.pipeline: Callable[[], Any] = no_object
 
-    def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
-        kind: Any = type(module)
+    def serve(
+        self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
-            names = names_of(kind, kind.forward)
-        except Refusal as reason:
-            runtime.note_host(str(reason), module)
-            return runtime.pressure.run_host(lambda: host(module, *args, **kwargs))
-        # Signature.bind says the same in a tenth of a millisecond; what does not fit is the host's to refuse.
-        given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
-        return_dict = given.pop("return_dict", True)
-        by_host = lambda: sample_of(host, module, given)  # noqa: E731
-        try:
+            given = self._given(original, module, args, kwargs)
+            return_dict = given.pop("return_dict", True)
             call = self._read(module, given)
         except Refusal as reason:
             runtime.note_host(str(reason), module)
-            sample = runtime.pressure.run_host(by_host)
-        else:
-            sample = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
+            return runtime.pressure.run_host(lambda: host(module, *args, **kwargs))
+        by_host = HostsAnswer(host, module, args, kwargs)
+        sample = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
+        if sample is by_host.sample:
+            by_host.leave_lists_as_the_host()
+            return by_host.answer
+        if given.get(CONSUMED):
+            del given[CONSUMED][:residuals_taken(module, given["sample"], given[CONSUMED])]
         if not return_dict:
             return (sample,)
-        place, output = OUTPUTS[kind.__name__]
+        place, output = OUTPUTS[type(module).__name__]
         return getattr(importlib.import_module(place), output)(sample=sample)
 
-    def declined(self, module: Any, reason: str) -> None:
+    def _given(
+        self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments of a call by their names. Raises Refusal where its forward is none that we know."""
+        if not is_served(module):
+            raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
+        return by_name(module, original, args, kwargs)
+
+    @classmethod
+    def declined(cls, module: Any, reason: str) -> None:
         runtime.note_host(reason, module)
 
     def _prompt_rows(self, host: HostFunction, unet: Any, given: dict[str, Any]) -> PromptRows:
@@ -158,8 +204,12 @@ class DiffusersForward(InstanceForward):
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     """Serve this UNet's calls by our forward where it can; settings override the runtime's. Safe to call twice.
 
-    A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why.
+    A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why. Raises Refusal for
+    one that is not of diffusers' own classes, and ValueError if somebody else has replaced its forward.
     """
+    if not is_served(unet):
+        kind = type(unet)
+        raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a class of diffusers that OneDiff serves")
     put_on(unet, DiffusersForward, "this UNet's")
     runtime.adopt(unet, settings, HostTraits(
         functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
@@ -187,16 +237,6 @@ def detach(unet: nn.Module) -> None:
 # --- a call ----------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=8)
-def names_of(kind: type, forward: Callable[..., Any]) -> tuple[str, ...]:
-    """What this class's forward takes besides the module. Raises Refusal where it is none of diffusers' own that we
-    know."""
-    if kind.__name__ not in OUTPUTS:
-        raise Refusal(f"{kind.__name__} is not a UNet that OneDiff knows")
-    refuse_replaced(kind)
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
     """(batch,) on the sample's device, from a number, a scalar tensor or a tensor of one or batch values."""
     if not isinstance(timestep, Tensor):
@@ -217,10 +257,9 @@ def label_of(unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
 
 
 def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    """What the UNet's own forward makes of these arguments."""
-    # It consumes a list of them, and must find it whole however often it runs.
-    consumed = given.get("down_intrablock_additional_residuals")
-    again = {**given, "down_intrablock_additional_residuals": list(consumed)} if consumed else given
+    """The sample that a UNet's own forward makes of these arguments, and of a copy of the list that it empties."""
+    consumed = given.get(CONSUMED)
+    again = {**given, CONSUMED: list(consumed)} if consumed else given
     sample: Tensor = host(unet, **again, return_dict=False)[0]
     return sample
 
@@ -250,9 +289,11 @@ def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, insi
     """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them."""
     if inside is None and middle is None and down is not None:
         raise Refusal("a T2I adapter passes its residuals in the old way")
+    if inside is not None and type(inside) is not list:
+        raise Refusal("a T2I adapter's residuals are not in a list, from which the host takes them")
     adapter, waiting = adapter_slots(unet, list(inside or ()))
     after_middle: list[Tensor | None] = []
-    if waiting and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample):
+    if is_for_middle(unet, sample, waiting):
         after_middle.append(waiting[0])
     output: tuple[Tensor | None, ...] = ()
     if down is not None and middle is not None:  # the host ignores one without the other
@@ -261,6 +302,17 @@ def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, insi
     if not (adapter or after_middle or output):
         return None
     return Control(adapter, tuple(after_middle), output)
+
+
+def is_for_middle(unet: Any, sample: Tensor, waiting: list[Tensor]) -> bool:
+    """Whether the first of a T2I adapter's residuals that no down block takes is added after the middle block."""
+    return bool(waiting) and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample)
+
+
+def residuals_taken(unet: Any, sample: Tensor, inside: list[Tensor]) -> int:
+    """How many of a T2I adapter's residuals the host's forward takes from the front of the caller's list."""
+    waiting = adapter_slots(unet, list(inside))[1]
+    return len(inside) - len(waiting) + is_for_middle(unet, sample, waiting)
 
 
 def adapter_slots(unet: Any, waiting: list[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:

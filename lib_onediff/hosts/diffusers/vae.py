@@ -5,6 +5,7 @@ per tile.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,23 +15,27 @@ from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...families.vae import is_diffusers
 from ...runtime.runtime import runtime
-from ...weights.scan import refuse_replaced
-from .instance_forward import InstanceForward, put_on, take_off, unwrapped
+from .module_forward import ModuleForward, by_name, put_on, take_off, unwrapped
+
+# What the forwards of both take first.
+LATENT = "sample"
 
 
-class DecoderForward(InstanceForward):
+class DecoderForward(ModuleForward):
     """Stands in for Decoder.forward, and Encoder.forward."""
 
     hook = "the VAE's forward"
 
-    def serve(self, host: HostFunction, module: Any, *args: Any, **kwargs: Any) -> Any:
-        # What does not fit is the host's to refuse.
-        given = {**dict(zip(self.__signature__.parameters, args)), **kwargs}  # noqa: B905
-        latent = given.pop("sample", None)
+    def serve(
+        self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        latent: Any = args[0] if args else kwargs.get(LATENT)
 
         def check() -> None:
-            refuse_replaced(type(module))
-            if not isinstance(latent, Tensor):
+            if not is_diffusers(module):
+                raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
+            given = by_name(module, original, args, kwargs)
+            if not isinstance(given.pop(LATENT, None), Tensor):
                 raise Refusal("the VAE's decoder is called without a latent")
             passed = sorted(name for name, value in given.items() if value is not None)
             if passed:
@@ -38,7 +43,8 @@ class DecoderForward(InstanceForward):
 
         return runtime.vae.decode(module, latent, lambda: host(module, *args, **kwargs), check=check)
 
-    def declined(self, module: Any, reason: str) -> None:
+    @classmethod
+    def declined(cls, module: Any, reason: str) -> None:
         runtime.vae.note_host(reason)
 
 
@@ -54,8 +60,10 @@ def halves_of(owner: Any) -> list[nn.Module]:
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
     """Serve this decoder's calls by our forward where it can; settings override the runtime's. Safe to call twice.
 
-    Raises ValueError if somebody else has replaced its forward.
+    Raises ValueError if somebody else has replaced its forward, and Refusal for one that is none of diffusers' own.
     """
+    if not is_diffusers(decoder):
+        raise Refusal(f"{type(decoder).__module__}.{type(decoder).__qualname__} is not a class of diffusers' VAE")
     put_on(decoder, DecoderForward, "the VAE decoder's")
     runtime.vae.adopt(decoder, settings)
 

@@ -93,7 +93,7 @@ class Forge(WebUI):
         super().__init__(release)
         # Of its own: each remembers what it has found in this host.
         self._networks = [replace(one) for one in self.networks if one is self.networks[0] or one.is_there]
-        self.network_classes = tuple(one.kind.__name__ for one in self._networks)
+        self.network_classes = tuple(one.kind for one in self._networks)
         self.models = " and ".join(dict.fromkeys(one.models for one in self._networks))
         traits = HostTraits(
             functions=LayerFunctions(), casts=Casts(cast_to_input), brought=is_brought, placed=PLACED,
@@ -190,8 +190,9 @@ class Forge(WebUI):
         if unet not in self._refusals:
             self._refusals[unet] = self.unmet or ""
             try:
-                hook = next(patch for patch in self._unets.patches if isinstance(unet, patch.owner))
-                refuse_replaced(type(unet), beneath_ours=hook.original)
+                self._unets.refuse_derived(unet)
+                hook = next(patch for patch in self._unets.patches if type(unet) is patch.owner)
+                refuse_replaced(type(unet), below=hook.original)
                 check_storage(unet)
             except Refusal as refusal:
                 self._refusals[unet] = self.unmet or str(refusal)

@@ -1,0 +1,346 @@
+"""The class's forward is replaced once, for the very modules that were compiled: copies, other classes, other patches
+of the class, forwards that somebody keeps, and the class afterwards."""
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error, served
+from diffusers import UNet2DConditionModel
+from own_forward import own_forward
+from test_public_api_pipelines import tiny_vae
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.core.guard import Guard
+from lib_onediff.hosts.diffusers.module_forward import attached
+from lib_onediff.hosts.hooks import ClassPatch, TablePatch
+from lib_onediff.runtime.runtime import runtime
+
+ROUNDING = 1e-5
+HOSTS_OWN = own_forward(nn.Module.__new__(UNet2DConditionModel)).__func__
+
+
+@pytest.fixture(autouse=True)
+def no_other_unet_is_compiled() -> None:
+    """What earlier tests have compiled is released, and the class is diffusers' own."""
+    gc.collect()
+    for patch in list(runtime.patches.values()):
+        for one in patch.objects():
+            patch.take(one)
+    assert UNet2DConditionModel.forward is HOSTS_OWN
+
+
+def calls() -> dict[str, int]:
+    return dict(lib_onediff.status()["calls"])
+
+
+def is_ours(unet: Any) -> bool:
+    """Whether a call is answered by our forward, and as the host would answer it."""
+    before, call = calls()["plain"], a_call(unet)
+    with torch.no_grad():
+        expected = HOSTS_OWN(unet, **diffusers_arguments(call)).sample
+    assert relative_error(served(unet, call), expected) < ROUNDING
+    return calls()["plain"] > before
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def with_other_weights(twin: Any) -> Any:
+    """A copy that shares its layers with the original gets a last layer of its own."""
+    twin._modules = dict(twin._modules)
+    twin._modules["conv_out"] = copy.deepcopy(twin._modules["conv_out"])
+    with torch.no_grad():
+        twin.conv_out.bias.add_(1.0)
+    return twin
+
+
+def by_dictionary(unet: Any) -> Any:
+    twin = type(unet).__new__(type(unet))
+    twin.__dict__.update(unet.__dict__)
+    return twin
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy.copy": copy.copy, "copy.deepcopy": copy.deepcopy, "its dictionary": by_dictionary,
+    "DataParallel": lambda unet: unet._replicate_for_data_parallel(),
+}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_a_copy_computes_its_own_weights(duplicate: Callable[[Any], Any]) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    assert is_ours(unet)
+    twin = with_other_weights(duplicate(unet))
+    before = calls()
+    assert torch.equal(served(twin, a_call(twin)), diffusers_output(twin, a_call(twin))) and calls() == before
+    assert relative_error(served(twin, a_call(twin)), served(unet, a_call(unet))) > 1e-2
+    assert is_ours(unet) and is_ours(lib_onediff.compile_unet(twin))
+
+
+def test_a_copy_with_compiled_regions_is_the_hosts() -> None:
+    regions = pytest.importorskip("accelerate.utils")
+    if not hasattr(regions, "compile_regions"):
+        pytest.skip("this accelerate compiles no regions")
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    twin = regions.compile_regions(unet, disable=True)
+    with torch.no_grad():
+        next(layer for layer in twin.modules() if isinstance(layer, nn.Conv2d)).weight.mul_(1.5)
+    before = calls()
+    call = a_call(unet)
+    with torch.no_grad():
+        expected = HOSTS_OWN(twin, **diffusers_arguments(call)).sample
+        assert torch.equal(twin(**diffusers_arguments(call)).sample, expected) and calls() == before
+
+
+def test_the_halves_of_a_vae() -> None:
+    vae = tiny_vae()
+    pipe = type("Pipe", (), {})()
+    pipe.unet, pipe.vae = diffusers_unet(), vae
+    lib_onediff.compile_pipe(pipe)
+    latent = torch.randn(1, 4, 8, 8)
+    twin = copy.copy(vae.decoder)
+    twin._modules = {**twin._modules, "conv_out": copy.deepcopy(twin.conv_out)}
+    with torch.no_grad():
+        twin.conv_out.bias.add_(1.0)
+        expected = own_forward(twin)(latent)
+        assert torch.equal(twin(latent), expected) and not torch.allclose(vae.decoder(latent), expected, atol=0.5)
+
+
+# --- what is compiled -------------------------------------------------------------------------------------------------
+
+
+class Derived(UNet2DConditionModel):
+    """Somebody's own, with the forward of diffusers."""
+
+
+class Louder(UNet2DConditionModel):
+    """Somebody's own, which returns two things."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        return 3 * found[0], "beside it"
+
+
+Louder.__name__ = Louder.__qualname__ = "UNet2DConditionModel"
+
+
+@pytest.mark.parametrize("kind", [Derived, Louder])
+def test_another_class_is_left_alone_whatever_its_name(kind: type, caplog: pytest.LogCaptureFixture) -> None:
+    plain = diffusers_unet()
+    unet: Any = kind(**{name: value for name, value in plain.config.items() if not name.startswith("_")})
+    unet.load_state_dict(plain.state_dict())
+    call = a_call(plain)
+    own, before = kind.__dict__.get("forward"), calls()
+    # Its base is patched all the same.
+    lib_onediff.compile_unet(plain)
+    assert lib_onediff.compile_unet(unet.eval()) is unet
+    assert "is not a class of diffusers" in caplog.text and kind.__dict__.get("forward") is own
+    with torch.no_grad():
+        answer, expected = unet(**diffusers_arguments(call)), diffusers_output(plain, call)
+    if kind is Derived:
+        assert torch.equal(answer.sample, expected)
+    else:
+        assert answer[1:] == ("beside it",) and relative_error(answer[0], 3 * expected) < ROUNDING
+    assert calls() == before and is_ours(plain)
+    assert lib_onediff.uncompile_unet(unet) is unet
+
+
+def test_an_answer_of_the_hosts_comes_back_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's function in the class, beneath ours, answers with what no UNet of diffusers' does."""
+    answers: list[Any] = []
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answers.append((HOSTS_OWN(self, *args, **kwargs)[0], {"args": args, "kwargs": kwargs}))
+        return answers[-1]
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", theirs)
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    call = a_call(unet)
+    with torch.no_grad():
+        answer = unet(call.latent, call.timestep, encoder_hidden_states=call.context)
+    assert answer is answers[-1] and answer[1]["args"][0] is call.latent
+    assert list(answer[1]["kwargs"]) == ["encoder_hidden_states"]
+    assert "was replaced by" in lib_onediff.status()["reason"]
+    lib_onediff.uncompile_unet(unet)
+
+
+# --- the class --------------------------------------------------------------------------------------------------------
+
+
+def test_the_class_is_as_found_when_the_last_is_released() -> None:
+    first, second = (lib_onediff.compile_unet(diffusers_unet()) for _ in range(2))
+    assert UNet2DConditionModel.forward is not HOSTS_OWN
+    lib_onediff.uncompile_unet(first)
+    assert is_ours(second) and not is_ours(first)
+    lib_onediff.uncompile_unet(second)
+    assert UNet2DConditionModel.forward is HOSTS_OWN
+    third = lib_onediff.compile_unet(diffusers_unet())
+    assert is_ours(third)
+    del third
+    gc.collect()
+    assert UNet2DConditionModel.forward is HOSTS_OWN
+
+
+def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def wrapper(below: Any) -> Any:
+        def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(self)
+            return below(self, *args, **kwargs)
+
+        return theirs
+
+    unet, other = lib_onediff.compile_unet(diffusers_unet()), diffusers_unet()
+    above = wrapper(UNet2DConditionModel.forward)
+    UNet2DConditionModel.forward = above
+    try:
+        # Above ours: it sees each call, and who knows what it does meanwhile.
+        assert not is_ours(unet) and seen == [unet] and "was replaced by" in lib_onediff.status()["reason"]
+        assert not is_ours(lib_onediff.compile_unet(other)) and seen == [unet, other]
+        lib_onediff.uncompile_unet(unet)
+        lib_onediff.uncompile_unet(other)
+        before = calls()
+        assert UNet2DConditionModel.forward is above and not is_ours(unet) and calls() == before
+        lib_onediff.compile_unet(unet)
+        # Taken off together with ours, which is put back by the next compilation.
+        UNet2DConditionModel.forward = HOSTS_OWN
+        assert not is_ours(unet)
+        assert is_ours(lib_onediff.compile_unet(unet))
+        lib_onediff.uncompile_unet(unet)
+        assert UNet2DConditionModel.forward is HOSTS_OWN
+        # Beneath ours: it is the host's, until it goes.
+        UNet2DConditionModel.forward = wrapper(HOSTS_OWN)
+        lib_onediff.compile_unet(unet)
+        assert not is_ours(unet) and "was replaced by" in lib_onediff.status()["reason"]
+        UNet2DConditionModel.forward = HOSTS_OWN
+        assert not is_ours(unet) and is_ours(lib_onediff.compile_unet(unet))
+    finally:
+        lib_onediff.uncompile_unet(unet)
+        lib_onediff.uncompile_unet(other)
+        UNet2DConditionModel.forward = HOSTS_OWN
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_patches_of_ours_go_in_any_order(order: tuple[int, int]) -> None:
+    class Owner:
+        def forward(self, x: int) -> int:
+            return x + 1
+
+    own = Owner.__dict__["forward"]
+    add = lambda original, module, x: original(module, x) + 10  # noqa: E731
+    patches = [ClassPatch(Owner, "forward", add, Guard(), "a method") for _ in range(2)]
+    for _ in range(2):
+        for patch in patches:
+            patch.apply()
+        assert Owner().forward(1) == 22
+        patches[order[0]].undo()
+        assert Owner().forward(1) == 12
+        patches[order[1]].undo()
+        assert Owner.__dict__["forward"] is own
+
+
+def test_what_cannot_be_looked_up_is_the_hosts() -> None:
+    class Owner:
+        __hash__ = None  # type: ignore[assignment]
+
+        def forward(self, x: int) -> int:
+            return x + 1
+
+    patch = TablePatch(Owner, "forward", Guard(), "a method")
+    patch.apply()
+    assert Owner().forward(1) == 2
+    patch.undo()
+
+
+# --- a forward that somebody keeps ------------------------------------------------------------------------------------
+
+
+def test_a_kept_forward_keeps_its_module() -> None:
+    expected = diffusers_output(diffusers_unet(), a_call(diffusers_unet()))
+    forward = lib_onediff.compile_unet(diffusers_unet()).forward
+    gc.collect()
+    call, before = a_call(forward.__self__), calls()["plain"]
+    with torch.no_grad():
+        assert relative_error(forward(**diffusers_arguments(call)).sample, expected) < ROUNDING
+    assert calls()["plain"] == before + 1
+
+
+def test_what_tools_ask_of_a_forward() -> None:
+    unet = diffusers_unet()
+    hosts = own_forward(unet)
+    ours = lib_onediff.compile_unet(unet).forward
+    assert inspect.ismethod(ours) and ours.__self__ is unet and ours == unet.forward and ours.__func__ is not HOSTS_OWN
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(ours, name) == getattr(hosts, name)
+    assert inspect.signature(ours) == inspect.signature(hosts)
+    assert inspect.signature(ours.__func__) == inspect.signature(HOSTS_OWN)
+    assert inspect.unwrap(ours) is inspect.unwrap(HOSTS_OWN) and ours.__code__.co_varnames[0] == "self"
+    # As accelerate's and diffusers' hooks do.
+    hooked = functools.update_wrapper(functools.partial(lambda *given: None, unet), ours)
+    assert inspect.signature(hooked) == inspect.signature(hosts)
+
+
+# --- accelerate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_copy_of_an_offloaded_unet(is_first: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    unet = diffusers_unet()
+    steps = (lambda: accelerate.cpu_offload(unet, torch.device("cpu")), lambda: lib_onediff.compile_unet(unet))
+    for step in steps[::1 if is_first else -1]:
+        step()
+    assert attached(unet) is not None and "lib_onediff" not in repr(vars(unet))
+    call = a_call(unet)
+    expected = diffusers_output(diffusers_unet(), call)
+    assert relative_error(served(unet, call), expected) < ROUNDING
+    twin = copy.deepcopy(unet)
+    before = calls()
+    assert relative_error(served(twin, call), expected) < ROUNDING and calls() == before
+    lib_onediff.uncompile_unet(unet)
+    assert vars(unet)["_old_forward"].__func__ is HOSTS_OWN
+    accelerate.hooks.remove_hook_from_module(unet, recurse=True)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_hosts_turn_is_each_threads_own() -> None:
+    """While one thread runs the host's forward through diffusers' hooks, the call of another goes its own way."""
+    hooks = pytest.importorskip("diffusers.hooks", reason="needs diffusers 0.33")
+    unet = diffusers_unet()
+    call = a_call(unet)
+    expected = diffusers_output(unet, call)
+    hooks.apply_group_offloading(unet, torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+    lib_onediff.compile_unet(unet, enabled=False)
+    reference = unet._diffusers_hook._fn_refs[0]
+    own, moved, both = reference.pre_forward, list[str](), threading.Barrier(2, timeout=60)
+
+    def move(*given: Any, **named: Any) -> Any:
+        moved.append(threading.current_thread().name)
+        both.wait()
+        return own(*given, **named)
+
+    reference.pre_forward = move
+    outputs: dict[str, Tensor] = {}
+    threads = [
+        threading.Thread(target=lambda name=name: outputs.update({name: served(unet, call)}), name=name)
+        for name in ("one", "other")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(moved) == ["one", "other"]
+    assert all(relative_error(output, expected) < ROUNDING for output in outputs.values()) and len(outputs) == 2
+    assert runtime.guard.faults == []
