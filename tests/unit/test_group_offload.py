@@ -1,6 +1,7 @@
 """A UNet whose weights diffusers' group offloading moves: ours is called before it moves any."""
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,13 @@ import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
+from own_forward import own_forward
+from torch import nn
 
 import lib_onediff
+from lib_onediff.hosts.diffusers import module_forward
 from lib_onediff.hosts.diffusers.module_forward import attached
+from lib_onediff.runtime.runtime import runtime
 
 hooks = pytest.importorskip("diffusers.hooks", reason="needs diffusers 0.33")
 ROUNDING = 1e-5
@@ -66,3 +71,62 @@ def test_weights_that_wait_on_the_disk_are_the_hosts(pretended: PretendedGraphs,
     for _ in range(3):
         assert torch.equal(served(unet, call), expected)
     assert lib_onediff.status()["route"] == "host" and "diffusers" in lib_onediff.status()["reason"]
+
+
+class Noting(hooks.ModelHook):
+    """Notes when it runs. Under the name of a hook of diffusers that only moves weights."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.noted.append("later")
+        return args, kwargs
+
+
+def test_hooks_that_come_one_after_the_other_all_run_around_the_host_and_go_again() -> None:
+    """Each keeps the forward that it finds. Whatever that was, the host's own runs within all of them, once."""
+    unet, noted = diffusers_unet(**SMALL_XL), list[str]()
+    call = a_call(unet)
+    expected = served(unet, call)
+    offload(unet, "block_level")
+    registry = hooks.HookRegistry.check_if_exists_or_initialize(unet)
+    first = registry._fn_refs[0]
+    own = first.pre_forward
+    first.pre_forward = lambda *given, **named: noted.append("first") or own(*given, **named)
+    before = vars(unet)["forward"]
+    lib_onediff.compile_unet(unet, enabled=False)
+
+    def run(network: Any = unet) -> list[str]:
+        noted.clear()
+        assert relative_error(served(network, call), expected) < ROUNDING and runtime.guard.faults == []
+        return list(noted)
+
+    assert run() == run() == ["first"]
+    registry.register_hook(Noting(noted), "layer_execution_tracker")
+    assert run() == run() == ["later", "first"]
+    assert "onediff" not in repr(vars(unet)["forward"]) and lib_onediff.status()["route"] == "host"
+    # As diffusers' own, a copy's hooks lead to the original's module.
+    assert run(copy.copy(unet)) == ["later", "first"]
+    registry.remove_hook("layer_execution_tracker", recurse=False)
+    assert run() == run() == ["first"]
+    lib_onediff.uncompile_unet(unet)
+    assert vars(unet)["forward"] is before and run() == ["first"]
+    assert first.forward == own_forward(unet)
+
+
+def test_a_fault_while_hooks_are_looked_at_costs_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = diffusers_unet(**SMALL_XL)
+    call = a_call(unet)
+    expected = served(unet, call)
+    lib_onediff.compile_unet(unet)
+    offload(unet, "block_level")
+
+    def broken(module: nn.Module) -> bool:
+        raise IndexError("broken by a test")
+
+    monkeypatch.setattr(module_forward, "only_moves", broken)
+    assert torch.equal(served(unet, call), expected)
+    assert "broken by a test" in lib_onediff.status()["reason"] and lib_onediff.status()["route"] == "host"
+    runtime.guard.forget()
