@@ -108,7 +108,8 @@ def load_model(path: str | None) -> LoadedModel:
         raise
     except BaseException as error:
         # Loaders raise dozens of kinds for damaged files; a panic of a Rust library is no Exception.
-        first_sentence = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+        said = " ".join(str(error).replace(str(location), location.name).split())
+        first_sentence = said.partition(". ")[0] or type(error).__name__
         cause = textwrap.shorten(first_sentence, 200, placeholder=" ...").rstrip(".")
         raise Refusal(readable(f"The model {location.name} cannot be loaded; it may be damaged ({cause}).")) from error
     if pipeline.text_encoder is None:

@@ -152,7 +152,7 @@ def check_numbers(part: str, config: dict[str, Any]) -> None:
         if not all(is_whole(side) and 0 < side <= LARGEST_SAMPLE for side in known):
             raise Refusal(readable(f"config.json in {part} has sample_size = {sides!r}, which is no size of a latent."))
     if part == "vae":
-        factor = config.get("scaling_factor", 1)
+        factor: Any = config.get("scaling_factor", 1)
         if not is_real(factor) or factor <= 0:
             raise Refusal(readable(f"config.json in {part} has scaling_factor = {factor!r}, which is no factor."))
         for name in ("latents_mean", "latents_std"):
