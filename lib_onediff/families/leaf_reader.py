@@ -18,7 +18,7 @@ from ..core.leaves import (
     SelfAttention,
     TransformerBlock,
 )
-from ..core.origins import is_lora, layer_within, package
+from ..core.origins import author, is_lora, layer_within, package
 from ..core.refusal import Refusal
 
 # Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
@@ -195,11 +195,30 @@ class LeafReader:
         return layer_within(module)
 
     def unknown(self, module: Any, why: str = "") -> Refusal:
-        """A module that we cannot read, and why not: none of its kind."""
+        """A Refusal for a module that has no reader. It names the code that has put a module of its own there, or
+        above, if any has. why: what is unusual about a module of a known class."""
         where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
+        replaced = None if why else self._foreign_at(where)
+        if replaced is not None:
+            place, kind = replaced
+            # An extension's module may be missing from sys.modules: its functions know their file.
+            owner = author(vars(kind).get("forward", kind))
+            return Refusal(f"{owner} has put a {kind.__qualname__} in the place of {place}")
         kind = type(module)
         reason = f": {why}" if why else ", which we do not know"
         return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")
+
+    def _foreign_at(self, path: str) -> tuple[str, type] | None:
+        """The first module on the way down to a path whose class is neither torch's nor the network's package's: its
+        path and its class."""
+        kinds = {known: type(module) for module, known in self._paths.items()}
+        names = path.split(".")
+        for length in range(1, len(names) + 1):
+            place = ".".join(names[:length])
+            kind = kinds.get(place)
+            if kind is not None and package(kind.__module__) not in self._packages:
+                return place, kind
+        return None
 
 
 def computes_as_torch(kind: type) -> bool:

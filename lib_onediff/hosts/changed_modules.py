@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..core.call import CROSS_ATTENTION, SELF_ATTENTION
-from ..core.origins import author
+from ..core.origins import author, origin, package
 from ..families.unet.read import is_block, is_derived_block
 from ..weights.scan import own_method
 
@@ -20,6 +20,8 @@ ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
 # The last part of the path of a block's first norm, below its block.
 SELF_NORM = ".norm1"
+# The package of every WebUI's own code.
+WEBUIS = "modules"
 # The changed modules: by the paths of their blocks, the name that each has there ("" for the block itself).
 Changed = dict[str, dict[str, Any]]
 
@@ -107,6 +109,22 @@ def foreign_forward(unet: nn.Module) -> str | None:
     if forward is None or getattr(forward, "__func__", None) is type(unet).forward:
         return None
     return author(forward)
+
+
+def forward_above(unet: nn.Module, ours: Collection[Any]) -> str | None:
+    """Whose forward runs when this UNet is called, on its instance or in its class above our hook; None for ours.
+
+    ours: the functions of our hooks."""
+    owner, standing = foreign_forward(unet), type(unet).forward
+    return author(standing) if owner is None and standing not in ours else owner
+
+
+def replaced_method(holder: Any, method: str) -> str | None:
+    """Whose function has replaced a method of an object of the WebUI, on the object or in its class; None where it is
+    the WebUI's own."""
+    function = vars(holder).get(method) or getattr(type(holder), method, None)
+    own = (package(type(holder).__module__), WEBUIS, package(__name__))
+    return None if function is None or package(origin(function)) in own else author(function)
 
 
 def is_brought(unet: nn.Module, path: str) -> bool:

@@ -25,10 +25,16 @@ from .hooks import ForwardPatches
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-UNETS = "the UNets of SD1, SD2 and SDXL"
+UNETS = ("SD1", "SD2", "SDXL")
 NOT_IN_USE = "OneDiff is not in use"
 # The name of an adapter that has no host.
 NO_HOST = "unknown"
+BYPASSED = "none of this generation's UNet calls reached OneDiff; no extension's code was found above it"
+# Of classes, what people call the model where that is something else.
+NAMES = {
+    "ErnieImage": "Ernie Image", "Flux2": "Flux.2", "Krea2": "Krea 2", "Lumina2": "Lumina 2", "QwenImage": "Qwen-Image",
+    "ZImage": "Z-Image",
+}
 
 
 class WebUI:
@@ -45,7 +51,7 @@ class WebUI:
 
     name = NO_HOST
     network_classes: tuple[type, ...] = ()
-    models = UNETS
+    models: tuple[str, ...] = UNETS
     checkpoint_paths: tuple[str, ...] = ()
     patches: Sequence[ForwardPatches] = ()
 
@@ -166,7 +172,7 @@ class WebUI:
     def kind_of(self, checkpoint: Any) -> str:
         """What people call a checkpoint's model."""
         # A1111's SD3 is an SD3Inferencer.
-        return type(checkpoint).__name__.removesuffix("Inferencer")
+        return name_of_model(type(checkpoint).__name__.removesuffix("Inferencer"))
 
     def why_not_served(self, checkpoint: Any = None) -> str | None:
         """One line about a checkpoint, by default the loaded one, whose network cannot be ours; None where it is, or
@@ -174,7 +180,7 @@ class WebUI:
         checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
         if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet
-        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {self.models}"
+        return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {listed(self.models)}"
 
     def call_to_warm(self, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]) -> Call:
         """A random call of the loaded checkpoint's UNet at a size in pixels. noise: draws a tensor of a shape. Raises
@@ -193,6 +199,16 @@ class WebUI:
         checkpoint: as model_loaded gets it; by default the one that is loaded, if any.
         """
         return runtime.model_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
+
+
+def name_of_model(kind: str) -> str:
+    """What people call the model whose class has this name."""
+    return NAMES.get(kind, kind)
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "SD1, SD2 and SDXL"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def random_state_kept() -> AbstractContextManager[object]:

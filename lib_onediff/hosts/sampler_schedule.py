@@ -19,6 +19,8 @@ from ..runtime.runtime import runtime
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
 # These go on from one output, and add no noise between their steps, at eta 0 where they take one.
 FIRST_ORDER = ("sample_euler", "ddim")
+# Of Forge's DDIM and PLMS with a flow model, such as Anima.
+OTHER_TIMESTEPS = "DDIM and PLMS count their steps in other timesteps than this model's (Euler counts in the model's own)"
 
 
 def listen(sampler: Any, method: str) -> list[float]:
@@ -58,9 +60,26 @@ def sampling_of(p: Any) -> Sampling:
         sigmas, speaker = listen(sampler, "get_sigmas"), weakref.ref(sampler)
         return Sampling(lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
     if name in ALL_BUT_THE_LOWEST and hasattr(sampler, "get_timesteps"):
+        if not counts_in_timesteps(sampler):
+            return Sampling(why_not=OTHER_TIMESTEPS)
         timesteps = listen(sampler, "get_timesteps")
         return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
     return Sampling(why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
+
+
+def counts_in_timesteps(sampler: Any) -> bool:
+    """Whether the network is called at the very timesteps that a sampler counts in.
+
+    Forge turns DDIM's timesteps, 0 to 999, into noise levels, and its predictor turns these into the network's. For
+    SD and SDXL these are the same again. For flow models they are the noise level, or a multiple of it.
+    """
+    engine = getattr(getattr(sampler, "model_wrap", None), "inner_model", None)
+    try:
+        predictor = engine.forge_objects.unet.model.predictor
+        middle = len(predictor.sigmas) // 2
+        return float(predictor.timestep(predictor.sigmas[middle:middle + 1])) == middle
+    except AttributeError:
+        return True  # A1111 and reForge: the sampler's timesteps go to the network as they are.
 
 
 def why_no_line(name: str, adds_noise: bool) -> str:

@@ -58,15 +58,17 @@ class AnimaHost(FamilyHost):
         return image.unsqueeze(2), functional.pad(context, (0, 0, 0, FEWEST_TOKENS - context.shape[1])).unsqueeze(1)
 
     def output(
-        self, size: tuple[int, int] = (8, 8), batch: int = 2, tokens: int = 20, frames: int = 1, **others: Any
+        self, size: tuple[int, int] = (8, 8), batch: int = 2, tokens: int = 20, frames: int = 1,
+        options: dict[str, Any] | None = None, **others: Any,
     ) -> Tensor:
-        """Of one call of the network."""
+        """Of one call of the network. options: its transformer_options."""
         dtype = self.unet.final_layer.linear.weight.dtype
         latent = random(batch, CHANNELS, frames, *size, seed=3).to(dtype)
         context = random(batch, 1, tokens, CONTEXT_WIDTH, seed=4).to(dtype)
         with torch.inference_mode():
             return self.unet(
-                latent, torch.linspace(0.9, 0.2, batch), context=context, control=None, transformer_options={}, **others
+                latent, torch.linspace(0.9, 0.2, batch), context=context, control=None,
+                transformer_options=options or {}, **others,
             )
 
 
@@ -175,6 +177,19 @@ def test_what_only_the_host_knows_is_the_hosts(host: AnimaHost, reason: str, cha
         assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5
         theirs, calls = calls_of(changed)
         assert calls == {"host": 1} and torch.equal(theirs, expected) and reason in runtime.status()["reason"]
+
+
+def test_functions_that_anima_never_calls_change_nothing(host: AnimaHost) -> None:
+    def merged(*given: Any) -> Any:
+        raise AssertionError("nobody calls this")
+
+    # As the option "Token merging ratio" puts them there for every model.
+    options = {"patches": {"attn1_patch": [merged], "attn1_output_patch": [merged]}}
+    expected = host.output(options=options)
+    host.begin()
+    for _ in range(2):
+        ours, calls = calls_of(lambda: host.output(options=options))
+        assert calls == {"plain": 1} and relative_error(ours, expected) < 1e-5, runtime.status()["reason"]
 
 
 def test_a_unet_after_anima_and_back(host: AnimaHost) -> None:

@@ -54,9 +54,9 @@ def test_beside_another_network_nothing_is_left_of_a_unet(host: Host, caplog: py
     named.__class__ = type("Lumina2", (type(named),), {})
     load(host, other)
     assert unet() is None and weight() is None and "forward" not in vars(host.unet)
-    models = "the UNets of SD1, SD2 and SDXL" + (" and Anima" if host.name == "neo" else "")
-    reason = f"Lumina2 is not accelerated: OneDiff serves {models}"
-    assert [record.getMessage() for record in caplog.records if "Lumina2" in record.getMessage()] == [f"{reason}."]
+    models = "SD1, SD2, SDXL and Anima" if host.name == "neo" else "SD1, SD2 and SDXL"
+    reason = f"Lumina 2 is not accelerated: OneDiff serves {models}"
+    assert [record.getMessage() for record in caplog.records if "Lumina 2" in record.getMessage()] == [f"{reason}."]
     told = status.current_status(adapter)
     assert (told["served"], told["reason"]) == (False, reason)
     assert not any(told[name] for name in ("model", "backend", "resolution", "step_ms", "ratio", "relative_error"))
@@ -73,6 +73,24 @@ def test_a_forward_in_place_of_ours_is_noticed(host: Host) -> None:
     assert calls_of(host.generate)[1] == {"host": 1}
     assert runtime.status()["reason"] == f"another extension has replaced the UNet's forward ({__name__})"
     del host.unet.forward
+    assert calls_of(host.generate)[1] == OURS
+
+
+@family
+@pytest.mark.parametrize("above", ["the class", "the caller"])
+def test_code_above_our_hook_is_named_where_no_call_reaches_it(
+    host: Host, above: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start()
+    kind, method, sentence = {
+        "the class": (type(host.unet), "forward", "another extension has replaced the UNet's forward"),
+        "the caller": (type(host.networks()[0]), "apply_model", "another extension has replaced what calls the UNet"),
+    }[above]
+    with monkeypatch.context() as patch:
+        # As HareSkip for Anima stands above a class's forward, and answers every call itself.
+        patch.setattr(kind, method, lambda self, x, *given, **named: x * 0.25)
+        assert calls_of(host.generate)[1] == {"host": 1}
+    assert runtime.status()["reason"] == f"{sentence} ({__name__})"
     assert calls_of(host.generate)[1] == OURS
 
 

@@ -1,14 +1,15 @@
 """What every adapter does for a generation of its host, and what is left when it is switched off."""
 from __future__ import annotations
 
-from types import MethodType
+import sys
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from builders import relative_error
 from contract_hosts import ATTENTION, FAMILY, HOSTS, Host, Made, calls_of, controlled_forward, random
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib_onediff.hosts import this_webui
 from lib_onediff.runtime.runtime import runtime
@@ -192,6 +193,37 @@ def test_a_forward_on_the_instance_that_leads_to_the_classes(host: Host) -> None
         del unet.forward
     # So does a ControlNet reference in A1111, which walks through the stages besides, and records there.
     assert calls == (BY_HOST if host.name == "a1111" else OURS) and close(made, expected)
+    assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+@pytest.mark.parametrize("above", ["the class", "the caller"])
+def test_code_above_our_hook_is_named_where_no_call_reaches_it(
+    host: Host, above: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.start()
+    kind, method = {
+        "the class": (type(host.unet), "forward"), "the caller": (type(host.checkpoint), "apply_model"),
+    }[above]
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, method, lambda self, x, *given, **named: x * 0.25)
+        assert calls_of(host.generate)[1] == {"host": 1}
+    assert runtime.status()["reason"] == f"{__name__} runs the UNet past OneDiff's hook"
+    assert calls_of(host.generate)[1] == OURS
+
+
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_the_old_lycoris_extension_is_named_with_what_to_do(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, (layer, *_) = host.generate(), [each for each in host.unet.modules() if isinstance(each, nn.Linear)]
+    host.start()
+    patches = SimpleNamespace(originals={})
+    monkeypatch.setitem(sys.modules, "modules.patches", patches)
+    # What its patches leave while they are on, and when they are undone.
+    patches.originals["lyco_patches"] = {(type(layer), "forward"): type(layer).forward}
+    made, calls = calls_of(host.generate)
+    assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
+    assert "uninstall it, the WebUI has LyCORIS built in since 1.5" in runtime.status()["reason"]
+    patches.originals["lyco_patches"].clear()
     assert calls_of(host.generate)[1] == OURS
 
 

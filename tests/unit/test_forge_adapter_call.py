@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.hosts.forge.call import HostCall, unet_call, unknown_options
+from lib_onediff.hosts.forge.call import HostCall, names_read_by, unet_call, unknown_options
 
 
 def by_forge(patch: Any) -> Any:
@@ -28,13 +30,20 @@ HARMLESS: dict[str, Any] = {
 READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper", "num_frames"}
 
 
+@pytest.mark.parametrize("runs_functions", [False, True])
 @pytest.mark.parametrize("options", [
     {}, {"patches": {}}, {"patches": {"attn1_patch": []}}, {"patches_replace": {"attn1": {}}}, {"block_modifiers": []},
     {"group_norm_wrapper": None}, {"sampling_sigmas": torch.ones(20)}, {"later": {"start": [0.5, None]}},
     {"later": uuid.uuid4()},
 ])
-def test_what_is_empty_or_never_asked_for_is_harmless(options: dict[str, Any]) -> None:
-    assert unknown_options({**HARMLESS, **options}, READ) == []
+def test_what_is_empty_or_never_asked_for_is_harmless(options: dict[str, Any], runs_functions: bool) -> None:
+    assert unknown_options({**HARMLESS, **options}, READ, runs_functions) == []
+
+
+def test_functions_under_a_name_that_the_network_never_reads_count_only_beside_others_that_run() -> None:
+    tome = {"patches": {"attn1_patch": [by_forge("tome.py")]}}
+    assert unknown_options(tome, {"block", "skip_reshape"}, False) == []
+    assert unknown_options(tome, {"block", "skip_reshape"}, True) == ["patches[attn1_patch] by tome.py"]
 
 
 @pytest.mark.parametrize(("options", "names"), [
@@ -51,12 +60,14 @@ def test_what_is_empty_or_never_asked_for_is_harmless(options: dict[str, Any]) -
      ["patches[attn2_patch] by builtins", "of_tomorrow[strength] by builtins"]),
 ])
 def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str]) -> None:
-    named = unknown_options({**HARMLESS, **options}, READ)
+    named = unknown_options({**HARMLESS, **options}, READ, True)
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
 
 
 @pytest.mark.parametrize(("given", "reason"), [
-    ({"options": {"of_tomorrow": [by_forge("new.py")]}}, "another extension changes the UNet for this call: of_"),
+    ({"options": {"of_tomorrow": [by_forge("new.py")]}}, None),
+    ({"options": {"of_tomorrow": [by_forge("new.py")], "block_modifiers": [by_forge("hrfix.py")]}},
+     "another extension changes the UNet for this call: of_tomorrow by new.py"),
     ({"options": {"patches": {"attn7_patch": [len]}}}, "another extension changes the UNet for this call: patches"),
     ({"others": {"num_frames": 2}}, "the UNet is called with arguments that OneDiff does not know (num_frames)"),
     ({"control": {"input": [], "middle": [0.5], "output": []}}, "control holds a float"),
@@ -68,3 +79,16 @@ def test_what_our_forward_cannot_do_is_for_the_host(given: dict[str, Any], reaso
     refused = contextlib.nullcontext() if reason is None else pytest.raises(Refusal, match=re.escape(reason))
     with refused:
         assert unet_call(nn.Identity(), call, False, READ).latent is one
+
+
+def test_the_names_that_a_network_reads_are_those_of_the_modules_that_get_its_options(tmp_path: Path) -> None:
+    (tmp_path / "wrappers_of_options.py").write_text("def wrappers(options): return options.get('wrappers')\n")
+    (tmp_path / "reader_of_options.py").write_text(
+        "import wrappers_of_options\n"
+        "def forward(x, transformer_options, **others):\n"
+        "    return wrappers_of_options.wrappers(transformer_options), others.get('frames')\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        read = names_read_by(importlib.import_module("reader_of_options"))
+    assert {"wrappers", "frames"} <= read and "patches" not in read

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Timeline
-from lib_onediff.hosts.sampler_schedule import sampling_of
+from lib_onediff.hosts.sampler_schedule import OTHER_TIMESTEPS, sampling_of
 
 
 class Wrapped:
@@ -143,3 +144,43 @@ def test_ddim_adds_noise_by_its_eta(
     generation: Any = Generation(ByTimesteps(named("ddim", with_eta)))
     generation.eta = of_image
     assert sampling_of(generation).why_no_forecast() == why
+
+
+class DiscretePredictor(Wrapped):
+    """Forge's, of SD and SDXL."""
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        return (sigma.log() - self.log_sigmas[:, None]).abs().argmin(0)
+
+
+class FlowPredictor:
+    """Forge Neo's, of Anima (multiplier 1), and of flow models whose timesteps go to 1000."""
+
+    def __init__(self, multiplier: float) -> None:
+        times = torch.arange(1, 1001) / 1000
+        self.sigmas, self.multiplier = 3 * times / (1 + 2 * times), multiplier
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        return sigma * self.multiplier
+
+
+@pytest.mark.parametrize("kind", [ddim, named("plms", ddim)], ids=["ddim", "plms"])
+@pytest.mark.parametrize(("predictor", "reason"), [
+    (DiscretePredictor(), ""), (FlowPredictor(1.0), OTHER_TIMESTEPS), (FlowPredictor(1000.0), OTHER_TIMESTEPS),
+], ids=["sd", "anima", "flow"])
+def test_a_sampler_that_counts_in_other_timesteps_than_the_models_is_named(
+    kind: Any, predictor: Any, reason: str
+) -> None:
+    sampler = ByTimesteps(kind)
+    model = types.SimpleNamespace(predictor=predictor)
+    objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=model))
+    engine = types.SimpleNamespace(forge_objects=objects)
+    vars(sampler)["model_wrap"] = types.SimpleNamespace(inner_model=engine)
+    sampling = sampling_of(Generation(sampler))
+    assert sampling.why_not == reason
+    sampler.get_timesteps(None, 20)
+    if reason:
+        with pytest.raises(Refusal, match="Euler"):
+            sampling.position(torch.tensor([0.9]))
+    else:
+        assert sampling.position(torch.tensor([951.0])).step.total == 19

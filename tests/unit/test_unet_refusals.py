@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, served
+from builders import SMALL, SMALL_XL, a_call, diffusers_output, diffusers_unet, ldm_structure, served
 from grid import grid
 from torch import Tensor, nn
+from torch.nn import functional
 
 import lib_onediff
 from lib_onediff.core.call import Call
@@ -166,3 +167,23 @@ def test_a_patched_class_is_the_hosts_until_the_patch_is_gone(
         assert kind.__name__ in status["reason"]
     served(unet, a_call(unet))
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+class Scaler(nn.Module):
+    """As Kohya's Hires.fix puts one around a block while it scales."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        return self.block(functional.interpolate(x, scale_factor=0.5), *given)
+
+
+def test_a_module_around_a_block_is_named_and_whose_it_is() -> None:
+    unet = ldm_structure({})
+    unet.input_blocks[2] = Scaler(unet.input_blocks[2])
+    with pytest.raises(Refusal, match=f"^{__name__} has put a Scaler in the place of input_blocks.2$"):
+        FAMILIES.read(unet)
+    unet.input_blocks[2] = unet.input_blocks[2].block
+    FAMILIES.read(unet)

@@ -19,8 +19,8 @@ from ...core.sizes import TOKENS
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method, refuse_global_hooks
 from ...weights.watch import no_object
-from ..changed_modules import ChangedModules, foreign_forward, is_brought
-from ..contract import Need, WebUI, check_needs, random_state_kept
+from ..changed_modules import ChangedModules, foreign_forward, forward_above, is_brought, replaced_method
+from ..contract import BYPASSED, Need, WebUI, check_needs, random_state_kept
 from ..hooks import ForwardPatches, UNetHooks, VaeHooks, serve_call
 from ..sampler_schedule import sampling_of
 from .layers import CASTS, LorasOnTheFly, apply_wanted_networks, check_layers, wanted_networks
@@ -113,9 +113,13 @@ class A1111(WebUI):
         self._step = weakref.ref(params)
 
     def _why_bypassed(self) -> str:
-        unet = self.unet_of(self.checkpoint())
-        owner = None if unet is None else foreign_forward(unet)
-        return f"{owner or 'another extension'} runs the UNet past OneDiff's hook"
+        checkpoint = self.checkpoint()
+        unet = self.unet_of(checkpoint)
+        if unet is None:
+            return BYPASSED
+        owner = forward_above(unet, [patch.function for patch in self._unets.patches])
+        owner = owner or replaced_method(checkpoint.model, "forward") or replaced_method(checkpoint, "apply_model")
+        return BYPASSED if owner is None else f"{owner} runs the UNet past OneDiff's hook"
 
     # --- one call -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from ...weights.scan import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN_LORA = "NetworkModuleLora"
+# The module by which a1111-sd-webui-lycoris patches the classes of torch's layers.
+LYCORIS = "lyco_patches"
 # What network_apply_weights compares a layer's network_current_names with: a tuple for each network.
 Networks = tuple[tuple[Any, ...], ...]
 
@@ -60,6 +62,11 @@ def check_layers() -> None:
     if hasattr(nn.Linear, "org_forward"):
         raise Refusal(
             "the WebUI casts what every layer computes with itself (this kind of GPU, --precision, fp8 with --no-half)"
+        )
+    patched = getattr(sys.modules.get("modules.patches"), "originals", {})
+    if patched.get(LYCORIS):
+        raise Refusal(
+            "a1111-sd-webui-lycoris computes every layer itself: uninstall it, the WebUI has LyCORIS built in since 1.5"
         )
 
 

@@ -22,8 +22,8 @@ from ...core.sampling import Sampling
 from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES, shares_storage
 from ...weights.scan import Casts, HostTraits, refuse_replaced
-from ..changed_modules import ChangedModules, foreign_forward, is_brought
-from ..contract import NOT_IN_USE, Need, Result, WebUI, check_needs
+from ..changed_modules import ChangedModules, forward_above, is_brought, replaced_method
+from ..contract import BYPASSED, NOT_IN_USE, Need, Result, WebUI, check_needs
 from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..sampler_schedule import sampling_of
 from .call import HostCall, unet_call
@@ -94,7 +94,7 @@ class Forge(WebUI):
         # Of its own: each remembers what it has found in this host.
         self._networks = [replace(one) for one in self.networks if one is self.networks[0] or one.is_there]
         self.network_classes = tuple(one.kind for one in self._networks)
-        self.models = " and ".join(dict.fromkeys(one.models for one in self._networks))
+        self.models = tuple(model for one in self._networks for model in one.models)
         traits = HostTraits(
             functions=LayerFunctions(), casts=Casts(cast_to_input), brought=is_brought, placed=PLACED,
             make_room=self._make_room,
@@ -153,13 +153,16 @@ class Forge(WebUI):
 
     def _why_bypassed(self) -> str:
         patcher, unet = patcher_of(self.checkpoint()), self.unet_of(self.checkpoint())
-        owner = None if unet is None else foreign_forward(unet)
+        owner = None if unet is None else forward_above(unet, [patch.function for patch in self._unets.patches])
         if owner is not None:
             return f"another extension has replaced the UNet's forward ({owner})"
+        owner = None if patcher is None else replaced_method(patcher.model, "apply_model")
+        if owner is not None:
+            return f"another extension has replaced what calls the UNet ({owner})"
         wrapper = None if patcher is None else patcher.model_options.get("model_function_wrapper")
         if wrapper is not None:
             return f"another extension runs the UNet in its own way ({author(wrapper)})"
-        return "none of this generation's UNet calls came to OneDiff"
+        return BYPASSED
 
     # --- one call -------------------------------------------------------------------------------------------------
 

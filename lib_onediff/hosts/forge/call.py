@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ...core.inputs import rows_within
 from ...core.origins import author
 from ...core.refusal import Refusal
 from ..changed_modules import Changed
-from .patches import OptionPatches, points_of
+from .patches import OPTIONS, OptionPatches, points_of
 
 # What the UNet itself writes there while it runs, and what is for ControlNets alone.
 HARMLESS_OPTIONS = frozenset({
@@ -101,14 +102,16 @@ def unet_call(
     """
     options = given.options
     points = points_of(options, names_read)
-    foreign = unknown_options({name: value for name, value in options.items() if name not in points}, names_read)
+    runs_functions = bool(changed) or not all(is_empty(options.get(name)) for name in points)
+    others = {name: value for name, value in options.items() if name not in points}
+    foreign = unknown_options(others, names_read, runs_functions)
     if foreign:
         raise Refusal(f"another extension changes the UNet for this call: {', '.join(foreign)}")
     unknown = sorted(name for name, value in given.others.items() if value is not None and name in names_read)
     if unknown:
         raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({', '.join(unknown)})")
     patches: OptionPatches | None = None
-    if changed or not all(is_empty(options.get(name)) for name in points):
+    if runs_functions:
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
     context = given.context
     if isinstance(context, Tensor) and context.dim() == WITH_ANOTHER_DIMENSION:
@@ -120,15 +123,18 @@ def unet_call(
     )
 
 
-def unknown_options(options: Mapping[str, Any], names_read: Collection[str]) -> list[str]:
-    """What an extension has put into transformer_options that may change what the UNet computes, each by its name.
+def unknown_options(options: Mapping[str, Any], names_read: Collection[str], runs_functions: bool) -> list[str]:
+    """The entries of transformer_options that may change what the UNet computes, such as
+    "patches[output_block_patch] by forge_freeu.py".
 
-    Such as "patches[output_block_patch] by forge_freeu.py". Empty entries change nothing, and neither does plain data
-    (a tensor, a number) under a name that the host's UNet never asks for: hosts add such names with every release.
+    Empty entries change nothing. Neither do entries under a name that the host's UNet never reads: token merging beside
+    Anima, and the plain data that hosts add with every release. runs_functions: whether the call runs extensions'
+    functions, which get the options too and may call what another extension has put there.
     """
     found: list[str] = []
     for name, value in options.items():
-        if name not in HARMLESS_OPTIONS and not is_empty(value) and (name in names_read or not is_plain(value)):
+        may_be_used = name in names_read or (runs_functions and not is_plain(value))
+        if name not in HARMLESS_OPTIONS and may_be_used and not is_empty(value):
             parts = value if isinstance(value, Mapping) else {"": value}
             found += [describe(name, part, inside) for part, inside in parts.items() if not is_empty(inside)]
     return found
@@ -171,8 +177,41 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
 
 
 def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
-    """Every string and every argument's name in the source of these modules: the keys by which they can read a mapping
-    are among them."""
-    nodes = [node for module in modules for node in ast.walk(ast.parse(inspect.getsource(module)))]
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return frozenset(texts | {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg})
+    """The names under which these modules may read transformer_options, or another mapping: every string and every
+    argument's name in their source, and in that of the modules to whose functions they pass the options."""
+    found: set[str] = set()
+    known, waiting = set(modules), list(modules)
+    while waiting:
+        module = waiting.pop()
+        tree = ast.parse(inspect.getsource(module))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.keyword) and node.arg:
+                found.add(node.arg)
+        further = set(receivers_of_options(module, tree)) - known
+        known |= further
+        waiting += further
+    return frozenset(found)
+
+
+def receivers_of_options(module: types.ModuleType, tree: ast.AST) -> Iterator[types.ModuleType]:
+    """The other modules to whose functions a module passes the options, such as ComfyUI's patcher_extension."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and any(map(is_options, (*node.args, *(each.value for each in node.keywords)))):
+            function = global_named(module, node.func)
+            owner = sys.modules.get(getattr(function, "__module__", None) or "")
+            if owner is not None and owner is not module and str(getattr(owner, "__file__", "")).endswith(".py"):
+                yield owner
+
+
+def is_options(argument: ast.expr) -> bool:
+    return isinstance(argument, ast.Name) and argument.id == OPTIONS
+
+
+def global_named(module: types.ModuleType, expression: ast.expr) -> Any:
+    """The value of a global name with or without attributes ("attention_function", "extension.get_wrappers"); None for
+    other expressions."""
+    if isinstance(expression, ast.Attribute):
+        return getattr(global_named(module, expression.value), expression.attr, None)
+    return getattr(module, expression.id, None) if isinstance(expression, ast.Name) else None

@@ -80,8 +80,8 @@ class HostNetwork:
     """A kind of network.
 
     module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
-    attention. helpers: other global functions that it calls, each with the module whose code it must be. models: whose
-    network it is, in words. refuse: raises Refusal where what the host does at a call is not among its arguments.
+    attention. helpers: other global functions that it calls, each with the module whose code it must be. models: the
+    names of the models that have it, for users. refuse: raises Refusal where what the host does at a call is not among its arguments.
     """
 
     module: str
@@ -89,7 +89,7 @@ class HostNetwork:
     parameters: tuple[str, ...]
     attention: HostAttention
     helpers: Mapping[str, str]
-    models: str = UNETS
+    models: tuple[str, ...] = UNETS
     refuse: Callable[[], object] = lambda: None
 
     def needs(self) -> tuple[Need, ...]:
@@ -146,6 +146,6 @@ NETWORKS = (
     HostNetwork(
         ANIMA, "Anima", ("x", "timesteps", "context", "padding_mask"),
         HostAttention("backend.attention", ANIMA, "attention_function"), {"pad_to_patch_size": "backend.utils"},
-        "Anima", refuse_references,
+        ("Anima",), refuse_references,
     ),
 )

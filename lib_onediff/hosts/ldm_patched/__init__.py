@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..contract import name_of_model
 from ..forge.adapter import Forge, patcher_of, version_and_release
 from ..forge.call import UNET_PARAMETERS
 from ..forge.networks import HostAttention, HostNetwork
@@ -34,7 +35,7 @@ class LdmPatched(Forge):
     memory, sampling = "ldm_patched.modules.model_management", "modules_forge.forge_sampler"
 
     def kind_of(self, checkpoint: Any) -> str:
-        return type(getattr(patcher_of(checkpoint), "model", checkpoint)).__name__
+        return name_of_model(type(getattr(patcher_of(checkpoint), "model", checkpoint)).__name__)
 
     def selected_checkpoint(self) -> Any:
         from modules import sd_models
