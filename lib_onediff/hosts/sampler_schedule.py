@@ -20,7 +20,7 @@ ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
 # These go on from one output, and add no noise between their steps, at eta 0 where they take one.
 FIRST_ORDER = ("sample_euler", "ddim")
 # Of Forge's DDIM and PLMS with a flow model, such as Anima.
-OTHER_TIMESTEPS = "DDIM and PLMS count their steps in other timesteps than this model's (Euler counts in the model's own)"
+OTHER_TIMESTEPS = "DDIM and PLMS do not count in this model's timesteps (Euler does)"
 
 
 def listen(sampler: Any, method: str) -> list[float]:
@@ -73,7 +73,7 @@ def counts_in_timesteps(sampler: Any) -> bool:
     Forge turns DDIM's timesteps, 0 to 999, into noise levels, and its predictor turns these into the network's. For
     SD and SDXL these are the same again. For flow models they are the noise level, or a multiple of it.
     """
-    engine = getattr(getattr(sampler, "model_wrap", None), "inner_model", None)
+    engine: Any = getattr(getattr(sampler, "model_wrap", None), "inner_model", None)
     try:
         predictor = engine.forge_objects.unet.model.predictor
         middle = len(predictor.sigmas) // 2

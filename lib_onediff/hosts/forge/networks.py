@@ -81,7 +81,7 @@ class HostNetwork:
 
     module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
     attention. helpers: other global functions that it calls, each with the module whose code it must be. models: the
-    names of the models that have it, for users. refuse: raises Refusal where what the host does at a call is not among its arguments.
+    names of the models that have it, for users. refuse: raises Refusal where a call depends on more than its arguments.
     """
 
     module: str
