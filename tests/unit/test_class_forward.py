@@ -212,10 +212,13 @@ def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> N
         before = calls()
         assert UNet2DConditionModel.forward is above and not is_ours(unet) and calls() == before
         lib_onediff.compile_unet(unet)
-        # Taken off together with ours, which is put back by the next compilation.
+        # Taken off together with ours, which the next compilation or sampling puts back.
         UNet2DConditionModel.forward = HOSTS_OWN
         assert not is_ours(unet)
         assert is_ours(lib_onediff.compile_unet(unet))
+        UNet2DConditionModel.forward = HOSTS_OWN
+        with lib_onediff.sampling(unet):
+            assert is_ours(unet)
         lib_onediff.uncompile_unet(unet)
         assert UNet2DConditionModel.forward is HOSTS_OWN
         # Beneath ours: it is the host's, until it goes.
