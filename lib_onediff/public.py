@@ -17,7 +17,7 @@ from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.model_folder import load_folder as load_folder
 from .hosts.diffusers.model_folder import load_unet as load_unet
-from .hosts.diffusers.module_forward import unwrapped
+from .hosts.diffusers.module_forward import stay_on, unwrapped
 from .hosts.diffusers.schedule import no_longer_announce
 from .runtime.runtime import runtime
 
@@ -110,6 +110,7 @@ def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Itera
     """
     must_be_network(unet, "sampling")
     times = None if timesteps is None else [float(time) for time in timesteps]
+    runtime.guard.attempt("beginning a sampling", lambda: stay_on(unwrapped(unet)))
     runtime.begin_sampling(unet, Sampling(times=lambda: times), of_all=False)
     try:
         yield

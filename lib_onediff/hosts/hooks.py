@@ -294,6 +294,9 @@ class UNetHooks(ForwardPatches):
         """The generation p begins a sampling with this UNet; None where it is of a kind that we do not serve."""
         for patch in self.patches:
             patch.keep_out_of_traces()
+            if patch.active:
+                # Somebody may have taken it off.
+                patch.apply()
         second_pass, generation = bool(getattr(p, "is_hr_pass", False)), runtime.guard.generation
         # No host tells the end of a generation that has failed, and of its last sampling nothing is known.
         if self._announced and self._announced[0] != generation:

@@ -68,6 +68,27 @@ def test_with_low_vram_every_call_is_ours_and_the_hosts_own_layer_leaves_the_gpu
     assert lowvram.module_in_gpu is None
 
 
+def test_classes_that_somebody_has_derived_are_the_hosts(host: Host) -> None:
+    """Of the same name too: what their other methods compute is somebody else's."""
+    expected = host.generate()
+    host.start()
+    decoder = next(module for module in host.networks()[-1].modules() if type(module).__name__ == "Decoder")
+    kinds = {network: type(network) for network in (host.unet, decoder)}
+    for network, kind in kinds.items():
+        network.__class__ = type(kind.__name__, (kind,), {"__module__": __name__})
+    try:
+        made, calls = calls_of(host.generate)
+        assert calls == BY_HOST and torch.equal(made.latent, expected.latent) and runtime.guard.faults == []
+        # The encoder is ours still.
+        assert torch.equal(made.image, expected.image) and close(made, expected)
+        assert "is derived from a class that OneDiff knows" in runtime.status()["reason"]
+    finally:
+        for network, kind in kinds.items():
+            network.__class__ = kind
+    made, calls = calls_of(host.generate)
+    assert calls == OURS and close(made, expected)
+
+
 def test_one_hook_however_often_and_nothing_afterwards(host: Host) -> None:
     expected, before, originals = host.generate(), attributes(host), host.forwards()
     kept = [{name: value.clone() for name, value in network.named_parameters()} for network in host.networks()]

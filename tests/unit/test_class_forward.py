@@ -23,6 +23,7 @@ from lib_onediff.core.guard import Guard
 from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.hosts.hooks import ClassPatch, TablePatch
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.watch import Tree
 
 ROUNDING = 1e-5
 HOSTS_OWN = own_forward(nn.Module.__new__(UNet2DConditionModel)).__func__
@@ -190,6 +191,14 @@ def test_the_class_is_as_found_when_the_last_is_released() -> None:
     assert UNet2DConditionModel.forward is HOSTS_OWN
 
 
+def test_what_ours_does_is_no_part_of_the_hosts_sources() -> None:
+    """A verdict that is kept on the disk is the same host's, whatever release of ours stands in its class."""
+    unet = diffusers_unet()
+    before = Tree(unet, (), ()).digest
+    lib_onediff.compile_unet(unet)
+    assert Tree(unet, (), ()).digest == before
+
+
 def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
@@ -212,10 +221,13 @@ def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> N
         before = calls()
         assert UNet2DConditionModel.forward is above and not is_ours(unet) and calls() == before
         lib_onediff.compile_unet(unet)
-        # Taken off together with ours, which is put back by the next compilation.
+        # Taken off together with ours, which the next compilation or sampling puts back.
         UNet2DConditionModel.forward = HOSTS_OWN
         assert not is_ours(unet)
         assert is_ours(lib_onediff.compile_unet(unet))
+        UNet2DConditionModel.forward = HOSTS_OWN
+        with lib_onediff.sampling(unet):
+            assert is_ours(unet)
         lib_onediff.uncompile_unet(unet)
         assert UNet2DConditionModel.forward is HOSTS_OWN
         # Beneath ours: it is the host's, until it goes.

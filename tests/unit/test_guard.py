@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
 
 from lib_onediff.core.guard import Guard
+from lib_onediff.core.origins import beneath_ours
+from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts.hooks import ClassPatch
+from lib_onediff.weights.scan import refuse_replaced
 
 
 class Owner:
@@ -117,3 +121,23 @@ def test_somebody_elses_later_patch_survives_and_ours_sleeps_below_it() -> None:
     assert Owner.__dict__["forward"] is theirs and Owner().forward(3) == 104
     patch.apply()
     assert Owner().forward(3) == 108
+
+
+def test_what_stands_beneath_a_hook_of_ours_is_judged_by_its_own_code() -> None:
+    class Owner:
+        def forward(self, x: int) -> int:
+            return x + 1
+
+    own, strange = Owner.__dict__["forward"], {"__name__": "strange.package"}
+    exec("def forward(self, x): return x + 2", strange)
+    patch = ClassPatch(Owner, "forward", lambda original, module, x: original(module, x), Guard(), "a method")
+    patch.apply()
+    refuse_replaced(Owner)
+    assert beneath_ours(Owner.__dict__["forward"]) is own
+    patch.undo()
+    # It has the name and the module of what it replaces.
+    Owner.forward = functools.wraps(own)(strange["forward"])  # type: ignore[method-assign]
+    patch.apply()
+    with pytest.raises(Refusal, match="Owner.forward was replaced by strange.package"):
+        refuse_replaced(Owner)
+    assert Owner().forward(1) == 3

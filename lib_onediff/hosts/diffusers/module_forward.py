@@ -35,12 +35,16 @@ COMPILED = "_torchdynamo_orig_callable"
 
 
 class ModuleForward(abc.ABC):
-    """Answers the calls of one module in place of its class's forward. Holds no reference to the module."""
+    """Answers the calls of one module in place of its class's forward. Holds no reference to the module.
+
+    follows: the function to which what others keep of the module's forward was bound last.
+    """
 
     # What it does, in words that complete "a fault of OneDiff in ...".
     hook = "the forward"
 
     def __init__(self) -> None:
+        self.follows: Any = None
         # By thread: whether the host's own forward of this module runs now, through hooks that end in the class's.
         self._turn = threading.local()
 
@@ -147,10 +151,20 @@ def put_on(module: nn.Module, forward: type[ModuleForward], whose: str) -> None:
         )
     if patch.get(module) is None:
         refuse_foreign(module, whose)
-    before = patch.function
     patch.put(module, patch.get(module) or forward())
-    for one in patch.objects() if patch.function is not before else [module]:
-        lead_to_ours(one)
+    lead_to_ours(module)
+    stay_on(module)
+
+
+def stay_on(module: nn.Module) -> None:
+    """Put our function back into the class of an attached module, if somebody has taken it off since."""
+    patch = patch_of(type(module))
+    if patch is None or patch.get(module) is None:
+        return
+    patch.apply()
+    for one in patch.objects():
+        if patch.get(one).follows is not patch.function:
+            lead_to_ours(one)
 
 
 def take_off(module: nn.Module) -> None:
@@ -183,6 +197,7 @@ def lead_to_ours(module: nn.Module) -> None:
     """Bind to our function what others have kept of the module's own forward, and go in front of what only moves its
     weights, or was compiled from it."""
     patch = patch_of(type(module))
+    patch.get(module).follows = patch.function
     for holder, name in places_of(module):
         if is_bound(holder[name], module):
             holder[name] = types.MethodType(patch.function, module)

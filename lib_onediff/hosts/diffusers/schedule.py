@@ -15,6 +15,7 @@ from ...core.sampling import OTHER_SAMPLER, Sampling, time_of
 from ...families.leaf_reader import is_genuine
 from ...runtime.runtime import runtime
 from ..hooks import Replacement, TablePatch
+from .module_forward import stay_on
 
 BAR = "progress_bar"
 # These go on from one output, and add no noise between their steps as the pipelines call them (eta 0).
@@ -58,6 +59,7 @@ class LoopAnnouncer:
     def _begin(self) -> None:
         pipe, unet = self._pipe(), self._unet()
         if pipe is not None and unet is not None:
+            stay_on(unet)
             # Now: callbacks may end the guidance in mid-sampling.
             scheduler = pipe.scheduler
             runtime.begin_sampling(unet, sampling_of(lambda: scheduler, guidance_scale_of(pipe)), of_all=False)
@@ -125,7 +127,9 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
 
 def why_no_line(scheduler: Any) -> str:
     """Why outputs do not follow from those before with this scheduler, in one line for the user; or ""."""
-    return "" if type(scheduler).__name__ in FIRST_ORDER else OTHER_SAMPLER
+    kind = type(scheduler)
+    is_known = kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
+    return "" if is_known else OTHER_SAMPLER
 
 
 class Clock:

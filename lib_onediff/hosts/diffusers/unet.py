@@ -17,7 +17,7 @@ from ...core.inputs import rows_within
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...families.anima.layout import is_cosmos
-from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet
+from ...families.unet.read import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet, is_plain
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits
 from ...weights.watch import no_object
@@ -182,7 +182,8 @@ class DiffusersForward(ModuleForward):
             down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
         )
         # The host computes attention scores in float32 by its older processor alone.
-        upcasts = bool(processors) and type(processors[0]).__name__ == UPCASTING and attentions[0].upcast_attention
+        kind = type(processors[0]) if processors else None
+        upcasts = kind is not None and kind.__name__ == UPCASTING and is_plain(kind) and attentions[0].upcast_attention
         return Call(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, added_cond_kwargs), timestep_condition=timestep_cond,
