@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
 from torch import nn
 
+TORCH = "torch"
 # Where WebUIs keep extensions, all of which have a package that is called scripts.
 FOLDERS = ("extensions", "extensions-builtin")
 # The package of our own code.
@@ -17,6 +19,10 @@ OURS = __name__.partition(".")[0]
 # Of these classes, everything that a layer adds to the one within is in its attributes.
 LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
 WITHIN = "base_layer"
+# Of one callable; an object may reach any number of others.
+MOST_PARTS = 64
+# These run nothing by themselves.
+HOLDERS = (types.MethodType, functools.partial, staticmethod, classmethod, property)
 
 
 def origin(function: object) -> str:
@@ -26,24 +32,92 @@ def origin(function: object) -> str:
 
 def author(function: object) -> str:
     """Whose code that is, for people: the folder of the extension; the Python module, where it is in none."""
-    return extension_of(str(namespace_of(function).get("__file__"))) or origin(function)
+    inner = decorated(function)
+    namespace, code = globals_of(inner), getattr(inner, "__code__", None)
+    name, file = str(namespace.get("__name__", "?")), str(namespace.get("__file__"))
+    own = code.co_filename if code is not None and code.co_filename.endswith(".py") else file
+    if PurePath(own).name != PurePath(file).name:
+        # Somebody has given a function another body.
+        name = PurePath(own).stem
+    return extension_of(own) or name
 
 
 def namespace_of(function: object) -> Mapping[str, Any]:
-    """Of the Python module whose code runs.
+    """The globals of the code that runs."""
+    return globals_of(decorated(function))
 
-    Not function.__module__, which functools.wraps copies from the function that is being replaced. A decorator of
-    torch's (inference_mode, compiler.disable) runs what it decorates.
+
+def decorated(function: object) -> Any:
+    """The function that runs when a callable is called. A decorator of torch's (inference_mode, compiler.disable) runs
+    the one in its closure.
+
+    Attributes of the function say nothing of that: functools.wraps copies __module__ and __wrapped__ from the function
+    that is being replaced.
     """
+    inner, seen = underlying(function), set[int]()
+    while package(str(globals_of(inner).get("__name__"))) == TORCH and id(inner) not in seen:
+        seen.add(id(inner))
+        inner = underlying(next((one for one in callables_within(inner) if is_decorated(one)), inner))
+    return inner
+
+
+def globals_of(function: object) -> Mapping[str, Any]:
+    """The globals of a function's code; of anything else, the file and the name of its class's module."""
+    found = getattr(function, "__globals__", None)
+    if isinstance(found, dict):
+        return found
+    name = (function if isinstance(function, type) else type(function)).__module__
+    return {"__name__": name, "__file__": getattr(sys.modules.get(name), "__file__", None)}
+
+
+def is_decorated(function: object) -> bool:
+    """Whether what a decorator of torch's holds is the function that it decorates."""
     inner = underlying(function)
-    found = getattr(inner, "__globals__", None)
-    while found is not None and package(found.get("__name__", "")) == "torch" and hasattr(inner, "__wrapped__"):
-        inner = inner.__wrapped__
-        found = getattr(inner, "__globals__", None)
-    if found is None:
-        name = (inner if isinstance(inner, type) else type(inner)).__module__
-        found = {"__name__": name, "__file__": getattr(sys.modules.get(name), "__file__", None)}
-    return found
+    return isinstance(inner, types.FunctionType) and (
+        package(str(inner.__globals__.get("__name__"))) != TORCH or inner.__closure__ is not None
+    )
+
+
+def callables_within(function: object) -> Iterator[Any]:
+    """The callables that a callable runs by holding them: in its closure, as defaults, as parts of a partial or of a
+    bound method, of a property, or as attributes."""
+    if isinstance(function, types.FunctionType):
+        parts = [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
+        parts += (function.__kwdefaults__ or {}).values()
+    elif isinstance(function, (types.MethodType, staticmethod, classmethod)):
+        parts = [function.__func__]
+    elif isinstance(function, functools.partial):
+        parts = [function.func, *function.args, *function.keywords.values()]
+    elif isinstance(function, property):
+        parts = [function.fget]
+    elif isinstance(function, (type, nn.Module, types.ModuleType)):
+        parts = []
+    else:
+        # functools.cache keeps the function that it calls so.
+        parts = list(getattr(function, "__dict__", {}).values())
+    return (part for part in parts if callable(part) and not isinstance(part, (type, nn.Module)))
+
+
+def parts_of(function: object) -> Iterator[Any]:
+    """Every function that runs when a callable is called, as far as it holds them: a decorator, then what it decorates.
+    Of a callable object, its class as well."""
+    waiting, seen = [function], dict[int, Any]()
+    while waiting and len(seen) < MOST_PARTS:
+        one = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if not isinstance(one, HOLDERS) and callable(one):
+            yield one
+        waiting.extend(callables_within(one))
+
+
+def content_of(cell: types.CellType) -> Any:
+    """What a cell of a closure holds; None for one that nothing has been put into yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 @functools.lru_cache(maxsize=256)
@@ -51,6 +125,11 @@ def extension_of(path: str) -> str:
     """The folder of the extension to which a file belongs; "" where it is none's."""
     parts = PurePath(path).parts
     return next((name for folder, name in zip(parts, parts[1:-1], strict=False) if folder in FOLDERS), "")
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to an installed package, and not to an extension or a program."""
+    return bool({"site-packages", "dist-packages"}.intersection(PurePath(file).parts))
 
 
 def underlying(function: Any) -> Any:
@@ -68,7 +147,8 @@ def beneath_ours(function: Any) -> Any:
 
 
 def package(module: str) -> str:
-    return module.partition(".")[0]
+    """The top package of a Python module. WebUIs name a script by its file ("random.py"), which is of no package."""
+    return module if module.endswith(".py") else module.partition(".")[0]
 
 
 def is_lora(kind: type) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
@@ -25,6 +25,8 @@ Value = TypeVar("Value")
 ENOUGH, MOST_TIMES = 3, 32
 # Of one shape; LoRAs make more of them.
 MOST_VERDICTS = 64
+# Of replaced functions, in a reason.
+MOST_NAMED = 3
 # What a step computes; HOSTS: the host's own UNet did.
 WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
@@ -149,7 +151,8 @@ class OfVerdict(Generic[Value]):
 class Entry:
     """A shape, and what was found of it over the weights of the last call.
 
-    weights: whose verdict that is (BoundUNet.identity). model: its name for people. needs: how much its graph takes of
+    weights: whose verdict that is (BoundUNet.identity). replaced: who has replaced which functions of the host's, at
+    the last call. model: its name for people. needs: how much its graph takes of
     the memory that all graphs share, alone; known from its plain calls on. waits: why it has no graph yet. misfits: how
     often functions of other extensions did not fit its graphs. kept_uses: how many of its uses the store knows.
     no_graph, of its verdict: why it has no graph and will get none.
@@ -158,6 +161,7 @@ class Entry:
     key: ShapeKey
     model: str = ""
     weights: str = ""
+    replaced: Sequence[str] = ()
     needs: int = 0
     waits: str = ""
     misfits: int = 0
@@ -171,9 +175,10 @@ class Entry:
     state, reason, no_graph = OfVerdict[State](), OfVerdict[str](), OfVerdict[str]()
     relative_error = OfVerdict["float | None"]()
 
-    def of_weights(self, weights: str, sampling: Hashable = None) -> Entry:
+    def of_weights(self, weights: str, sampling: Hashable = None, replaced: Sequence[str] = ()) -> Entry:
         """The same entry, with what was found of it over these weights. Our forward is tried again where it has failed
-        once, in another sampling; None: at another call."""
+        once, in another sampling; None: at another call. replaced: sentences, see BoundUNet."""
+        self.replaced = replaced
         if weights != self.weights:
             self._others[self.weights] = self.verdict
             self.verdict, self.weights = self._others.pop(weights, Verdict()), weights
@@ -211,7 +216,8 @@ class Entry:
         """Something went wrong: another backend, or the host, serves this shape over these weights. Returns the reason,
         with the backend's name. is_final: otherwise it is tried once more; see of_weights."""
         known = self.verdict
-        known.state, known.reason, known.failed_in = State.FAILED, f"{what} (backend {self.key.way})", sampling
+        why = "; ".join((f"{what} (backend {self.key.way})", *self.replaced[:MOST_NAMED]))
+        known.state, known.reason, known.failed_in = State.FAILED, why, sampling
         known.failures = known.failures + 1 if not is_final else 2
         return known.reason
 

@@ -201,7 +201,7 @@ class OneCard:
         layout, dtype = bound.layout, bound.binding.dtype
         key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, managed.kinds, lossy)
         entry = self._services.table.entry(key, layout.model_name)
-        return entry.of_weights(bound.identity(), sampling_now(bound))
+        return entry.of_weights(bound.identity(), sampling_now(bound), bound.replaced)
 
     def _run(self, device: Device, entry: Entry, call: Call, reason: str) -> Served:
         """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.

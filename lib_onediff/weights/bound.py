@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -13,17 +13,29 @@ from torch import nn
 
 from ..core.affine import Source
 from ..core.call import Call
+from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
-from .contents import PART, Contents, Place, Reader, digest_of_values
+from .contents import PART, Contents, Place, Reader, digest_of_values, is_dense
 from .main_memory import MainMemory
 from .on_the_fly import OnTheFly
-from .scan import APPLIED_AT_CALL, HostTraits, refuse_foreign_code
+from .scan import (
+    APPLIED_AT_CALL,
+    HostTraits,
+    foreign_parts,
+    has_unseen_state,
+    refuse_foreign_code,
+    stand_ins,
+    told,
+)
 from .streaming import Streaming, Units, streaming_of
-from .watch import Parameters, Tree, during
+from .values import Tokens
+from .watch import Parameters, Reached, Tree, during
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
+# So many states of the code that a network calls are remembered, and checked one after the other, a call each.
+MOST_MET, MOST_NEW = 64, 8
 
 
 class BoundUNet:
@@ -40,6 +52,7 @@ class BoundUNet:
     on_the_fly: what the host applies to the weights at each use.
     streaming: brings the weights that are in main memory to the device that computes; None where all are on that.
     reader: reads the contents of weights, where there is something better than torch's operators.
+    replaced: who has replaced which functions that the network calls, for users.
     """
 
     def __init__(
@@ -53,6 +66,15 @@ class BoundUNet:
         self.host_traits = host_traits
         self.reader: Reader | None = None
         self._tree: Tree | None = None
+        self._tokens = Tokens()
+        # What the host's code was when this was seen first; the trees that were met, and how many new ones in a row.
+        self._first: dict[str, str] | None = None
+        self._met: dict[str, None] = {}
+        self._new_ones = 0
+        self.replaced: tuple[str, ...] = ()
+        # The code that was judged last, and who has put a function there whose state cannot be seen.
+        self._judged: Reached | None = None
+        self._unseen = ""
         self._parameters: Parameters | None = None
         self._contents: Contents | None = None
         # One in so many parts of the contents is watched; 0: nobody asks for them.
@@ -71,6 +93,9 @@ class BoundUNet:
         self._lora: Hashable = None
         self._checkpoint: tuple[Hashable, str] = None, ""
         self._identity: tuple[Hashable, str] = None, ""
+        # What identity reads, and of which binding.
+        self._sums: list[Contents] = []
+        self._read_of: Hashable = None
 
     @property
     def layout(self) -> Any:
@@ -195,16 +220,30 @@ class BoundUNet:
     def identity(self) -> str:
         """What a verdict belongs to: these weights, what is applied to them, and the sources of the host's forward.
 
-        Read when a sampling begins, and outside of samplings whenever a change was seen: a row of each matrix and all
-        vectors, which waits for the device.
+        Read when a sampling begins, and outside of samplings whenever a change was seen. All numbers count, which takes
+        2 ms for SDXL on an H100, waits for the device, and takes seconds for one on a CPU. Of weights in main memory
+        that another device computes with, one part in contents.PART is read.
         """
         state = self._state()
         if self._identity[0] != state:
             label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()}"
             found = self.binding.parameters()
-            rows = (one if one.dim() == 1 else one.detach()[len(one) // 2] for one in found)
-            self._identity = state, digest_of_values(label, rows)
+            if self._read_of != (self._binds, self.generation):
+                self._read_of = self._binds, self.generation
+                self._sums = [self._contents_of(found, is_near) for is_near in (True, False)]
+            layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in found]
+            strided = [one.contiguous() for one in found if not is_dense(one)]
+            for sums in self._sums:
+                sums.begin()()
+            label = f"{label} {layouts} {[sums.known.tolist() for sums in self._sums]}"
+            self._identity = state, digest_of_values(label, strided)
         return self._identity[1]
+
+    def _contents_of(self, parameters: Sequence[Any], is_near: bool) -> Contents:
+        """The contents of these parameters. is_near: of those on the device that computes; otherwise of the others."""
+        device = self.binding.device
+        places = [Place.of(one) for one in parameters if is_dense(one) and (one.device == device) is is_near]
+        return Contents(places, 1 if is_near else PART, self.reader)
 
     def sources(self) -> str:
         """What tells the host's own forward from those of other sources; see Tree.digest."""
@@ -290,26 +329,37 @@ class BoundUNet:
         """See whether the module tree computes as it did, and read it again if not. Raises Refusal where it cannot be
         run."""
         unet = self.module
-        if self._tree is None or not self._tree.stands(unet):
+        if self._tree is not None and self._tree.stands(unet):
+            self._new_ones = 0
+        else:
             self.looks += 1
             tree, self._tree, self._refusal = self._tree_now(), None, None
             try:
-                self._read(unet)
+                self._read(unet, tree)
             except Refusal as refusal:
                 # Its text alone: an exception keeps the UNet alive.
                 self._refusal = str(refusal)
             self._tree = tree
+            self._new_ones = 0 if tree.reached.digest in self._met else self._new_ones + 1
+            self._met[tree.reached.digest] = None
+            while len(self._met) > MOST_MET:
+                del self._met[next(iter(self._met))]
         if self._refusal is not None:
             raise Refusal(self._refusal)
+        if self._new_ones > MOST_NEW:
+            # Each would be checked against the host: that takes longer than the host alone.
+            raise Refusal(f"{self.replaced[0] if self.replaced else 'its code'}, and changes with every call")
 
     def _tree_now(self) -> Tree:
-        return Tree(self.module, self.host_traits.written.union(APPLIED_AT_CALL), self.host_traits.placed)
+        traits = self.host_traits
+        return Tree(self.module, traits.written.union(APPLIED_AT_CALL), traits.placed, self._tokens, self._tree)
 
-    def _read(self, unet: nn.Module) -> None:
+    def _read(self, unet: nn.Module, tree: Tree) -> None:
         """Find out what the module tree is. Where layers and layout are what they were, weights and graphs stay as they
         are. Raises Refusal."""
         try:
             refuse_foreign_code(unet, self.host_traits)
+            self._refuse_stand_ins(tree)
         except Refusal:
             self.undo_channels_last()
             raise
@@ -321,6 +371,21 @@ class BoundUNet:
         if self._binding is None or not self._binding.follow(unet, layout):
             self._drop_binding()
             self._binding = Binding(unet, layout)
+
+    def _refuse_stand_ins(self, tree: Tree) -> None:
+        """Note who has replaced functions that the network calls. Raises Refusal for one on which no check says
+        anything of the next call."""
+        reached, trusted = tree.reached, self.host_traits.trusted
+        if reached is not self._judged:
+            self._first = reached.facts if self._first is None else self._first
+            found = stand_ins(reached, tree.hosts, self._first, trusted)
+            known = {*trusted, *map(package, trusted), *tree.hosts}
+            foreign = (one for one in found if foreign_parts(one, known))
+            self.replaced = tuple(dict.fromkeys(map(told, found)))
+            self._unseen = next((told(one) for one in foreign if has_unseen_state(one, tree.hosts)), "")
+            self._judged = reached
+        if self._unseen:
+            raise Refusal(f"{self._unseen}, and OneDiff cannot see on what it depends")
 
     def _drop_binding(self) -> None:
         self.undo_channels_last()
@@ -342,7 +407,8 @@ class BoundUNet:
         if self._binding is not None:
             self._binding.unbind()
         self._tree = self._parameters = self._contents = self._binding = self.streaming = None
-        self._refusal = None
+        self._refusal = self._read_of = None
+        self._sums = []
         self.channels_last = self.in_sampling = False
         self._part = 0
         self.drop_applied()

@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 WORD = 4
+# How many words torch's operators take at once, by the type of device.
+CHUNKS, CHUNK = {"cpu": 1 << 17}, 1 << 24
+EMPTY = torch.empty(0, dtype=torch.int64)
 # Words that are read together; of so many such pieces one, where not all are read.
 PIECE, PART = 8, 17
 # Every row of a larger matrix is touched all the same.
@@ -75,23 +78,28 @@ Reader = Callable[[Sequence[Place], int], "Callable[[], Tensor] | None"]
 
 
 class Contents:
-    """What lay in some places when it was asked for last.
+    """What lay in some places when it was asked for last. They may be on several devices.
 
     part: one in so many pieces of a matrix is read; 1: all. reader: where there is something better than torch's
-    operators. known: the sums, (places,) in int64 on the CPU.
+    operators. known: the sums, (places,) in int64 on the CPU, in the order of the places.
     """
 
     def __init__(self, places: Sequence[Place], part: int = 1, reader: Reader | None = None) -> None:
-        self._places = [place for place in places if place.device.type != "meta"]
-        self._part = part
-        is_read = reader is not None and self._places and self._places[0].device.type == "cuda"
-        self._launch = reader(self._places, part) if reader is not None and is_read else None
-        self._odd: dict[int, Tensor] = {}
+        by_device: dict[torch.device, list[int]] = {}
+        for number, place in enumerate(places):
+            if place.device.type != "meta":
+                by_device.setdefault(place.device, []).append(number)
+        self._devices = [
+            Sums([places[number] for number in numbers], part, reader) for numbers in by_device.values()
+        ]
+        order = list(chain.from_iterable(by_device.values()))
+        # Where in the sums of one device after the other each place's is.
+        self._order = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64)
         self.known = self._begin()()
 
     def begin(self, are_alive: bool = False) -> Callable[[], bool]:
-        """Launch the reading; main memory is read when it is told. What is returned waits for it, and for nothing
-        launched after it, and tells whether anything has other values than when that was told last. are_alive: the
+        """Start the reading; main memory is read when the returned function is called. That waits for it, for nothing
+        launched after it, and returns whether anything has other values than when this was read last. are_alive: the
         memory of all places is known to be there."""
         try:
             read = self._begin(are_alive)
@@ -108,12 +116,26 @@ class Contents:
         return changed
 
     def _begin(self, are_alive: bool = False) -> Callable[[], Tensor]:
-        if not self._places:
-            return lambda: torch.empty(0, dtype=torch.int64)
-        if self._launch is None and not any(place.device.type == "cuda" for place in self._places):
-            return self._sums
+        # All are launched before the first is waited for.
+        waiting = [sums.begin(are_alive) for sums in self._devices]
+        return lambda: torch.cat([wait() for wait in waiting])[self._order] if waiting else EMPTY
+
+
+class Sums:
+    """Reads places of one device. part, reader: see Contents."""
+
+    def __init__(self, places: Sequence[Place], part: int, reader: Reader | None) -> None:
+        self._places, self._part, self._device = places, part, places[0].device
+        self._launch = reader(places, part) if reader is not None and self._device.type == "cuda" else None
+        self._odd = torch.arange(1, 2 * CHUNKS.get(self._device.type, CHUNK), 2, device=self._device)
+
+    def begin(self, are_alive: bool) -> Callable[[], Tensor]:
+        """Start the reading. The returned function waits for it, (places,) in int64 on the CPU. Both raise
+        ReferenceError where the memory of a place is gone."""
+        if self._device.type != "cuda":
+            return lambda: self._read().cpu()
         if self._launch is None:
-            found = self._sums()
+            found = self._read()
         elif are_alive or all(place.is_alive for place in self._places):
             found = self._launch()
         else:
@@ -121,7 +143,7 @@ class Contents:
         on_cpu = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         on_cpu.copy_(found, non_blocking=True)
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(found.device))
+        done.record(torch.cuda.current_stream(self._device))
 
         def wait() -> Tensor:
             done.synchronize()
@@ -130,9 +152,9 @@ class Contents:
         return wait
 
     @torch.no_grad()
-    def _sums(self) -> Tensor:
-        """By torch's operators, (places,) in int64 where the first one is."""
-        return torch.stack([self._sum_of(place).to(self._places[0].device) for place in self._places])
+    def _read(self) -> Tensor:
+        """By torch's operators, (places,) in int64 on their device."""
+        return torch.stack([self._sum_of(place) for place in self._places])
 
     def _sum_of(self, place: Place) -> Tensor:
         """(), in int64: of the words of 32 bits, or of bytes where the memory does not come out even."""
@@ -142,14 +164,21 @@ class Contents:
         step = place.step(self._part)
         if step > 1:
             whole = len(words) // (PIECE * step) * (PIECE * step)
-            words = words[:whole].view(-1, step, PIECE)[:, 0].flatten()
-        count, device = len(words), words.device
-        odd = self._odd.get(count)
-        if odd is None or odd.device != device:
-            odd = torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
-            if device.type == "cpu":
-                self._odd[count] = odd
-        return (words * odd).sum()
+            words = words[:whole].view(-1, step, PIECE)[:, 0]
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
+        begin, rows = 0, max(1, len(self._odd) // (PIECE if step > 1 else 1))
+        # Piece by piece: what is made of each stays in the processor's cache.
+        for piece in words.split(rows):
+            wide = piece.to(torch.int64).flatten()
+            total.add_(wide.sum(), alpha=2 * begin).add_(wide.mul_(self._odd[:len(wide)]).sum())
+            begin += len(wide)
+        return total
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the memory from a tensor's first number on holds its numbers, in any order, and nothing else."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent == tensor.numel()
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:

@@ -6,29 +6,40 @@ for every change of it.
 """
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..core.origins import OURS, author, beneath_ours, origin, package, underlying
+from ..core.origins import (
+    OURS,
+    TORCH,
+    author,
+    beneath_ours,
+    extension_of,
+    globals_of,
+    is_installed,
+    origin,
+    package,
+    parts_of,
+)
 from ..core.refusal import Refusal
-from .watch import edit_counts, layout_of
+from .code import NOT_READ, Code, Named, names_in
+from .values import Digests, Tokens
+from .watch import FUNCTIONS, Reached, edit_counts, layout_of
 
 Change = Callable[[Tensor], Tensor]
 # Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged. Its adapter
 # reads these at every call.
 APPLIED_AT_CALL = ("weight_function", "bias_function", "forge_online_loras")
 FORWARDS = ("forward", "_forward")
-# The functions of torch that layers of a UNet call.
-FUNCTIONS = (
-    "linear", "conv2d", "group_norm", "layer_norm", "rms_norm", "silu", "gelu", "scaled_dot_product_attention",
-    "interpolate", "pad", "softmax",
-)
 # What torch runs of a layer's class besides forward; the last where somebody else's forward calls torch's.
+# Modules of the standard library whose functions depend on their arguments alone.
+PURE = frozenset({"builtins", "math", "operator", "functools", "itertools", "typing", "collections", "inspect"})
 CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 
 
@@ -139,11 +150,12 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
     """Raise Refusal for the first thing that makes a module below a network compute something other than its class
     says. Takes some milliseconds.
 
-    That is: a method set on an instance, a hook, a LoRA that is not merged, dropout at work, or a class one of whose
-    methods was replaced by code from a Python module that is neither the class's own nor in host_traits.trusted. The
-    network itself is the caller's to judge: its hooks run around any forward.
+    That is: a method or a function set on an instance, a hook, a LoRA that is not merged, dropout at work, or a class
+    one of whose methods was replaced by code from a Python module that is neither the class's own nor in
+    host_traits.trusted. The network itself is the caller's to judge: its hooks run around any forward.
     """
     run: dict[type, tuple[str, ...]] = {}
+    names: dict[type, frozenset[str]] = {}
     processors: dict[type, tuple[str, ...]] = {}
     for name, module in network.named_modules():
         state, kind = module.__dict__, type(module)
@@ -152,7 +164,12 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
         if module is network:
             continue
         if kind not in run:
-            run[kind] = methods_of(kind)
+            run[kind], names[kind] = called_by(kind)
+        for attribute in names[kind] & state.keys():
+            if isinstance(state[attribute], FUNCTIONS) and attribute not in run[kind]:
+                foreign = foreign_parts(Named(state, kind.__module__, attribute), host_traits.trusted)
+                if foreign:
+                    raise Refusal(f"{name} has a {attribute} of its own, set by {author(foreign[0])}")
         for method in run[kind]:
             own = own_method(module, method) if method in state else None
             if own is not None and not (
@@ -172,11 +189,62 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
         for method in methods:
             refuse_replaced(kind, method, host_traits.trusted)
     refuse_global_hooks()
-    # torch has rms_norm from 2.4 on.
-    for name in (name for name in FUNCTIONS if hasattr(nn.functional, name)):
-        function = getattr(nn.functional, name)
-        if package(origin(function)) not in ("torch", "builtins") and is_foreign(function, host_traits.trusted):
-            raise Refusal(f"torch.nn.functional.{name} was replaced by {author(function)}")
+
+
+def stand_ins(
+    reached: Reached, hosts: Collection[str], before: Mapping[str, str], trusted: Collection[str]
+) -> list[Named]:
+    """What the code of a network finds by a name that should stand for something else.
+
+    hosts: the host's own packages. before: the facts of its code when its network was first seen.
+
+    What has changed since was replaced, whoever did it. Of what stood there already, these are found: functions in
+    torch that are not torch's, and functions of extensions in the host's files.
+    """
+    found = {named.label: named for named in reached.changed(before)}
+    for named in reached.named():
+        if named.label not in found:
+            authors = foreign_parts(named, {*trusted, *hosts})
+            files = [str(globals_of(one).get("__file__")) for one in authors]
+            # What a file of the host's imports is of other packages too, and torch is decorated by some.
+            is_in_torch = package(named.owner) in NOT_READ
+            if any(not is_installed(file) if is_in_torch else extension_of(file) for file in files):
+                found[named.label] = named
+    return list(found.values())
+
+
+def foreign_parts(named: Named, known: Collection[str]) -> list[Any]:
+    """The functions in what a name stands for that are of nobody known: not of the namespace's own package either."""
+    if not may_compute(named.value):
+        return []
+    return [one for one in parts_of(named.value) if not is_of(one, {*known, package(named.owner)})]
+
+
+def may_compute(value: Any) -> bool:
+    return (callable(value) and not isinstance(value, type)) or isinstance(value, (property, staticmethod, classmethod))
+
+
+def has_unseen_state(stand_in: Named, hosts: Collection[str]) -> bool:
+    """Whether a function in the place of another one may depend on more than its arguments and what can be watched
+    (plain values in its closure, its globals and its objects): a check would hold for one call of it alone."""
+    digests, known = Digests(Tokens()), {*NOT_READ, *hosts, OURS}
+    digests.of(stand_in.value)
+    is_pure = True
+    for named in Code([stand_in.value]).named.values():
+        if package(named.owner) in known:
+            continue
+        if isinstance(named.value, types.ModuleType):
+            is_pure &= package(named.value.__name__) in {*PURE, TORCH, *hosts}
+        else:
+            digests.of(named.value)
+    return not is_pure or bool(digests.unseen)
+
+
+def told(stand_in: Named) -> str:
+    """Who has replaced what, for users."""
+    if not may_compute(stand_in.value):
+        return f"{stand_in.label} was changed"
+    return f"{stand_in.label} was replaced by {author(stand_in.value)}"
 
 
 def refuse_replaced(
@@ -185,10 +253,19 @@ def refuse_replaced(
     """Raise Refusal if somebody who is not trusted has replaced a class's own method. below: the function that a hook
     of ours hands its calls to; by default, the one that stands in the class, beneath ours."""
     owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
-    function = below or (owner and beneath_ours(owner.__dict__[method]))
+    if owner is None:
+        return
+    function = below or beneath_ours(owner.__dict__[method])
     # A class's own package may decorate it: diffusers.utils around a method of diffusers.models.
-    if owner and package(origin(function)) != package(owner.__module__) and is_foreign(function, trusted):
-        raise Refusal(f"{kind.__name__}.{method} was replaced by {author(function)}")
+    known = {*trusted, package(owner.__module__)}
+    outermost, *within = parts_of(function) if callable(function) or may_compute(function) else [None]
+    # Who is trusted may hold functions of his own package.
+    known_within = {*known, *map(package, trusted)}
+    foreign = [outermost] if outermost is not None and not is_of(outermost, known) else [
+        one for one in within if not is_of(one, known_within)
+    ]
+    if foreign:
+        raise Refusal(f"{kind.__name__}.{method} was replaced by {author(foreign[0])}")
 
 
 def refuse_global_hooks() -> None:
@@ -198,35 +275,38 @@ def refuse_global_hooks() -> None:
         raise Refusal(f"a forward hook is set on all modules, by {author(hook)}")
 
 
-def is_foreign(function: object, trusted: Collection[str]) -> bool:
-    """Whether a function is neither ours nor of those Python modules that an adapter sees to."""
-    return origin(function) not in trusted and package(origin(function)) != OURS
+def is_of(function: object, authors: Collection[str]) -> bool:
+    """Whether a function is torch's, ours, or of one of these Python modules or packages."""
+    module = str(globals_of(function).get("__name__"))
+    return module in authors or package(module) in authors or package(module) in (OURS, *NOT_READ)
 
 
-def methods_of(kind: type) -> tuple[str, ...]:
-    """What is run of a class when a module of it is called: the forwards, and the methods that they call by name."""
-    called: set[str] = set()
-    for name in FORWARDS:
-        forward: Any = getattr(kind, name, None)
-        while hasattr(forward, "__wrapped__"):
-            forward = forward.__wrapped__
-        code: types.CodeType | None = getattr(underlying(forward), "__code__", None)
-        for other in () if code is None else code.co_names:
-            member = getattr(kind, other, None)
-            if callable(member) and not isinstance(member, type):
-                called.add(other)
-    return (*FORWARDS, *sorted(called - {*FORWARDS, *CALLED_BY_TORCH}), *CALLED_BY_TORCH)
+def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What is run of a class when a module of it is called: the forwards, the methods that they call by name, and so
+    on; and all names in the code of these."""
+    called = dict.fromkeys(FORWARDS)
+    names: set[str] = set()
+    waiting = [*FORWARDS]
+    while waiting:
+        for function in parts_of(beneath_ours(inspect.getattr_static(kind, waiting.pop(), None))):
+            found = names_in(function.__code__) if isinstance(function, types.FunctionType) else frozenset[str]()
+            for other in sorted(found - names):
+                member = inspect.getattr_static(kind, other, None)
+                # What every module has, tensors have by the same names.
+                if may_compute(member) and other not in called and other not in vars(nn.Module):
+                    called[other] = None
+                    waiting.append(other)
+            names |= found
+    return (*called, *(name for name in CALLED_BY_TORCH if name not in called)), frozenset(names)
 
 
 def own_method(module: nn.Module, name: str) -> object | None:
     """What is set on the instance in place of a method of its class; None where that is nothing else than the class's
-    method, bound (who undoes a patch may leave that behind), or what that was before it was wrapped."""
+    method, bound (who undoes a patch may leave that behind), or what that was before we wrapped it."""
     own = module.__dict__.get(name)
     if getattr(own, "__self__", module) is not module:
         return own
-    function, below = getattr(own, "__func__", None), getattr(type(module), name, None)
-    while below is not None:
-        if function is below:
-            return None
-        below = getattr(below, "__wrapped__", None)
-    return own
+    # Who decorates a function copies its __wrapped__ from anywhere; ours tells the truth.
+    standing = beneath_ours(getattr(type(module), name, None))
+    is_the_classs = standing is not None and beneath_ours(getattr(own, "__func__", None)) is standing
+    return None if is_the_classs else own

@@ -1,8 +1,8 @@
 """Whether anything has changed under us: what a module tree computes with, noted once and compared at every call.
 
-Noted are the modules and their order, their classes and what these and their bases define, every attribute, hooks, the
-functions that torch and the host's own files call by their global names, and the parameters: which objects they are,
-where they lie and how. An edit of a value in place is none of these: whoever keeps something that was made of values
+Noted are the modules and their order, their classes and what these and their bases define, every attribute, hooks,
+everything that their code reaches by name (see code.py), and the parameters: which objects they are, where they lie and
+how. An edit of a value in place is none of these: whoever keeps something that was made of values
 (eight-bit weights, a second card's copy) asks weights.contents as well.
 
 Nothing noted keeps a module, a tensor or a function's closure alive. Objects are recognised by weak references: an
@@ -10,12 +10,12 @@ id() may come again.
 """
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
-import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, compress
@@ -24,8 +24,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.origins import beneath_ours
+from ..core.origins import package
+from .code import Code, Named
 from .contents import Contents, Place
+from .values import Digests, Tokens, name_of, short
 
 Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
@@ -41,13 +43,17 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 ATOMS = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size,
     torch.memory_format, torch.layout, type, types.BuiltinFunctionType, types.GetSetDescriptorType,
-    types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType,
+    types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.ModuleType,
 )
 # Of these very types, and of no subclass: what is asked about most, told without a call.
 PLAIN = frozenset(ATOMS)
 # What a class says of types: nobody computes with it, and it takes as long to compare as all the rest.
 ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
 SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+FORWARDS = ("forward", "_forward")
+# A closure may hold a model. What it holds is compared where its code is reached.
+BY_IDENTITY = (types.FunctionType, nn.Module)
 CONTAINERS = (dict, list, tuple, set, frozenset)
 # Of the entries of an attribute: a longer one is known by its length alone.
 MOST_ENTRIES, DEEPEST = 256, 4
@@ -106,10 +112,10 @@ def token(value: Any, depth: int = 0) -> Any:
     if isinstance(value, types.MethodType):
         return types.MethodType, token(value.__func__, depth + 1), token(value.__self__, depth + 1)
     try:
-        same = Same(value)
+        same: Any = Same(value)
     except TypeError:  # there can be no reference to it
-        return type(value)
-    if isinstance(value, (nn.Module, types.FunctionType)):
+        same = None
+    if isinstance(value, BY_IDENTITY):
         return same
     state = getattr(value, "__dict__", {})
     return same, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None
@@ -124,12 +130,18 @@ class Names:
 
     def __init__(self, spaces: Sequence[Mapping[str, Any]], names: Iterable[Iterable[str]]) -> None:
         self._others: list[tuple[int, str, Any]] = []
+        # What is the same as long as it is the same object, and must not be kept alive.
+        self._objects: list[tuple[int, str]] = []
+        self._references: list[weakref.ref[Any]] = []
         alike: dict[tuple[str, ...], list[int]] = {}
         for place, (space, wanted) in enumerate(zip(spaces, names, strict=True)):
             plain: list[str] = []
             for name in wanted:
                 if is_atom(space[name]):
                     plain.append(name)
+                elif isinstance(space[name], BY_IDENTITY):
+                    self._objects.append((place, name))
+                    self._references.append(weakref.ref(space[name]))
                 else:
                     self._others.append((place, name, token(space[name])))
             if plain:
@@ -146,6 +158,9 @@ class Names:
         for _, _, pick, values, known in self._plain:
             if list(map(values, pick(spaces))) != known:
                 return False
+        found = [spaces[place][name] for place, name in self._objects]
+        if not all(map(operator.is_, found, [reference() for reference in self._references])):
+            return False
         return all(token(spaces[place][name]) == known for place, name, known in self._others)
 
     def digest(self, left_out: Collection[str]) -> str:
@@ -161,13 +176,124 @@ class Names:
         return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
 
 
+class Bodies:
+    """What runs when some functions are called, besides what their names stand for: their code, the values of their
+    defaults and of their closures."""
+
+    def __init__(self, functions: Sequence[types.FunctionType]) -> None:
+        # Those without a closure hold no model, and are compared in one go.
+        self._plain = [one for one in functions if one.__closure__ is None and is_atom(one.__defaults__)]
+        self._known = list(map(body_of, self._plain))
+        others = (one for one in functions if one.__closure__ is not None or not is_atom(one.__defaults__))
+        self._others = [(weakref.ref(one), token_of_body(one)) for one in others]
+        named = (one for one in functions if one.__kwdefaults__)
+        self._named = [(weakref.ref(one), token(one.__kwdefaults__)) for one in named]
+
+    def stand(self) -> bool:
+        if list(map(body_of, self._plain)) != self._known:
+            return False
+        for reference, known in self._others:
+            function = reference()
+            if function is None or token_of_body(function) != known:
+                return False
+        for reference, known in self._named:
+            function = reference()
+            if function is None or token(function.__kwdefaults__) != known:
+                return False
+        return True
+
+
+body_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def token_of_body(function: types.FunctionType) -> tuple[Any, ...]:
+    cells = function.__closure__ or ()
+    # A cell that nothing has been put into yet is told by its emptiness.
+    held = [token(cell.cell_contents) for cell in cells if cell != EMPTY]
+    return function.__code__, token(function.__defaults__), len(cells), held
+
+
+EMPTY = types.CellType()
+
+
+class Reached:
+    """The code that some classes and functions run, all of that they reach by name, and what of torch's state it reads.
+
+    names: all names in that code outside of torch.
+    """
+
+    def __init__(self, sources: Sequence[type], functions: Sequence[Any], tokens: Tokens) -> None:
+        code = Code([*sources, *functions])
+        self.sources, self.names = sources, code.names
+        self._tokens = tokens
+        self._kinds, self._named = list(code.kinds), list(code.named.values())
+        class_spaces = list(map(vars, self._kinds))
+        by_space: dict[int, list[Named]] = {}
+        for named in self._named:
+            by_space.setdefault(id(named.space), []).append(named)
+        everywhere = vars(nn.modules.module)
+        self._spaces = [*class_spaces, *(found[0].space for found in by_space.values()), everywhere]
+        of_kinds = ([name for name in space if name not in ANNOTATIONS] for space in class_spaces)
+        of_modules = ([named.name for named in found] for found in by_space.values())
+        global_hooks = [name for name in GLOBAL_HOOKS if name in everywhere]
+        self._code = Names(self._spaces, [*of_kinds, *of_modules, global_hooks])
+        self._class_spaces, self._sizes = class_spaces, list(map(len, class_spaces))
+        self._absent = list(code.absent.values())
+        self._bodies = Bodies(list(code.functions.values()))
+        self._ambient = ambient()
+
+    def stands(self) -> bool:
+        """Whether all of it is as it was. A third of a millisecond."""
+        try:
+            return (
+                list(map(len, self._class_spaces)) == self._sizes
+                and self._code.stand(self._spaces)
+                and self._bodies.stand()
+                and all(space.keys().isdisjoint(names) for space, names in self._absent)
+                and ambient() == self._ambient
+            )
+        except KeyError:  # a function is gone
+            return False
+
+    def named(self) -> Iterator[Named]:
+        """Everything that the code reaches by name, in modules and in classes."""
+        yield from self._named
+        for kind in self._kinds:
+            space = vars(kind)
+            yield from (Named(space, name_of(kind), name) for name in list(space) if name not in ANNOTATIONS)
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """What the names stand for, as digests that are equal in any process. As long as it stands, so do these. Tens
+        of milliseconds."""
+        digests = Digests(self._tokens)
+        found = {named.label: digests.of_data(named.value) for named in self.named()}
+        found["torch's default dtype"] = repr(torch.get_default_dtype())
+        found["torch's modes"] = repr([*map(digests.of_data, function_modes()), self._ambient[-1]])
+        return found
+
+    def changed(self, before: Mapping[str, str]) -> list[Named]:
+        """What stands for something else than before, which are facts of earlier code."""
+        facts = self.facts
+        return [one for one in self.named() if facts[one.label] != before.get(one.label, facts[one.label])]
+
+    @cached_property
+    def digest(self) -> str:
+        return short(repr(sorted(self.facts.items())))
+
+
 class Tree:
     """A module tree as it computed when this was made.
 
-    ignored: names of attributes that somebody else looks at. placed: names that its digest leaves out.
+    reached: the code that it runs.
     """
 
-    def __init__(self, root: nn.Module, ignored: Collection[str], placed: Collection[str]) -> None:
+    def __init__(
+        self, root: nn.Module, ignored: Collection[str], placed: Collection[str], tokens: Tokens | None = None,
+        before: Tree | None = None,
+    ) -> None:
+        """ignored: names of attributes that somebody else looks at. placed: names that its digest leaves out. tokens:
+        name what has no digest by value. before: an earlier tree of this root; code that stands is not read again."""
         modules = list(root.modules())
         self._modules = list(map(weakref.ref, modules))
         self._classes = list(map(type, modules))
@@ -182,20 +308,23 @@ class Tree:
         self._hooks = [
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
+        self._sizes = list(map(len, states))
         # An attention's processor is no module, and computes as its class does too.
         processors = (type(state["processor"]) for state in states if "processor" in state)
-        self._sources = list(dict.fromkeys((*self._classes, *processors)))
-        kinds = list(dict.fromkeys(base for kind in self._sources for base in kind.__mro__[:-1]))
-        self._kinds = list(map(vars, kinds))
-        self._sizes = list(map(len, (*states, *self._kinds)))
-        files = dict.fromkeys(kind.__module__ for kind in kinds)
-        spaces = [*(vars(sys.modules[name]) for name in files if name in sys.modules), vars(nn.functional)]
-        everywhere = vars(nn.modules.module)
-        self._spaces = [*self._kinds, *spaces, everywhere]
-        of_kinds = ([name for name in space if name not in ANNOTATIONS] for space in self._kinds)
-        global_hooks = [name for name in GLOBAL_HOOKS if name in everywhere]
-        self._code = Names(self._spaces, [*of_kinds, *map(functions_in, spaces), global_hooks])
-        self._placed = placed
+        set_on_instances = [
+            one for state in states for name, one in state.items()
+            if isinstance(one, FUNCTIONS) and name not in FORWARDS
+        ]
+        sources = list(dict.fromkeys((*self._classes, *processors)))
+        # The packages of the host's own classes.
+        self.hosts = frozenset(package(kind.__module__) for kind in sources)
+        self._ignored, self._placed, self._tokens = unread, placed, tokens or Tokens()
+        known = None if before is None or set_on_instances else before.reached
+        self.reached: Reached
+        if known is not None and known.sources == sources and known.stands():
+            self.reached = known
+        else:
+            self.reached = Reached(sources, set_on_instances, self._tokens)
 
     def stands(self, root: nn.Module) -> bool:
         """Whether it computes as it did. A millisecond for SDXL's UNet."""
@@ -215,29 +344,42 @@ class Tree:
             list(map(type, modules)) == self._classes
             and places_with(of_children, states) == self._parents and len(children) == len(self._children)
             and all(map(operator.is_, children, known))
-            and list(map(len, (*states, *self._kinds))) == self._sizes
+            and list(map(len, states)) == self._sizes
             and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
             and all(token(states[place][name]) == known for place, name, known in self._hooks)
             and self._attributes.stand(states)
-            and self._code.stand(self._spaces)
+            and self.reached.stands()
         )
 
     @cached_property
     def digest(self) -> str:
-        """What tells the sources of this computation from others: classes, their code, and plain attributes but
-        placed. As long as it stands, so does this."""
-        code = hashlib.sha256()
-        for kind in self._sources:
-            code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
-            for base in kind.__mro__[:-1]:
-                for name, value in vars(base).items():
-                    # What our own code does beside it is no part of the host's sources.
-                    body = getattr(beneath_ours(getattr(value, "__func__", value)), "__code__", None)
-                    if body is not None:
-                        constants = [one for one in body.co_consts if isinstance(one, SAME_IN_ANY_PROCESS)]
-                        code.update(f"{name} {body.co_names} {constants}".encode() + body.co_code)
-        together = (self._attributes.digest(self._placed) + code.hexdigest()).encode()
-        return hashlib.sha256(together).hexdigest()[:16]
+        """What tells the sources of this computation from others: classes, all code that they reach, and plain
+        attributes but placed. As long as it stands, so does this."""
+        modules = [reference() for reference in self._modules]
+        paths = {id(module): str(place) for place, module in enumerate(modules)}
+        digests = Digests(self._tokens, paths)
+        called = [
+            (place, name, digests.of_data(value)) for place, module in enumerate(modules)
+            for name, value in vars(module).items() if self._is_called(name, value)
+        ]
+        found = self.reached.digest, self._attributes.digest(self._placed), list(map(name_of, self._classes)), called
+        return short(repr(found))
+
+    def _is_called(self, name: str, value: Any) -> bool:
+        """Whether an attribute of a module is a function, or an object, that the network's code calls by this name."""
+        if name not in self.reached.names or name in self._ignored or name in self._placed or name in FORWARDS:
+            return False
+        return callable(value) and not isinstance(value, (nn.Module, type))
+
+
+def ambient() -> tuple[Any, ...]:
+    """The state of torch that a forward pass reads beside its arguments: the type of new tensors, and the modes that
+    every operator goes through (torch.set_default_device is one)."""
+    return torch.get_default_dtype(), list(map(token, function_modes())), torch._C._len_torch_dispatch_stack()
+
+
+def function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
 
 def places_with(of: Callable[[dict[str, Any]], Any], states: Sequence[dict[str, Any]]) -> list[int]:
@@ -248,12 +390,6 @@ def places_with(of: Callable[[dict[str, Any]], Any], states: Sequence[dict[str, 
 def members_of(of: Callable[[dict[str, Any]], dict[str, Any]], states: Iterable[dict[str, Any]]) -> list[Any]:
     """What is in this part of the modules' states, one after the other."""
     return list(chain.from_iterable(map(dict.values, filter(None, map(of, states)))))
-
-
-def functions_in(space: Mapping[str, Any]) -> list[str]:
-    """The names of the functions and classes that code of a file calls by its globals."""
-    callables = (types.FunctionType, types.BuiltinFunctionType, type)
-    return [name for name, value in space.items() if isinstance(value, callables)]
 
 
 class Parameters:

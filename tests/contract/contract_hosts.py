@@ -29,7 +29,9 @@ FOLDERS = {
 }
 FAMILY = ("forge", "neo", "reforge", "classic")
 HOSTS = ("a1111", *FAMILY)
-TOP_NAMES = ("modules", "modules_forge", "backend", "ldm_patched", "sgm", "networks", "stand_in_engine")
+TOP_NAMES = (
+    "modules", "modules_forge", "backend", "ldm_patched", "sgm", "networks", "stand_in_engine", "comfy_kitchen",
+)
 SMALL = {"channel_mult": [1, 2], "num_res_blocks": 1, "attention_resolutions": [2]}
 ATTENTION = "input_blocks.3.1.transformer_blocks.0.attn1.to_q"
 

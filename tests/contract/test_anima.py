@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -190,6 +191,50 @@ def test_functions_that_anima_never_calls_change_nothing(host: AnimaHost) -> Non
     for _ in range(2):
         ours, calls = calls_of(lambda: host.output(options=options))
         assert calls == {"plain": 1} and relative_error(ours, expected) < 1e-5, runtime.status()["reason"]
+
+
+def wrapped(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """As forge-couple decorates: by the names of what it replaces, over those of torch's decorator too."""
+    function = getattr(owner, name)
+    patch.setattr(owner, name, functools.wraps(function)(torch.no_grad()(lambda *given: 1.5 * function(*given))))
+
+
+def set_on_instances(patch: pytest.MonkeyPatch, host: AnimaHost) -> None:
+    """As a PAG extension does."""
+    for block in host.unet.blocks:
+        operation = block.self_attn.torch_attention_op
+        patch.setitem(vars(block.self_attn), "torch_attention_op", lambda *given, of=operation: 2 * of(*given))
+
+
+BY_NAME: dict[str, Callable[[AnimaHost, pytest.MonkeyPatch], object]] = {
+    "_fn": lambda host, patch: doubled(patch, host.code, "_fn"),
+    "apply_rope_split_half": lambda host, patch: doubled(patch, host.code.ck, "apply_rope_split_half"),
+    "torch_attention_op": lambda host, patch: wrapped(patch, host.code.Attention, "torch_attention_op"),
+    "blocks.0.self_attn has a torch_attention_op": lambda host, patch: set_on_instances(patch, host),
+    "unpatchify": lambda host, patch: wrapped(patch, host.code.Anima, "unpatchify"),
+    "prepare_embedded_sequence": lambda host, patch: wrapped(patch, host.code.Anima, "prepare_embedded_sequence"),
+    "Block.forward": lambda host, patch: wrapped(patch, host.code.Block, "forward"),
+    "BASE": lambda host, patch: patch.setattr(host.code, "BASE", 500.0),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_it_calls_by_name_counts_when_it_is_replaced_after_a_proof(host: AnimaHost, name: str) -> None:
+    def replaced() -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            BY_NAME[name](host, patch)
+            return host.output()
+
+    plain, expected = host.output(), replaced()
+    assert relative_error(expected, plain) > 1e-2
+    host.begin()
+    for _ in range(3):
+        ours, calls = calls_of(host.output)
+        assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5
+        theirs, calls = calls_of(replaced)
+        reason = runtime.status()["reason"]
+        assert calls == {"host": 1} and torch.equal(theirs, expected) and name in reason, reason
+        assert name == "BASE" or __name__ in reason, reason
 
 
 def test_a_unet_after_anima_and_back(host: AnimaHost) -> None:

@@ -58,18 +58,19 @@ def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
     if any(place.device != device or place.nbytes % WORD or place.address % WORD for place in places):
         return None
     counts, steps = [place.nbytes // WORD for place in places], [place.step(part) for place in places]
-    stretches = [
-        (index, start) for index, (count, step) in enumerate(zip(counts, steps, strict=True))
-        for start in range(0, -(-count // (PIECE * step)) * PIECE, WORDS)
-    ]
-    on_device = lambda numbers: torch.tensor(numbers, dtype=torch.int64, device=device)  # noqa: E731
-    table = [on_device(numbers) for numbers in ([place.address for place in places], counts, steps)]
-    table += [on_device([index for index, _ in stretches]), on_device([start for _, start in stretches])]
+    pieces = [-(-count // (PIECE * step)) * PIECE for count, step in zip(counts, steps, strict=True)]
+    # SDXL's weights make 160,000 stretches: of each, the place to which it belongs and its first word there.
+    stretches = torch.tensor([-(-count // WORDS) for count in pieces], dtype=torch.int64)
+    index = torch.repeat_interleave(torch.arange(len(places)), stretches)
+    start = (torch.arange(len(index)) - (stretches.cumsum(0) - stretches)[index]) * WORDS
+    addresses = [place.address for place in places]
+    table = [torch.tensor(numbers, dtype=torch.int64) for numbers in (addresses, counts, steps)]
+    table = [one.to(device) for one in (*table, index, start)]
 
     def read() -> Tensor:
         sums = torch.zeros(len(counts), dtype=torch.int64, device=device)
         launch(
-            "contents.sum_words", (len(stretches),), *table, sums, warps=WARPS, PIECE=PIECE, BLOCK=BLOCK, WORDS=WORDS
+            "contents.sum_words", (len(index),), *table, sums, warps=WARPS, PIECE=PIECE, BLOCK=BLOCK, WORDS=WORDS
         )
         return sums
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import comfy_kitchen as ck
 import torch
 from backend.args import dynamic_args
 from backend.attention import attention_function
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 BASE, EPS = 10000.0, 1e-6
+_fn = torch.addcmul
 
 
 def linear(into: int, out: int) -> nn.Module:
@@ -70,14 +72,14 @@ class Attention(nn.Module):
         split = lambda rows: rows.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # noqa: E731
         q, k, v = self.q_norm(split(self.q_proj(x))), self.k_norm(split(self.k_proj(context))), self.v_proj(context)
         if turns is not None:
-            q, k = self.turned(q, turns), self.turned(k, turns)
-        found = attention_function(q, k, split(v), self.n_heads, skip_reshape=True, transformer_options=options)
-        return self.output_proj(found)
+            q, k = (ck.apply_rope_split_half(heads, turns) for heads in (q, k))
+        return self.compute_attention(q, k, split(v), options)
 
-    def turned(self, heads: Tensor, turns: Tensor) -> Tensor:
-        """Each plane is a number of the first half and one of the second."""
-        turned = torch.complex(*heads.float().chunk(2, dim=-1)) * turns
-        return torch.cat([turned.real, turned.imag], dim=-1).to(heads.dtype)
+    def compute_attention(self, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
+        return self.output_proj(self.torch_attention_op(q, k, v, options))
+
+    def torch_attention_op(self, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
+        return attention_function(q, k, v, self.n_heads, skip_reshape=True, transformer_options=options)
 
 
 class Block(nn.Module):
@@ -98,7 +100,7 @@ class Block(nn.Module):
         for place, layer in layers.items():
             made = getattr(self, f"adaln_modulation_{place}")(time) + shared
             shift, scale, gate = made.unsqueeze(1).chunk(3, dim=-1)
-            normed = getattr(self, f"layer_norm_{place}")(x) * (1 + scale) + shift
+            normed = _fn(shift, getattr(self, f"layer_norm_{place}")(x), 1 + scale)
             x = x + gate.to(x.dtype) * layer(normed.to(time.dtype)).to(x.dtype)
         return x
 
@@ -123,10 +125,7 @@ class Anima(nn.Module):
         for latent in dynamic_args.ref_latents:
             x = torch.cat([x, latent.to(x).expand(len(x), -1, -1, -1, -1)], dim=2)
         x = pad_to_patch_size(x, (self.patch_temporal, self.patch_spatial, self.patch_spatial))
-        mask = x.new_zeros(len(x), 1, *x.shape[-2:]) if padding_mask is None else padding_mask
-        x = torch.cat([x, mask.unsqueeze(2).expand(-1, -1, x.shape[2], -1, -1)], dim=1)
-        # (batch, frames, rows, columns, channels and pixels of a patch)
-        x = self.x_embedder.proj(functional.pixel_unshuffle(x.transpose(1, 2), 2).movedim(2, -1))
+        x = self.prepare_embedded_sequence(x, padding_mask)
         counts, context, embedding = x.shape[1:4], context.flatten(1, -2), self.t_embedder[1]
         half = self.t_embedder[0].num_channels // 2
         place = torch.arange(half, device=x.device).float() / half
@@ -140,6 +139,15 @@ class Anima(nn.Module):
         made = self.final_layer.adaln_modulation(time) + shared[:, :2 * x.shape[-1]]
         shift, scale = made.unsqueeze(1).chunk(2, dim=-1)
         x = self.final_layer.linear(self.final_layer.layer_norm(x.to(context.dtype)) * (1 + scale) + shift)
+        return self.unpatchify(x, counts)[:, :, :frames, :height, :width]
+
+    def prepare_embedded_sequence(self, x: Tensor, padding_mask: Any) -> Tensor:
+        mask = x.new_zeros(len(x), 1, *x.shape[-2:]) if padding_mask is None else padding_mask
+        x = torch.cat([x, mask.unsqueeze(2).expand(-1, -1, x.shape[2], -1, -1)], dim=1)
+        # (batch, frames, rows, columns, channels and pixels of a patch)
+        return self.x_embedder.proj(functional.pixel_unshuffle(x.transpose(1, 2), 2).movedim(2, -1))
+
+    def unpatchify(self, x: Tensor, counts: Any) -> Tensor:
         # Here the channels come behind the pixels of a patch.
         x = x.unflatten(1, counts).unflatten(-1, (-1, self.out_channels)).transpose(-1, -2).flatten(-2).movedim(-1, 2)
-        return functional.pixel_shuffle(x, 2).transpose(1, 2)[:, :, :frames, :height, :width]
+        return functional.pixel_shuffle(x, 2).transpose(1, 2)

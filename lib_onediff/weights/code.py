@@ -1,0 +1,184 @@
+"""The code that a module tree runs: the functions that its classes call by name, found by reading their bytecode.
+
+A forward pass reaches functions by the names in its code: globals of its file (`get_timestep_embedding`), attributes of
+modules that the file imports (`torch.cat`, `F.dropout`, `comfy_kitchen.apply_rope`), and methods (`Tensor.chunk`). Any
+of them may be replaced, and the host then computes something else. This module lists all of them, as pairs of a
+namespace and a name.
+"""
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..core.origins import OURS, TORCH, beneath_ours, callables_within, package
+
+# Classes of torch whose methods a forward pass calls on every tensor.
+TENSORS = (torch.Tensor, nn.Parameter)
+# Methods that Python and torch call without their names being in anybody's code.
+CALLED_BY_PYTHON = frozenset({
+    "forward", "_forward", "__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__",
+    "__enter__", "__exit__", "__iter__", "__getitem__", "__len__", "__bool__", "_call_impl", "_wrapped_call_impl",
+})
+# Where functions of torch that compute are; what else torch's functions name is loaded when it is first used.
+OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch._C", "torch._VF", "torch.fft", "torch.linalg")
+STANDARD_LIBRARY = sys.stdlib_module_names
+NOT_READ = STANDARD_LIBRARY | {TORCH}
+Space = Mapping[str, Any]
+
+
+class Named(NamedTuple):
+    """A name that code looks up: in which namespace, what that belongs to ("torch.nn.functional"), and the name."""
+
+    space: Space
+    owner: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+    @property
+    def value(self) -> Any:
+        return self.space[self.name]
+
+
+class Code:
+    """Everything that some code reaches by name. It keeps all of that alive: drop it.
+
+    kinds: the classes whose methods are called, and their bases. functions: the Python functions reached. named: the
+    names that these look up in modules. absent: names that a module lacks and could hide something by: builtins, and
+    what its __getattr__ finds. names: all that the code names outside of torch.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        """roots: classes, whose code is read in whole, and functions."""
+        self.kinds: dict[type, None] = {}
+        self.functions: dict[int, types.FunctionType] = {}
+        self.named: dict[tuple[int, str], Named] = {}
+        self.absent: dict[int, tuple[Space, set[str]]] = {}
+        # Methods that no code has named yet.
+        self._unnamed: dict[str, list[Any]] = {}
+        self.names: set[str] = set()
+        # By identity, and alive as long as this is.
+        self._seen: dict[int, Any] = {}
+        self._waiting: list[Any] = list(TENSORS)
+        for root in roots:
+            if isinstance(root, type):
+                self._add_class(root)
+            else:
+                self._waiting.append(root)
+        self._name(CALLED_BY_PYTHON)
+        while self._waiting:
+            self._follow(self._waiting.pop())
+
+    def _follow(self, value: Any) -> None:
+        """Read what a name stands for, and everything that it calls."""
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, types.FunctionType) and package(str(value.__globals__.get("__name__"))) == OURS:
+            # A hook of ours changes nothing of what the host computes.
+            host = beneath_ours(value)
+            if host is not value:
+                self._waiting.append(host)
+            return
+        kind = value if isinstance(value, type) else type(value)
+        if kind in TENSORS or package(kind.__module__) not in NOT_READ:
+            self._add_class(kind)
+        if isinstance(value, types.FunctionType):
+            self._read(value)
+        self._waiting.extend(callables_within(value))
+
+    def _read(self, function: types.FunctionType) -> None:
+        space = function.__globals__
+        owner = str(space.get("__name__", "?"))
+        if package(owner) in STANDARD_LIBRARY and owner != "__main__":
+            return
+        self.functions[id(function)] = function
+        names = names_in(function.__code__)
+        if package(owner) != TORCH:
+            self._name(names)
+        self._look_up(space, owner, names)
+
+    def _look_up(self, space: Space, owner: str, names: frozenset[str]) -> None:
+        """Note what these names stand for in a namespace, and in the modules that they stand for there."""
+        hidden = (names & vars(builtins).keys()) - space.keys()
+        self._note_absent(space, hidden)
+        reads_data = package(owner) not in NOT_READ
+        waiting, seen = [(space, owner)], {id(space)}
+        while waiting:
+            space, owner = waiting.pop()
+            for name in names & space.keys():
+                value = space[name]
+                if isinstance(value, types.ModuleType):
+                    inner = vars(value)
+                    if not computes(value.__name__):
+                        continue
+                    if id(inner) not in seen:
+                        seen.add(id(inner))
+                        waiting.append((inner, value.__name__))
+                        self._note_absent(inner, found_elsewhere(value, names))
+                elif not (callable(value) or (reads_data and package(owner) not in NOT_READ)):
+                    continue
+                else:
+                    self._waiting.append(value)
+                self.named.setdefault((id(space), name), Named(space, owner, name))
+
+    def _note_absent(self, space: Space, names: Collection[str]) -> None:
+        if names:
+            self.absent.setdefault(id(space), (space, set()))[1].update(names)
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__[:-1]:
+            if base in self.kinds or package(base.__module__) in STANDARD_LIBRARY or base is torch._C.TensorBase:
+                continue
+            self.kinds[base] = None
+            for name, value in list(vars(base).items()):
+                if name == "__init__" and issubclass(base, nn.Module):
+                    # No forward pass makes modules.
+                    continue
+                if name in self.names:
+                    self._waiting.append(value)
+                else:
+                    self._unnamed.setdefault(name, []).append(value)
+
+    def _name(self, names: Collection[str]) -> None:
+        """Code has these names: methods that are called so are reached."""
+        for name in frozenset(names) - self.names:
+            self.names.add(name)
+            self._waiting.extend(self._unnamed.pop(name, ()))
+
+
+def found_elsewhere(module: types.ModuleType, names: Collection[str]) -> set[str]:
+    """Those of these names that a module of torch finds by its __getattr__, as torch._VF does, and not in itself."""
+    if type(module) is types.ModuleType or package(module.__name__) != TORCH:
+        return set()
+    return {name for name in names if name not in vars(module) and hasattr(module, name)}
+
+
+def computes(module: str) -> bool:
+    """Whether names are looked up in a module of this name: in all but torch's own machinery."""
+    if package(module) != TORCH:
+        return True
+    return module in OF_TORCH or module.startswith(("torch.nn.", "torch._C."))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """All names that code and the functions within it look up: globals and attributes."""
+    return frozenset(name for one in codes_in(code) for name in one.co_names)
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of the functions, lambdas and comprehensions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)

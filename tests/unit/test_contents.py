@@ -1,0 +1,84 @@
+"""What is summed of weights: every number, on each device that they lie on, and the same whatever reads it."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL_XL, a_call, diffusers_unet, served
+
+import lib_onediff
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.contents import CHUNKS, PART, Contents, Place, is_dense
+
+
+def on_device(place: Place, device: str) -> Place:
+    """The same memory, as if it lay on another device of the processor's."""
+    return place._replace(layout=(*place.layout[:-1], torch.device(device)))
+
+
+def test_sums_are_as_the_kernel_has_them() -> None:
+    count = CHUNKS["cpu"] * 2 + 5
+    numbers = torch.randint(-2**31, 2**31 - 1, (count,), dtype=torch.int32)
+    expected = (numbers * torch.arange(1, 2 * count, 2)).sum()
+    assert torch.equal(Contents([Place.of(numbers)]).known, expected[None])
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cpu:0", "cpu"), ("cpu:0", "cpu", "cpu"), ("cpu", "cpu", "cpu")])
+def test_places_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> None:
+    tensors = [torch.randn(50 + number) for number in range(3)]
+    places = [on_device(Place.of(tensor), device) for tensor, device in zip(tensors, devices, strict=True)]
+    contents = Contents(places)
+    assert torch.equal(contents.known, torch.cat([Contents([Place.of(tensor)]).known for tensor in tensors]))
+    assert not contents.begin()()
+    for tensor in tensors:
+        tensor[-1] += 1
+        assert contents.begin()() and not contents.begin()()
+
+
+def test_of_a_part_every_row_is_read() -> None:
+    matrix = torch.randn(512, 1024)
+    contents = Contents([Place.of(matrix)], PART)
+    for row in (0, 255, 511):
+        matrix[row] *= 2
+        assert contents.begin()()
+
+
+@pytest.mark.parametrize(("tensor", "dense"), [
+    (torch.ones(4, 6), True), (torch.ones(4, 6).t(), True), (torch.ones(8, 6)[::2], False),
+    (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), True), (torch.ones(1, 6).expand(4, 6), False),
+    (torch.tensor(1.0), True), (torch.ones(4, 9)[:, :6], False),
+], ids=str)
+def test_which_tensors_are_all_that_their_memory_holds(tensor: torch.Tensor, dense: bool) -> None:
+    assert is_dense(tensor) is dense
+
+
+PATH = "mid_block.attentions.0.transformer_blocks.0.ff.net.2"
+
+
+def one_number(weight: Any) -> None:
+    weight.data[-1, -1] += 0.5
+
+
+def two_rows(weight: Any) -> None:
+    weight.data[[0, 1]] = weight.data[[1, 0]]
+
+
+def two_columns(weight: Any) -> None:
+    weight.data[:, [0, 1]] = weight.data[:, [1, 0]]
+
+
+@pytest.mark.parametrize("edit", [one_number, two_rows, two_columns])
+def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    bound = lambda: runtime.services.managed[unet].bound  # noqa: E731
+    with lib_onediff.sampling(unet):
+        served(unet, a_call(unet))
+        before = bound().identity()
+    with lib_onediff.sampling(unet):
+        served(unet, a_call(unet))
+        assert bound().identity() == before
+    edit(unet.get_submodule(PATH).weight)
+    with lib_onediff.sampling(unet):
+        served(unet, a_call(unet))
+        assert bound().identity() != before
