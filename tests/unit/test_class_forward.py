@@ -14,12 +14,13 @@ import pytest
 import torch
 from builders import a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error, served
 from diffusers import UNet2DConditionModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 from own_forward import own_forward
 from test_public_api_pipelines import tiny_vae
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.core.guard import Guard
+from lib_onediff.core.guard import Guard, HostFunction
 from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.hosts.hooks import ClassPatch, TablePatch
 from lib_onediff.runtime.runtime import runtime
@@ -172,6 +173,25 @@ def test_an_answer_of_the_hosts_comes_back_untouched(monkeypatch: pytest.MonkeyP
     assert list(answer[1]["kwargs"]) == ["encoder_hidden_states"]
     assert "was replaced by" in lib_onediff.status()["reason"]
     lib_onediff.uncompile_unet(unet)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_an_answer_that_the_runtime_leaves_to_the_host_is_the_hosts_very_object(
+    return_dict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet, answers = lib_onediff.compile_unet(diffusers_unet(), enabled=False), list[Any]()
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answers.append(run(self, *args, **kwargs))
+        return answers[-1]
+
+    run = HostFunction.__call__
+    monkeypatch.setattr(HostFunction, "__call__", recording)
+    call = a_call(unet)
+    with torch.no_grad():
+        answer = unet(call.latent, call.timestep, call.context, return_dict=return_dict)
+    assert type(answer) is (UNet2DConditionOutput if return_dict else tuple) and any(one is answer for one in answers)
+    assert lib_onediff.status()["route"] == "host"
 
 
 # --- the class --------------------------------------------------------------------------------------------------------
