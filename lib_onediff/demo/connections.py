@@ -14,15 +14,16 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# A page holds a few. Those that come at once are accepted at once: both need files, as everything else does.
-MOST_CONNECTIONS, ACCEPTED_AT_ONCE, OTHER_FILES, FEWEST_CONNECTIONS = 256, 64, 128, 16
+# A page holds a few. asyncio accepts those that come at once before it counts them, some rounds long: they need files
+# too, as everything else does.
+MOST_CONNECTIONS, ACCEPTED_AT_ONCE, ROUNDS, OTHER_FILES, FEWEST_CONNECTIONS = 256, 16, 4, 128, 16
 # For the head of a request; and for each next so many bytes of its body.
 SECONDS_FOR_HEAD, SECONDS_FOR_PART, BYTES_OF_PART = 15.0, 30.0, 64 * 1024
 # What has just been connected may have sent what has not arrived yet.
 SECONDS_ON_THE_WAY = 1.0
-# Of uvicorn's and asyncio's lines.
+# Of lines that any request can cause.
 MOST_LINES, SECONDS_OF_LINES = 20, 60.0
-NOISY = ("uvicorn.error", "asyncio")
+NOISY = ("uvicorn.error", "asyncio", "python_multipart.multipart")
 
 
 def most_connections() -> int:
@@ -35,7 +36,7 @@ def most_connections() -> int:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
-    return max(FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES - ACCEPTED_AT_ONCE))
+    return max(FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES - ROUNDS * ACCEPTED_AT_ONCE))
 
 
 class Connection(H11Protocol):
