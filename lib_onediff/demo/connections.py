@@ -14,13 +14,16 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# A page holds a few. Those that come at once are accepted at once: both need files, as everything else does.
-MOST_CONNECTIONS, ACCEPTED_AT_ONCE, OTHER_FILES, FEWEST_CONNECTIONS = 256, 64, 128, 16
+# A page holds a few. asyncio accepts those that come at once before it counts them, some rounds long: they need files
+# too, as everything else does.
+MOST_CONNECTIONS, ACCEPTED_AT_ONCE, ROUNDS, OTHER_FILES, FEWEST_CONNECTIONS = 256, 16, 4, 128, 16
 # For the head of a request; and for each next so many bytes of its body.
 SECONDS_FOR_HEAD, SECONDS_FOR_PART, BYTES_OF_PART = 15.0, 30.0, 64 * 1024
-# Of uvicorn's and asyncio's lines.
+# What has just been connected may have sent what has not arrived yet.
+SECONDS_ON_THE_WAY = 1.0
+# Of lines that any request can cause.
 MOST_LINES, SECONDS_OF_LINES = 20, 60.0
-NOISY = ("uvicorn.error", "asyncio")
+NOISY = ("uvicorn.error", "asyncio", "python_multipart.multipart")
 
 
 def most_connections() -> int:
@@ -33,12 +36,13 @@ def most_connections() -> int:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
-    return max(FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES - ACCEPTED_AT_ONCE))
+    return max(FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, files - OTHER_FILES - ROUNDS * ACCEPTED_AT_ONCE))
 
 
 class Connection(H11Protocol):
     """uvicorn's HTTP connection. It is closed where a request comes too slowly, and where there are too many: those
-    that wait for a request first, then those that wait for a body, and of these the oldest of the busiest address."""
+    without a request first, then those without all of its body, then those that were just made, and those that are
+    being answered last; of these the oldest of the busiest address."""
 
     most = MOST_CONNECTIONS
 
@@ -98,7 +102,8 @@ class Connection(H11Protocol):
             return
         by_address = Counter(one.address for one in present)
         others = [one for one in present if one is not self]
-        victim = min(others, key=lambda one: (one.stage, -by_address[one.address], one._since))
+        now = time.monotonic()
+        victim = min(others, key=lambda one: (one.stage(now), -by_address[one.address], one._since))
         victim.transport.abort()
 
     @property
@@ -106,10 +111,12 @@ class Connection(H11Protocol):
         """Whose it is."""
         return self.client[0] if self.client else ""
 
-    @property
-    def stage(self) -> int:
-        """0: a request is waited for; 1: its body; 2: it is being answered."""
-        return {h11.IDLE: 0, h11.SEND_BODY: 1}.get(self.conn.their_state, 2)
+    def stage(self, now: float) -> int:
+        """0: a request is waited for; 1: its body; 2: either, and it may be on its way; 3: it is being answered."""
+        stage = {h11.IDLE: 0, h11.SEND_BODY: 1}.get(self.conn.their_state)
+        if stage is None:
+            return 3
+        return 2 if now - self._since < SECONDS_ON_THE_WAY else stage
 
 
 class FewLines(logging.Filter):

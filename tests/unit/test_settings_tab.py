@@ -108,3 +108,11 @@ def test_a_whole_number_as_a_client_of_the_api_reads_it() -> None:
     opts.set("onediff_deepcache_depth", 1.0)
     assert opts.onediff_deepcache_depth == runtime.settings.deepcache_depth == 1
     assert type(runtime.settings.deepcache_depth) is int
+
+
+def test_what_a_user_has_written_is_no_markup_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gradio shows warnings as markup."""
+    shown: list[str] = []
+    monkeypatch.setattr(settings_tab.gr, "Warning", shown.append)
+    settings_tab.tell("<img src=x onerror=alert(1)> is no backend & nothing else.")
+    assert shown == ["&lt;img src=x onerror=alert(1)&gt; is no backend &amp; nothing else."]

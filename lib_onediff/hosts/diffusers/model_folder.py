@@ -147,7 +147,7 @@ def check_numbers(part: str, config: dict[str, Any]) -> None:
     if config.get("quantization_config") is not None:
         raise Refusal(f"The weights of the {part} are quantized, which this loader does not read.")
     if part == "unet":
-        sides = config.get("sample_size")
+        sides: Any = config.get("sample_size")
         known = sides if isinstance(sides, list) and len(sides) == 2 else [sides]
         if not all(is_whole(side) and 0 < side <= LARGEST_SAMPLE for side in known):
             raise Refusal(readable(f"config.json in {part} has sample_size = {sides!r}, which is no size of a latent."))
