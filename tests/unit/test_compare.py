@@ -22,7 +22,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.ui.compare.job import (
     CURRENT,
     OFF,
-    STEPS_TO_WARM_UP,
+    MOST_WARM_UPS,
     Comparison,
     GeneratedImage,
     Pair,
@@ -115,8 +115,7 @@ def test_images_are_made_in_turn_and_compared() -> None:
     job = run(painter, 2)
     assert job.outcome == "" and job.made == job.wanted == 6
     made = [(request["seed"], request["steps"], settings.enabled) for request, settings in painter.made]
-    warm = STEPS_TO_WARM_UP
-    assert made == [(7, warm, False), (7, warm, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
+    assert made == [(7, 20, False), (7, 20, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
     assert [pair.seed for pair in job.pairs] == [7, 8]
     for pair in job.pairs:
         assert pair.comparison.washed_out and [image.status["route"] for image in pair.images] == ["host", "plain"]

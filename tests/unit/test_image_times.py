@@ -28,7 +28,6 @@ class Images(Adopted):
     def make(self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0) -> None:
         p, settings = SimpleNamespace(), settings or self.settings
         generation = self.runtime.generations.begin(p, settings)
-        self.runtime.call_stats.show(generation.times)
         self.begin(why_no_forecast=lambda: "")
         for time in STEPS:
             call = call_of(self.unet, time, size=size)
@@ -37,7 +36,7 @@ class Images(Adopted):
             self.runtime.run(self.unet, call, lambda call=call: self.host(call), guidance=lambda rows=rows: rows)
         self.runtime.generations.end(p)
         self.set_times()
-        self.runtime.call_stats.image_made(generation.times, seconds, size, not settings.enabled)
+        self.runtime.call_stats.end_image(generation, size, seconds=seconds)
 
     def host(self, call: Any) -> torch.Tensor:
         return diffusers_output(self.unet, call)

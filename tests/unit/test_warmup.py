@@ -17,6 +17,7 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import Job, WarmUp
+from lib_onediff.runtime.call_stats import CallStats, LastCall
 from lib_onediff.runtime.runtime import runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,9 +127,7 @@ def test_a_graph_that_is_there_needs_no_more_calls_and_why_there_is_none_is_said
     webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch, route: str, reason: str, calls: list[tuple[int, int, int]]
 ) -> None:
     """As on a GPU, where the third call of a size finds the graph that the second has captured."""
-    status = runtime.status
-    said = {"backend": "native", "route": route, "reason": reason}
-    monkeypatch.setattr(runtime, "status", lambda: {**status(), **said})
+    monkeypatch.setattr(CallStats, "last_call", LastCall(route, reason, "native"))
     queue = WarmUp(webui, runtime)
     (job,) = queue.add([SMALL], "panel")
     done = finished(queue, job)

@@ -144,6 +144,7 @@ class Decode:
         entry, history = made.entry, self.services.history
         if entry.state is not State.COLD:
             return made
+        self.services.call_stats.note_first_use()
         if not history.recall(entry):
             # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
             # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
