@@ -23,8 +23,8 @@ WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "hos
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
-# How an image ended. OPEN: it is being made, or the host does not say when one ends.
-OPEN, DONE, INTERRUPTED = "in progress", "done", "interrupted"
+# How an image ended. UNTOLD: nobody says when one begins and ends, as in a pipeline of diffusers.
+OPEN, DONE, INTERRUPTED, UNTOLD = "in progress", "done", "interrupted", "untold"
 # The networks whose time an image's log takes.
 UNET, VAE = "unet", "vae"
 # Events of so many pieces of work wait to be read at most.
@@ -137,7 +137,7 @@ class ImageRecord:
     entry: the shape of its last call, for questions about later times.
     """
 
-    state: str = OPEN
+    state: str = UNTOLD
     images: int = 0
     seconds: float | None = None
     host_seconds: float | None = None
@@ -167,28 +167,26 @@ class ImageRecord:
 class ImageLog:
     """What is taken down while an image is made. Times are read from stopwatches when a record is made of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: str = UNTOLD) -> None:
+        """state: of records that are made before the end."""
+        self.state = state
         self.began = time.perf_counter()
         self.steps: Counter[Step] = Counter()
         self.durations = {UNET: Duration(), VAE: Duration()}
+        # Replays, which nothing but their stopwatches times.
+        self.replays: Counter[Stopwatch] = Counter()
         # Of the host's own calls in this image.
         self.host = Stopwatch()
         self.last: Step | None = None
         self.reason = ""
         self.first_uses = self.images = 0
-        # Whether every call's time is in durations.
+        # Whether the time of every call is known.
         self.is_timed = True
         self.is_interrupted = False
         self.policies: dict[str, Counter[str]] = {}
         self.inactive: dict[str, Counter[str]] = {}
         self.vae = "", ""
         self.inside: list[ImageRecord] = []
-
-    def count(self, step: Step, reason: str | None = None) -> None:
-        """A step was made. reason: why not by a faster route; None leaves the last one."""
-        self.steps[step] += 1
-        if reason is not None:
-            self.last, self.reason = step, reason
 
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
         """What a step policy did at a call, and why it did not apply to it; "" where it did, or is off."""
@@ -211,16 +209,17 @@ class ImageLog:
             for entry in whole if not entry.key.is_cached_pass
         }
 
-    def record(self, state: str = OPEN, images: int = 0, host_seconds: float | None = None,
-               seconds: float | None = None) -> ImageRecord:
-        """The record of what was taken down until now. images: how many were made, for a whole image; seconds: of one
-        of them, by default as the clock says."""
+    def record(
+        self, state: str = "", images: int = 0, host_seconds: float | None = None, seconds: float | None = None,
+    ) -> ImageRecord:
+        """The record of what was taken down until now. state: where it is over. images: how many were made, for a whole
+        image; seconds: of one of them, by default as the clock says."""
         steps, last = dict(self.steps.copy()), self.last
-        if seconds is None and state != OPEN:
+        if seconds is None and state:
             seconds = (time.perf_counter() - self.began) / max(1, images)
         times, entry = times_of(steps), None if last is None else last.entry
         return ImageRecord(
-            state=state, images=images, seconds=seconds, host_seconds=host_seconds,
+            state=state or self.state, images=images, seconds=seconds, host_seconds=host_seconds,
             spent=self._spent(steps, seconds, max(1, images)),
             model=None if last is None else last.place.model,
             resolution=None if last is None else last.place.resolution,
@@ -245,7 +244,8 @@ class ImageLog:
 
     def _spent(self, steps: Mapping[Step, int], seconds: float | None, images: int) -> Spent:
         """Of one of so many images."""
-        unet, vae = (self.durations[name].seconds / images for name in (UNET, VAE))
+        replays = sum(count * (own.median_ms or 0.0) for own, count in self.replays.copy().items()) / 1e3
+        unet, vae = (self.durations[UNET].seconds + replays) / images, self.durations[VAE].seconds / images
         inside = sum((one.seconds or 0.0) * max(1, one.images) for one in self.inside) / images
         first_use, explained = 0.0, time_of(steps)
         if self.first_uses and explained is not None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ..core.image import OPEN, ImageRecord
+from ..core.image import UNTOLD, ImageRecord
 from ..core.policy import StepPolicy
 from ..core.version import __version__
 from ..store.history import chosen_folder
 from ..weights.low_bit import LowBitWeights
-from .call_stats import GRAPH, ROUTES, CallStats
+from .call_stats import GRAPH, HOST, ROUTES, CallStats
 from .graphs.accounting import MemorySnapshot
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
@@ -150,8 +150,8 @@ class Cache:
         return {
             "enabled": settings.enabled, **status, "slower": slower.reason if slower else "",
             **{policy.name: policy_status(policy, image) for policy in self._stepping.policies},
-            "backend": status["backend"] or settings.backend,
-            "vae": {**part(self._vae.status, {}), **({} if image.state == OPEN else decode_of(image))},
+            "backend": status["backend"] or ("" if status["route"] == HOST else settings.backend),
+            "vae": {**part(self._vae.status, {}), **({} if image.state == UNTOLD else decode_of(image))},
             "second_gpu": part(self._two_gpus.status, {}),
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
             "low_bit_layers": part(self._low_bit_layers, 0),
@@ -231,7 +231,10 @@ class Cache:
 
 
 def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
-    """What a step policy did in an image: its counts, and as "reason" why it did not apply to some calls."""
+    """What a step policy did in an image: its counts, and as "reason" why it did not apply to some calls. Where nobody
+    tells of images, the counts are of all calls and the reason is the last one's."""
+    if image.state == UNTOLD:
+        return policy.status.copy()
     nothing = {name: 0 for name, value in policy.status.items() if isinstance(value, int)}
     inactive, calls, reason = image.inactive.get(policy.name), sum(image.steps.values()), ""
     if inactive is not None:

@@ -6,7 +6,6 @@ also for what it generates inside itself (a face's inpainting).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -14,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from ..core.image import (
     HOST,
     HOSTS,
     INTERRUPTED,
+    OPEN,
     PLAIN,
     ROUTES,
     UNET,
@@ -41,7 +41,7 @@ from ..core.policy import Served
 from ..core.settings import Settings
 from ..core.table import Entry, Place, Stopwatch, start_timing
 
-__all__ = ["GRAPH", "HOST", "PLAIN", "ROUTES", "UNET", "VAE", "CallStats", "Generation", "Generations", "as_a_call"]
+__all__ = ["GRAPH", "HOST", "PLAIN", "ROUTES", "UNET", "VAE", "CallStats", "Generation", "Generations"]
 log = logging.getLogger("onediff")
 # Where a generation carries its settings; a copy of it carries the same.
 GENERATION = "onediff_generation"
@@ -49,7 +49,6 @@ SECONDS_UNTIL_TOLD_AGAIN = 10.0
 # Of how many kinds of images the host's own seconds are known at once.
 MOST_HOST_IMAGES = 100
 NO_IMAGE = "no image has been made yet"
-Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 class Generation:
@@ -58,7 +57,7 @@ class Generation:
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
         self.owner, self.settings, self.why_off = owner, settings, why_off
-        self.log = ImageLog()
+        self.log = ImageLog(OPEN)
         self.resolution: str | None = None
 
     def note_batch(self, p: Any, is_cut_short: bool) -> None:
@@ -88,7 +87,7 @@ class Generations:
         if known is not None and known in self.alive():
             known.settings, known.why_off = settings, why_off
             if known.owner == id(p):
-                known.log = ImageLog()
+                known.log = ImageLog(OPEN)
             return known
         p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
         self.running = [*map(weakref.ref, self.alive()), weakref.ref(generation)]
@@ -292,9 +291,22 @@ class CallStats:
         if kind == HOSTS:
             own = host = current.host
             current.is_timed = current.is_timed and self._timing.is_on
-        current.count(Step(kind, route, self._place, own, host, entry), reason)
+        elif route and not self._timing.is_on and own is not None:
+            current.replays[own] += 1
+        step = Step(kind, route, self._place, own, host, entry)
+        current.steps[step] += 1
+        if reason is not None:
+            current.last, current.reason = step, reason
 
     # --- one call -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def call_of(self, latent: Tensor) -> Iterator[None]:
+        """A call of the UNet with this latent, (batch, channels, ..., h, w), is found out or made by the host inside:
+        nothing of the last one counts for it."""
+        self.begin_call(latent)
+        with self.timing(UNET, latent.device):
+            yield
 
     @contextlib.contextmanager
     def timing(self, network: str, device: torch.device) -> Iterator[None]:
@@ -387,16 +399,3 @@ def values_of(image: ImageRecord) -> dict[str, Any]:
             {"resolution": one.resolution, "model": one.model, **values_of(one)} for one in image.inside
         ],
     }
-
-
-def as_a_call(run: Run) -> Run:
-    """Decorate Runtime.run: what it does is one call of the UNet, and timed."""
-
-    @functools.wraps(run)
-    def timed(runtime: Any, unet: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        stats: CallStats = runtime.call_stats
-        stats.begin_call(call.latent)
-        with stats.timing(UNET, call.latent.device):
-            return run(runtime, unet, call, *args, **kwargs)
-
-    return timed  # type: ignore[return-value]

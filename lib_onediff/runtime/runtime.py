@@ -23,7 +23,7 @@ from ..steps.registry import step_policies
 from ..store.history import History
 from ..weights.scan import HostTraits
 from .cache import Cache
-from .call_stats import HOST, as_a_call
+from .call_stats import HOST
 from .card_route import CardRoute
 from .managed_unet import ManagedUNet
 from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
@@ -192,7 +192,6 @@ class Runtime:
 
     # --- one call -------------------------------------------------------------------------------------------------
 
-    @as_a_call
     def run(
         self, unet: nn.Module, call: Call, host: Host, host_traits: HostTraits | None = None,
         guidance: Guidance | None = None,
@@ -223,8 +222,10 @@ class Runtime:
         except Exception as error:
             reason = self.guard.give_up("looking a UNet up", error)
         else:
-            return compute(call, host).output
-        return self.by_host(unet, reason, host)
+            with self.call_stats.call_of(call.latent):
+                return compute(call, host).output
+        with self.call_stats.call_of(call.latent):
+            return self.by_host(unet, reason, host)
 
     def _is_plain(self, settings: Settings) -> bool:
         """Whether calls by these settings are whole ones on one GPU. An answer holds as long as they do."""
