@@ -1,7 +1,8 @@
 """What makes two UNet calls, or two decodes, the same shape."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,14 @@ class ShapeKey:
             control=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
         )
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: a key is looked up at every call, and a page looks thousands up."""
+        return self._hash
+
     @property
     def way(self) -> str:
         """Who computes it and how, for users: "native, 8-bit"."""
@@ -112,7 +121,7 @@ class ShapeKey:
         """Whether only the outer stages are computed (DeepCache)."""
         return self.part == CACHED
 
-    @property
+    @cached_property
     def resolution(self) -> str:
         """Pixels, width x height."""
         return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
