@@ -25,8 +25,9 @@ KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
 # How an image ended. UNTOLD: nobody says when one begins and ends, as in a pipeline of diffusers.
 OPEN, DONE, INTERRUPTED, UNTOLD = "in progress", "done", "interrupted", "untold"
-# The networks whose time an image's log takes.
-UNET, VAE = "unet", "vae"
+# What an image's log takes the time of: both networks, and, of the VAE's, what its first use at a size takes beyond the
+# decode.
+UNET, VAE, CHECK = "unet", "vae", "check"
 # Events of so many pieces of work wait to be read at most.
 MOST_PENDING = 64
 
@@ -80,13 +81,15 @@ class Duration:
 class Spent:
     """Seconds of one image, by what they went into; None: not known.
 
-    unet: the steps. first_use: what the UNet's calls took beyond that, in an image at which something was checked,
-    captured, measured or compiled for the first time. vae: decodes and encodes. inside: images that were made for this
-    one. rest: everything else, such as the prompt, other extensions, saving.
+    unet: the steps, as often as there were any and as long as they usually take. first_use: what calls took beyond
+    that, in an image at which something was checked, captured, measured or compiled for the first time. slower: the
+    same in any other image. vae: decodes and encodes. inside: images that were made for this one. rest: everything
+    else, such as the prompt, other extensions, saving.
     """
 
     unet: float | None = None
     first_use: float | None = None
+    slower: float | None = None
     vae: float | None = None
     inside: float | None = None
     rest: float | None = None
@@ -172,7 +175,7 @@ class ImageLog:
         self.state = state
         self.began = time.perf_counter()
         self.steps: Counter[Step] = Counter()
-        self.durations = {UNET: Duration(), VAE: Duration()}
+        self.durations = {UNET: Duration(), VAE: Duration(), CHECK: Duration()}
         # Replays, which nothing but their stopwatches times.
         self.replays: Counter[Stopwatch] = Counter()
         # Of the host's own calls in this image.
@@ -245,17 +248,16 @@ class ImageLog:
     def _spent(self, steps: Mapping[Step, int], seconds: float | None, images: int) -> Spent:
         """Of one of so many images."""
         replays = sum(count * (own.median_ms or 0.0) for own, count in self.replays.copy().items()) / 1e3
-        unet, vae = (self.durations[UNET].seconds + replays) / images, self.durations[VAE].seconds / images
+        check = self.durations[CHECK].seconds / images
+        vae = max(0.0, self.durations[VAE].seconds / images - check)
         inside = sum((one.seconds or 0.0) * max(1, one.images) for one in self.inside) / images
-        first_use, explained = 0.0, time_of(steps)
-        if self.first_uses and explained is not None:
-            first_use = max(0.0, unet - explained / images)
-            unet -= first_use
-        is_known = self.is_timed and any(step.route for step in steps)
-        rest = None if seconds is None or not is_known else max(0.0, seconds - unet - first_use - vae - inside)
-        if not is_known:
-            return Spent(vae=vae or None, inside=inside)
-        return Spent(unet, first_use, vae, inside, rest)
+        if not self.is_timed or not any(step.route for step in steps):
+            return Spent(first_use=check, vae=vae, inside=inside)
+        calls, usual = (self.durations[UNET].seconds + replays) / images, time_of(steps)
+        unet = calls if usual is None else min(calls, usual / images)
+        first_use, slower = (calls - unet + check, 0.0) if self.first_uses else (0.0, calls - unet)
+        rest = None if seconds is None else max(0.0, seconds - calls - check - vae - inside)
+        return Spent(unet, first_use, slower, vae, inside, rest)
 
 
 def part_of(place: Place, steps: Mapping[Step, int]) -> Part:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..core.call import CACHED
 from ..core.image import (
+    CHECK,
     DONE,
     GRAPH,
     HOST,
@@ -248,19 +249,30 @@ class CallStats:
 
     def note_first_use(self) -> None:
         """A call has found something out that later calls know."""
-        if (log_ := self._log()) is not None:
-            log_.first_uses += 1
+        if (current := self._log()) is not None:
+            current.first_uses += 1
+
+    @contextlib.contextmanager
+    def checking(self, device: torch.device) -> Iterator[None]:
+        """A decode is checked inside, which later ones at its size are not."""
+        self.note_first_use()
+        stop = start_timing(device)
+        try:
+            yield
+        finally:
+            if (current := self._log()) is not None:
+                current.durations[CHECK].add(stop())
 
     def note_decode(self, route: str, reason: str) -> None:
         """A decode went by this route; reason: why not by a better one."""
-        if (log_ := self._log()) is not None:
-            log_.vae = route, reason
+        if (current := self._log()) is not None:
+            current.vae = route, reason
 
     def note_policy(self, name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """What a step policy's status was before a call, and is after it."""
-        if (log_ := self._log()) is not None:
+        if (current := self._log()) is not None:
             done = {key: after[key] - before[key] for key in after if isinstance(after[key], int)}
-            log_.note_policy(name, done, str(after.get("reason", "")))
+            current.note_policy(name, done, str(after.get("reason", "")))
 
     @contextlib.contextmanager
     def standing_for(self, host: Stopwatch | None, kind: str = WHOLE) -> Iterator[None]:

@@ -27,7 +27,10 @@ STEPS = {
 # What a status says of what leaves steps out or splits them; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
 # What the time of an image went into, besides its steps, and how much of it is told in the title.
-SPENT = {"unet": "steps", "first_use": "first use", "vae": "VAE", "inside": "images inside it", "rest": "other"}
+SPENT = {
+    "unet": "steps", "first_use": "first use of this size", "slower": "slower steps", "vae": "VAE",
+    "inside": "images inside it", "rest": "other",
+}
 MUCH, LEAST_SECONDS = 0.25, 0.05
 # In place of both status lines where a fault of ours keeps them from being made.
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
