@@ -23,8 +23,9 @@ WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "hos
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
-# How an image ended. UNTOLD: nobody says when one begins and ends, as in a pipeline of diffusers.
-OPEN, DONE, INTERRUPTED, UNTOLD = "in progress", "done", "interrupted", "untold"
+# How an image ended. FAILED: the host has raised. UNTOLD: nobody says when one begins and ends, as in a pipeline of
+# diffusers.
+OPEN, DONE, INTERRUPTED, FAILED, UNTOLD = "in progress", "done", "interrupted", "failed", "untold"
 # What an image's log takes the time of: both networks, and, of the VAE's, what its first use at a size takes beyond the
 # decode.
 UNET, VAE, CHECK = "unet", "vae", "check"
@@ -216,9 +217,9 @@ class ImageLog:
         self, state: str = "", images: int = 0, host_seconds: float | None = None, seconds: float | None = None,
     ) -> ImageRecord:
         """The record of what was taken down until now. state: where it is over. images: how many were made, for a whole
-        image; seconds: of one of them, by default as the clock says."""
+        image; seconds: of one of them, by default as the clock says. Nobody tells when an image has failed."""
         steps, last = dict(self.steps.copy()), self.last
-        if seconds is None and state:
+        if seconds is None and state not in ("", FAILED):
             seconds = (time.perf_counter() - self.began) / max(1, images)
         times, entry = times_of(steps), None if last is None else last.entry
         return ImageRecord(

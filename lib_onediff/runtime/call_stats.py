@@ -22,6 +22,7 @@ from ..core.call import CACHED
 from ..core.image import (
     CHECK,
     DONE,
+    FAILED,
     GRAPH,
     HOST,
     HOSTS,
@@ -137,6 +138,8 @@ class CallStats:
         # Of calls outside of any generation.
         self._open = ImageLog()
         self._last = ImageRecord(reason=NO_IMAGE)
+        # Of the last call, until its image ends.
+        self._latest: ImageLog | None = None
         # The steps of the last image that we have made at each place.
         self.parts: dict[Place, Part] = {}
         # How many images were made at each place.
@@ -170,11 +173,12 @@ class CallStats:
     @property
     def image(self) -> ImageRecord:
         """The record of the last image; of the one in progress, from its first step on."""
-        generation = self.generations.innermost
-        for one in (None if generation is None else generation.log, self._open):
-            if one is not None and one.steps:
-                return one.record()
-        return self._last
+        generation, latest = self.generations.innermost, self._latest
+        if generation is not None and generation.log.steps:
+            return generation.log.record()
+        if latest is None:
+            return self._last
+        return latest.record(FAILED if latest.state == OPEN else "")
 
     def begin_image(self) -> None:
         """A sampling begins: where no generation tells more, it is an image."""
@@ -224,7 +228,7 @@ class CallStats:
                 self.images[place] += images
                 if not part.is_hosts:
                     self.parts[place] = part
-        self._last = record
+        self._last, self._latest = record, None
 
     def settle(self) -> None:
         """Have what the image in progress has shown count for its shapes, as where nobody says when it ends."""
@@ -307,6 +311,7 @@ class CallStats:
             current.replays[own] += 1
         step = Step(kind, route, self._place, own, host, entry)
         current.steps[step] += 1
+        self._latest = current
         if reason is not None:
             current.last, current.reason = step, reason
 

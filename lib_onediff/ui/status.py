@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ..core.image import INTERRUPTED
+from ..core.image import FAILED, INTERRUPTED
 from ..core.settings import OFF_IN_SETTINGS
 from ..runtime.cache import Fingerprint
 from ..runtime.call_stats import CallStats
@@ -92,6 +92,8 @@ def image_sentence(status: dict[str, Any], unit: str = "") -> str:
     """
     image = status.get("image") or {}
     took = image.get("seconds")
+    if image.get("state") == FAILED:
+        return FAILED
     if took is None:
         return ""
     if image.get("state") == INTERRUPTED:

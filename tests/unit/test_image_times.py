@@ -229,6 +229,22 @@ def test_an_interrupted_image_says_so_and_is_compared_with_nothing() -> None:
     assert images.row("64x64").images == 1
 
 
+def test_an_image_that_failed_says_so_until_the_next() -> None:
+    images = Images()
+    images.make()
+    p = SimpleNamespace()
+    images.runtime.generations.begin(p, images.settings)
+    images.sample(9, STEPS[:4])
+    assert images.status()["image"]["state"] == "in progress"
+    del p  # as where the host has raised
+    status = images.status()
+    assert (status["image"]["state"], status["resolution"]) == ("failed", "72x72")
+    assert status["image"]["seconds"] is None and ">failed, " in summary_html(status)
+    assert images.row("72x72").images == 0
+    images.make()
+    assert (images.status()["image"]["state"], images.status()["resolution"]) == ("done", "64x64")
+
+
 def test_a_record_is_not_changed_by_what_comes_after_it() -> None:
     images = Images()
     images.make()
