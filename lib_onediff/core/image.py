@@ -204,14 +204,15 @@ class ImageLog:
         """Where its steps were."""
         return {step.place for step in self.steps.copy()}
 
-    def times_by_host(self) -> dict[Entry, Times]:
-        """Of each shape whose whole steps were computed: the means over all steps that stood for such."""
+    def note_times(self) -> None:
+        """Have each shape know its times in this image."""
         steps = self.steps.copy()
-        whole = {step.entry for step in steps if step.entry is not None and step.entry.host is step.host}
-        return {
-            entry: times_of({step: count for step, count in steps.items() if step.host is entry.host})
-            for entry in whole if not entry.key.is_cached_pass
-        }
+        for step, count in steps.items():
+            if (entry := step.entry) is None:
+                continue
+            entry.image_ms = entry.own.recent_ms(count)
+            if entry.host is step.host and not entry.key.is_cached_pass:
+                entry.in_image = times_of({one: n for one, n in steps.items() if one.host is entry.host})
 
     def record(
         self, state: str = "", images: int = 0, host_seconds: float | None = None, seconds: float | None = None,
@@ -248,7 +249,7 @@ class ImageLog:
 
     def _spent(self, steps: Mapping[Step, int], seconds: float | None, images: int) -> Spent:
         """Of one of so many images."""
-        replays = sum(count * (own.median_ms or 0.0) for own, count in self.replays.copy().items()) / 1e3
+        replays = sum(count * (own.recent_ms(count) or 0.0) for own, count in self.replays.copy().items()) / 1e3
         check = self.durations[CHECK].seconds / images
         vae = max(0.0, self.durations[VAE].seconds / images - check)
         inside = sum((one.seconds or 0.0) * max(1, one.images) for one in self.inside) / images
@@ -286,16 +287,26 @@ def counted(steps: Mapping[Step, int], name: str) -> Counter[str]:
 
 
 def times_of(steps: Mapping[Step, int]) -> Times:
-    """Means over these steps. No ratio where all are the host's own."""
-    own, hosts = [(step.own, n) for step, n in steps.items()], [(step.host, n) for step, n in steps.items()]
-    ratio = ratio_of(mean(own, attrgetter("settled_ms")), mean(hosts, attrgetter("settled_ms")))
-    is_hosts = all(step.kind == HOSTS for step in steps)
-    return Times(mean(own, attrgetter("median_ms")), mean(hosts, attrgetter("median_ms")), None if is_hosts else ratio)
+    """Means over these steps. Ours are of these steps alone, and the host's of whenever it was timed. No ratio where
+    all are the host's own."""
+    hosts = [(step.host, count) for step, count in steps.items()]
+    step_ms, host_ms = own_ms(steps), mean(hosts, attrgetter("median_ms"))
+    are_enough = all(step.own is not None and step.own.settled_ms is not None for step in steps)
+    ratio = ratio_of(step_ms if are_enough else None, mean(hosts, attrgetter("settled_ms")))
+    return Times(step_ms, host_ms, None if all(step.kind == HOSTS for step in steps) else ratio)
+
+
+def own_ms(steps: Mapping[Step, int]) -> float | None:
+    """The mean of ours, each kind by the median of its calls among these steps; None where one was never timed."""
+    counts: Counter[Stopwatch | None] = Counter()
+    for step, count in steps.items():
+        counts[step.own] += count
+    return mean(counts.items(), lambda own: own.recent_ms(counts[own]))
 
 
 def time_of(steps: Mapping[Step, int]) -> float | None:
     """Seconds of these steps by their usual times; None where one of them was never timed."""
-    ms = mean([(step.own, n) for step, n in steps.items()], attrgetter("median_ms"))
+    ms = own_ms(steps)
     return None if ms is None else ms * sum(steps.values()) / 1e3
 
 

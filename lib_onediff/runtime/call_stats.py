@@ -220,8 +220,7 @@ class CallStats:
         return record
 
     def _end(self, done: ImageLog, record: ImageRecord, images: int) -> None:
-        for entry, times in done.times_by_host().items():
-            entry.in_image = times
+        done.note_times()
         for part in record.parts:
             if part.model is not None and part.resolution is not None:
                 place = Place(part.model, part.resolution)
@@ -232,8 +231,7 @@ class CallStats:
 
     def settle(self) -> None:
         """Have what the image in progress has shown count for its shapes, as where nobody says when it ends."""
-        for entry, times in self._open.times_by_host().items():
-            entry.in_image = times
+        self._open.note_times()
 
     def forget(self, entries: Collection[Entry], left: Callable[[], Collection[Entry]]) -> None:
         """These shapes are gone from the table: what was counted at a place goes with its last one. left: called for

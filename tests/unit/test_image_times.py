@@ -272,6 +272,20 @@ def test_what_steps_do_not_explain_is_explained() -> None:
     assert f"other {spent.rest:.1f} s" in dict(described(status))["Time"] and "of it" in summary_html(status)
 
 
+def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
+    """As where something else used the device while the last one was made: 0.4 s/image of 8 steps, 141 ms/step."""
+    images = Images()
+    images.make()
+    p = SimpleNamespace()
+    generation = images.runtime.generations.begin(p, images.settings)
+    images.sample(steps=STEPS[:8])
+    images.runtime.generations.end(p)
+    record = images.runtime.call_stats.end_image(generation, "like")
+    assert 8 * record.step_ms / 1e3 < record.seconds < 8 * WHOLE_MS / 1e3
+    assert record.ratio == pytest.approx(HOST_MS / record.step_ms)
+    assert images.row("64x64").step_ms == record.step_ms
+
+
 # --- the table's bound ------------------------------------------------------------------------------------------------
 
 
