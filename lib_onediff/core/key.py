@@ -1,7 +1,7 @@
 """What makes two UNet calls, or two decodes, the same shape."""
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -97,14 +97,6 @@ class ShapeKey:
             dtype=dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE, *marks),
             control=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
         )
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, one.name) for one in fields(self)))
-
-    def __hash__(self) -> int:
-        """Computed once: a key is looked up at every call, and a page looks thousands up."""
-        return self._hash
 
     @property
     def way(self) -> str:
