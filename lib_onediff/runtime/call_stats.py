@@ -236,10 +236,14 @@ class CallStats:
     def forget(self, entries: Collection[Entry], left: Callable[[], Collection[Entry]]) -> None:
         """These shapes are gone from the table: what was counted at a place goes with its last one. left: called for
         those that are still there."""
-        gone = {entry.place for entry in entries}
+        known = set(entries)
+        gone = {entry.place for entry in known}
         for place in gone.difference(entry.place for entry in left() if gone):
             self.parts.pop(place, None)
             self.images.pop(place, None)
+        for step in list(self._open.steps):
+            if step.entry is not None and step.entry in known:
+                del self._open.steps[step]
 
     def _log(self) -> ImageLog | None:
         """The image of the call that is being made; None where it belongs to none."""
