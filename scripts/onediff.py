@@ -80,6 +80,11 @@ def status_lines() -> tuple[str, str]:
     return status.summary_html(now), status.status_html(now)
 
 
+def is_cut_short() -> bool:
+    """Whether the user has stopped the image in progress."""
+    return bool(shared.state.interrupted or shared.state.skipped)
+
+
 def standing_settings() -> Settings:
     """The settings tab's, a generation's overrides included."""
     return settings_tab.settings_from(shared.opts)
@@ -131,11 +136,14 @@ class OneDiffScript(scripts.Script):
             settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
             run_settings.tell(p, why_off)
         run_settings.describe(p, settings, webui.why_not_served() is None)
-        runtime.call_stats.show(runtime.generations.begin(p, settings, why_off).times)
+        runtime.generations.begin(p, settings, why_off).resolution = run_settings.resolution_of(p)
 
     @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
         if runtime.settings.enabled:
+            generation = runtime.generations.innermost
+            if generation is not None:
+                generation.resolution = run_settings.resolution_of(p)
             webui.before_sampling(p)
 
     @guard.hook("the infotext")
@@ -143,12 +151,13 @@ class OneDiffScript(scripts.Script):
         """The images of a batch are computed, and their infotexts are about to be written."""
         generation = runtime.generations.innermost
         if generation is not None:
-            run_settings.describe(p, generation.settings, webui.why_not_served() is None, generation.times)
+            generation.note_batch(p, is_cut_short())
+            is_served = webui.why_not_served() is None
+            run_settings.describe(p, generation.settings, is_served, generation.log.record())
 
     @guard.hook("the end of a generation")
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
-        is_whole = not (shared.state.interrupted or shared.state.skipped)
-        run_settings.restore_sampling(p, checkpoint_name(), is_whole)
+        run_settings.end_image(p, checkpoint_name(), not is_cut_short())
         if runtime.settings.enabled:
             webui.after_run(p)
             runtime.keep_history()

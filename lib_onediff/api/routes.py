@@ -238,6 +238,6 @@ class Routes:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    values = {**asdict(job), **asdict(job.size), "size": str(job.size), "share": job.share}
-    del values["shapes"]
+    values = {**asdict(job), **asdict(job.size), "size": str(job.size)}
+    del values["shapes"], values["of_calls"]
     return values

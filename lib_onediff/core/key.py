@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -112,7 +113,7 @@ class ShapeKey:
         """Whether only the outer stages are computed (DeepCache)."""
         return self.part == CACHED
 
-    @property
+    @cached_property
     def resolution(self) -> str:
         """Pixels, width x height."""
         return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"

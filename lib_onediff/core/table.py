@@ -1,36 +1,33 @@
-"""The per-resolution cache: what is known about every shape that was seen, and how long an image took.
-
-A step that computes less than the whole UNet (a cached pass of DeepCache, the prompt alone, a forecast) stands for a
-whole one: what it saves is seen in the mean of all steps, beside the host's own time of whole ones.
-"""
+"""The per-resolution cache: what is known about every shape that was seen."""
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from .call import CACHED
 from .key import ShapeKey
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
+# How long something took: in seconds, or as the events at its beginning and its end, which a GPU has yet to reach.
+Took = float | tuple["torch.cuda.Event", "torch.cuda.Event"]
 # Fewer times than this are chance; older ones than so many go.
 ENOUGH, MOST_TIMES = 3, 32
 # Of one shape; LoRAs make more of them.
 MOST_VERDICTS = 64
 # Of replaced functions, in a reason.
 MOST_NAMED = 3
-# What a step computes; HOSTS: the host's own UNet did.
-WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
-KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
-Parts = list[tuple["Stopwatch | None", int]]
+# An extension that draws each face at a size of its own makes shapes for ever. Beyond MOST_SHAPES the least recently
+# used are forgotten, so many at once that their order is looked at seldom; never the last LEAST_RECENT, which the image
+# in progress may use.
+MOST_SHAPES, FORGOTTEN_AT_ONCE, LEAST_RECENT = 1000, 100, 100
 
 
 def median_of(ordered: list[float]) -> float:
@@ -42,6 +39,39 @@ def median_of(ordered: list[float]) -> float:
 def ratio_of(own_ms: float | None, host_ms: float | None) -> float | None:
     """How many times faster ours is than the host's; None while one of the two is not known."""
     return None if not own_ms or host_ms is None else host_ms / own_ms
+
+
+def start_timing(device: torch.device) -> Callable[[], Took]:
+    """Begin to time what is done until the function that this returns is called, which returns how long it took."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        return lambda: time.perf_counter() - began
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # Events go to the current card, which need not be this one.
+    begin.record(torch.cuda.current_stream(device))
+
+    def stop() -> Took:
+        end.record(torch.cuda.current_stream(device))
+        return begin, end
+
+    return stop
+
+
+class Place(NamedTuple):
+    """Where a shape or a call belongs. model: its name for people ("SD1"); resolution: in pixels ("512x768"). None: not
+    known."""
+
+    model: str | None = None
+    resolution: str | None = None
+
+
+class Times(NamedTuple):
+    """Means over steps, in milliseconds; None where one of the steps was never timed. ratio: None too where a time
+    stands on too few."""
+
+    step_ms: float | None
+    host_ms: float | None
+    ratio: float | None
 
 
 class Stopwatch:
@@ -73,23 +103,25 @@ class Stopwatch:
                 self._route = route
                 self._times.clear()
                 self._pending.clear()
-        if device.type != "cuda":
-            began = time.perf_counter()
-            return lambda: self._times.append((time.perf_counter() - began) * 1e3)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # Events go to the current card, which need not be this one.
-        begin.record(torch.cuda.current_stream(device))
+        stop = start_timing(device)
+        return lambda: self.add(stop())
 
-        def stop() -> None:
-            end.record(torch.cuda.current_stream(device))
-            self._pending.append((begin, end))
-
-        return stop
+    def add(self, took: Took) -> None:
+        """Add a time."""
+        if isinstance(took, float):
+            self._times.append(took * 1e3)
+        else:
+            self._pending.append(took)
 
     @property
     def median_ms(self) -> float | None:
         """The median of however many times there are."""
         times = self._read()
+        return median_of(sorted(times)) if times else self.remembered
+
+    def recent_ms(self, count: int) -> float | None:
+        """The median of the last times, so many at most."""
+        times = self._read()[-count:]
         return median_of(sorted(times)) if times else self.remembered
 
     @property
@@ -147,7 +179,7 @@ class OfVerdict(Generic[Value]):
         setattr(entry.verdict, self._name, value)
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A shape, and what was found of it over the weights of the last call.
 
@@ -155,6 +187,9 @@ class Entry:
     the last call. model: its name for people. needs: how much its graph takes of
     the memory that all graphs share, alone; known from its plain calls on. waits: why it has no graph yet. misfits: how
     often functions of other extensions did not fit its graphs. kept_uses: how many of its uses the store knows.
+    host: the times of the host's own forward; a cached pass has those of the whole one for which it stands. in_image:
+    the means over all steps of the last image that stood for whole ones of this shape; image_ms: the median of its own
+    calls in the last image. Both None before one.
     no_graph, of its verdict: why it has no graph and will get none.
     """
 
@@ -170,6 +205,8 @@ class Entry:
     last_used: float = field(default_factory=time.time)
     own: Stopwatch = field(default_factory=Stopwatch)
     host: Stopwatch = field(default_factory=Stopwatch)
+    in_image: Times | None = None
+    image_ms: float | None = None
     verdict: Verdict = field(default_factory=Verdict)
     _others: dict[str, Verdict] = field(default_factory=dict)
     state, reason, no_graph = OfVerdict[State](), OfVerdict[str](), OfVerdict[str]()
@@ -197,6 +234,11 @@ class Entry:
         if known is not None and known.state is State.FAILED:
             known.state, known.reason, known.failures = State.COLD, "", 0
 
+    @cached_property
+    def place(self) -> Place:
+        """Its row in the table."""
+        return Place(self.model, self.key.resolution)
+
     @property
     def ratio(self) -> float | None:
         """How many times faster than the host's own forward; None while one of the two was not timed often enough."""
@@ -223,9 +265,16 @@ class Entry:
 
 
 class ShapeTable:
-    """Entries by key. Shared by all checkpoints of an architecture."""
+    """Entries by key. Shared by all checkpoints of an architecture. Holds at most MOST_SHAPES, but for those that are
+    kept: with a graph, or pinned."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, kept: Callable[[], Callable[[Entry], bool]] = lambda: lambda entry: False,
+        forgotten: Callable[[Collection[Entry]], object] = lambda entries: None,
+    ) -> None:
+        """kept: called before anything is forgotten. Returns whether an entry must stay. forgotten: called with the
+        entries that are gone."""
+        self._kept, self._forgotten = kept, forgotten
         self._entries: dict[ShapeKey, Entry] = {}
         # Pages look and purge while another thread makes images.
         self._lock = threading.Lock()
@@ -236,7 +285,10 @@ class ShapeTable:
             entry = self._entries.get(key)
             if entry is None:
                 entry = self._entries[key] = Entry(key, model)
+            is_full = len(self._entries) > MOST_SHAPES
         entry.note_use()
+        if is_full and entry.uses == 1:
+            self._make_room()
         return entry
 
     def entries(self) -> list[Entry]:
@@ -249,66 +301,15 @@ class ShapeTable:
             return dict(self._entries)
 
     def forget(self, keys: Collection[ShapeKey]) -> None:
+        """Drop the entries of these shapes."""
         with self._lock:
-            self._entries = {key: entry for key, entry in self._entries.items() if key not in keys}
+            gone = [entry for key in keys if (entry := self._entries.pop(key, None)) is not None]
+        self._forgotten(gone)
 
-
-class Step(NamedTuple):
-    """A call of the UNet. own: the times of such calls; host: those of the host's own in its place. None: unknown."""
-
-    kind: str
-    own: Stopwatch | None
-    host: Stopwatch | None
-
-
-class Times(NamedTuple):
-    """Means over steps, in milliseconds; None where one of the steps was never timed. ratio: None too where a time
-    stands on too few."""
-
-    step_ms: float | None
-    host_ms: float | None
-    ratio: float | None
-
-
-class ImageTimes:
-    """How long the UNet took in an image, or in several that are made at once, over all steps, and how long the host's
-    own would have taken. seconds: what one image took, everything included; host_seconds: what one like it took by the
-    host's own UNet, with OneDiff off; None where nobody has measured it. places: the (model, resolution) of its calls.
-    """
-
-    def __init__(self) -> None:
-        self.steps: Counter[Step] = Counter()
-        self.seconds: float | None = None
-        self.host_seconds: float | None = None
-        self.places: set[tuple[str, str]] = set()
-
-    @property
-    def hosts(self) -> set[Stopwatch]:
-        """Whose steps are in it."""
-        return {step.host for step in self.steps.copy() if step.host is not None}
-
-    def kinds(self) -> dict[str, int]:
-        """How many steps computed what."""
-        counts: Counter[str] = Counter()
-        for step, count in self.steps.copy().items():
-            counts[step.kind] += count
-        return {kind: counts[kind] for kind in KINDS if counts[kind]}
-
-    def times(self, host: Stopwatch | None = None) -> Times:
-        """Over all steps, or over those that stand for a host's."""
-        steps = [(step, n) for step, n in self.steps.copy().items() if host is None or step.host is host]
-        own, hosts = [(step.own, n) for step, n in steps], [(step.host, n) for step, n in steps]
-        ratio = ratio_of(mean(own, attrgetter("settled_ms")), mean(hosts, attrgetter("settled_ms")))
-        is_hosts = all(step.kind == HOSTS for step, _ in steps)
-        return Times(
-            mean(own, attrgetter("median_ms")), mean(hosts, attrgetter("median_ms")), None if is_hosts else ratio
-        )
-
-
-def mean(parts: Parts, value: Callable[[Stopwatch], float | None]) -> float | None:
-    """Of values of stopwatches, each as often as it is told; None where one is unknown."""
-    values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
-    known = [(found, count) for found, count in values if found is not None]
-    if not known or len(known) < len(values):
-        return None
-    return sum(found * count for found, count in known) / sum(count for _, count in known)
+    def _make_room(self) -> None:
+        """Forget the least recently used entries that need not stay."""
+        is_kept = self._kept()
+        old = [
+            entry for entry in self.entries()[LEAST_RECENT:] if entry.state is not State.READY and not is_kept(entry)
+        ]
+        self.forget({entry.key for entry in old[-FORGOTTEN_AT_ONCE:]})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.guard import first_line
+from ..core.image import GRAPH, PLAIN
 from ..core.refusal import Refusal
 from ..core.settings import OFF_IN_SETTINGS
 from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, parse_prewarm
@@ -35,13 +36,20 @@ SECONDS_LEFT_TO_IMAGES = 0.02
 WAITING = "waiting for the image that is being made"
 DECODING = "checking the VAE's decode"
 CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
+# What each piece of a job's work takes, in calls that only compute: where this process has not measured it yet.
+WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
+# Of a shape, in this order.
+WORK_OF_A_SHAPE = (CHECKING, CAPTURING, MEASURING)
+# What is shown of a job before it is over.
+MOST_OF_A_JOB = 0.99
 LOADING = "The WebUI is loading its checkpoint."
 NO_CHECKPOINT = "Sizes wait to be pre-warmed, but no checkpoint is loaded yet: ask for one size by POST prewarm."
 
 
 @dataclass
 class Job:
-    """One size in the queue. done and total count UNet calls, made those that were needed, seconds what they took.
+    """One size in the queue. done and total count UNet calls, made those that were needed. seconds: what its work took;
+    of_calls: the UNet calls alone. share: how much of the work is done, from 0 to 1, by the time that it takes.
 
     source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
     what is being done now, for people. shapes: of its UNet calls, how many latents each takes, and how many tokens.
@@ -59,15 +67,32 @@ class Job:
     what: str = ""
     shapes: tuple[tuple[int, int], ...] = ()
     made: int = 0
+    share: float = 0.0
+    of_calls: float = 0.0
 
     @property
     def pending(self) -> bool:
         return self.state in PENDING
 
-    @property
-    def share(self) -> float:
-        """How much of it is done, from 0 to 1."""
-        return self.done / self.total if self.total else 0.0
+
+class WorkTimes:
+    """How long each piece of a job's work takes, by what this process has measured."""
+
+    def __init__(self) -> None:
+        # Seconds of one pixel.
+        self._measured: dict[str, float] = {}
+
+    def note(self, what: str, pixels: int, seconds: float) -> None:
+        """A piece of work was done for so many pixels."""
+        self._measured[what] = seconds / pixels
+
+    def estimate(self, what: str, pixels: int) -> float:
+        """Seconds that a piece of work will take; in another unit before the first was measured."""
+        known = self._measured.get(what)
+        if known is not None:
+            return known * pixels
+        units = [seconds / WEIGHTS[one] for one, seconds in self._measured.items()]
+        return WEIGHTS[what] * pixels * (sum(units) / len(units) if units else 1.0)
 
 
 def check_tokens(tokens: int) -> None:
@@ -109,7 +134,7 @@ def with_prewarm(row: ResolutionRow, job: Job | None) -> ResolutionRow:
     if job is None:
         return row
     steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
-    return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.seconds - steps))
+    return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.of_calls - steps))
 
 
 def is_meant(row: ResolutionRow, model: str | None) -> bool:
@@ -125,6 +150,7 @@ class WarmUp:
         # What is over and what runs, then the queue in its order.
         self._jobs: list[Job] = []
         self._ids = count(1)
+        self._times = WorkTimes()
         self._worker: threading.Thread | None = None
         self._lock = threading.RLock()
 
@@ -244,12 +270,24 @@ class WarmUp:
         with self._lock:
             if job.state == RUNNING:
                 job.done, job.made, job.seconds = job.done + calls, job.made + 1, job.seconds + seconds
+                job.of_calls += seconds
+                job.share = max(job.share, min(self._share(job), MOST_OF_A_JOB))
+
+    def _share(self, job: Job) -> float:
+        """How much of a job's work is done, by the seconds that it took, and those that what is left will take."""
+        pixels, left = job.size.width * job.size.height, 0.0
+        for number in range(job.done, job.total):
+            batch, _ = job.shapes[number // CALLS_PER_SHAPE]
+            left += self._times.estimate(WORK_OF_A_SHAPE[number % CALLS_PER_SHAPE], batch * pixels)
+        left += self._times.estimate(DECODING, job.size.batch * pixels)
+        return job.seconds / (job.seconds + left)
 
     def _end(self, job: Job, state: str, reason: str = "") -> None:
         """A job is over; one that was cancelled meanwhile stays so."""
         with self._lock:
             if job.pending:
                 job.state, job.reason, job.what = state, reason, ""
+                job.share = 1.0 if state == DONE else job.share
                 self._jobs.sort(key=lambda job: job.state == QUEUED)
                 for old in [job for job in self._jobs if not job.pending][:-FINISHED_JOBS_KEPT]:
                     self._jobs.remove(old)
@@ -274,12 +312,16 @@ class WarmUp:
         if known or job.state != RUNNING:
             return
         self._say(job, DECODING)
+        began = time.perf_counter()
         try:
             with self._runtime.wait_for_compile():
                 self._webui.warm_decode(size.width, size.height, size.batch)
             self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         except Exception as error:
             log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
+        took = time.perf_counter() - began
+        job.seconds += took
+        self._times.note(DECODING, size.batch * size.width * size.height, took)
 
     def _call(self, job: Job) -> str:
         """The next UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
@@ -289,19 +331,21 @@ class WarmUp:
         if job.state != RUNNING:
             return ""
         place, number = divmod(job.done, CALLS_PER_SHAPE)
-        captures = number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
-        self._say(job, CHECKING if number == 0 else CAPTURING if captures else MEASURING)
+        devices, call_stats, standing = self._runtime.devices, self._runtime.call_stats, self._runtime.settings.backend
+        captures = number == 1 and devices.has_graphs(call_stats.last_call.backend or standing)
+        self._say(job, MEASURING if number == 1 and not captures else WORK_OF_A_SHAPE[number])
         began = time.perf_counter()
         try:
             with self._runtime.wait_for_compile():
                 self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
-            status = self._runtime.status()
+            made = call_stats.last_call
             self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         except torch.cuda.OutOfMemoryError:
             raise Refusal(f"there is not enough GPU memory for {job.size}") from None
-        if status["route"] not in ("graph", "plain"):
-            raise Refusal(status["reason"] or "the WebUI alone computes it")
-        is_ready, left = status["route"] == "graph", CALLS_PER_SHAPE - number
-        self._advance(job, time.perf_counter() - began, left if is_ready else 1)
-        lacks_graph = left == 1 and not is_ready and self._runtime.devices.has_graphs(status["backend"])
-        return status["reason"] if lacks_graph else ""
+        if made.route not in (GRAPH, PLAIN):
+            raise Refusal(made.reason or "the WebUI alone computes it")
+        took, is_ready, left = time.perf_counter() - began, made.route == GRAPH, CALLS_PER_SHAPE - number
+        self._times.note(WORK_OF_A_SHAPE[number], job.shapes[place][0] * job.size.width * job.size.height, took)
+        self._advance(job, took, left if is_ready else 1)
+        lacks_graph = left == 1 and not is_ready and devices.has_graphs(made.backend or standing)
+        return made.reason if lacks_graph else ""

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from ..core.image import UNTOLD, ImageRecord
+from ..core.policy import StepPolicy
 from ..core.version import __version__
 from ..store.history import chosen_folder
 from ..weights.low_bit import LowBitWeights
-from .call_stats import GRAPH, CallStats
+from .call_stats import GRAPH, HOST, ROUTES, CallStats
 from .graphs.accounting import MemorySnapshot
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
@@ -103,12 +105,13 @@ class Cache:
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
-            services.call_stats.times_of, self._step_times, services.call_stats.images,
+            self._step_times, services.call_stats.parts, services.call_stats.images,
         )
 
     def totals(self) -> Totals:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
-        calls, holdings = self._services.call_stats.status()["calls"], self._services.holdings
+        counts, holdings = self._services.call_stats.calls, self._services.holdings
+        calls = {route: counts[route] for route in ROUTES}
         count, every_unet = sum(calls.values()), self._services.managed.values()
         return Totals(
             vram=self._look().vram, budget=holdings.allowed(self._services.settings.memory_budget),
@@ -133,21 +136,22 @@ class Cache:
         return list(dict.fromkeys(LowBitErrors(one.model, one.budget, one.error, one.errors) for one in choices))
 
     def status(self) -> dict[str, Any]:
-        """What the last call was, by which route it went and why, as plain values for a page or JSON; see CallStats."""
+        """How the last image was made, as plain values for a page or JSON; see CallStats.status."""
         # What fails says so among the faults, and costs no other part.
         part: Any = functools.partial(self._services.guard.attempt, "the status")
         run = part(lambda: self._services.run_settings)
         settings = self._services.settings if run is None else run[0]
-        status = part(self._services.call_stats.status, self._unknown)
-        entry = self._services.call_stats.entry
+        image = part(lambda: self._services.call_stats.image) or ImageRecord()
+        status = part(lambda: self._services.call_stats.status(image), self._unknown)
+        entry = image.entry
         slower = None if entry is None else part(lambda: self._step_times.slower(entry), None)
         if slower is not None and slower.is_load:
             status["ratio"] = None
         return {
             "enabled": settings.enabled, **status, "slower": slower.reason if slower else "",
-            **{policy.name: policy.status.copy() for policy in self._stepping.policies},
-            "backend": status["backend"] or settings.backend,
-            "vae": part(self._vae.status, {}),
+            **{policy.name: policy_status(policy, image) for policy in self._stepping.policies},
+            "backend": status["backend"] or ("" if status["route"] == HOST else settings.backend),
+            "vae": {**part(self._vae.status, {}), **({} if image.state == UNTOLD else decode_of(image))},
             "second_gpu": part(self._two_gpus.status, {}),
             "low_bit": part(lambda: [asdict(errors) for errors in self._low_bit_errors()], []),
             "low_bit_layers": part(self._low_bit_layers, 0),
@@ -181,7 +185,8 @@ class Cache:
         """Remember on the disk what was used; call it between images."""
         with self._services.lock:
             entries = self._services.table.entries()
-        self._services.history.keep(entries, times_of=self._services.call_stats.times_of)
+        self._services.call_stats.settle()
+        self._services.history.keep(entries)
         self._step_times.note(entries)
         self._services.pressure.watch()
 
@@ -223,3 +228,22 @@ class Cache:
             finally:
                 self._services.lock.release()
         return self._seen
+
+
+def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
+    """What a step policy did in an image: its counts, and as "reason" why it did not apply to some calls. Where nobody
+    tells of images, the counts are of all calls and the reason is the last one's."""
+    if image.state == UNTOLD:
+        return policy.status.copy()
+    nothing = {name: 0 for name, value in policy.status.items() if isinstance(value, int)}
+    inactive, calls, reason = image.inactive.get(policy.name), sum(image.steps.values()), ""
+    if inactive is not None:
+        some = f" (at {inactive.calls} of {calls} steps)" if inactive.calls < calls else ""
+        reason = f"{inactive.reason}{some}"
+    return {**nothing, **image.policies.get(policy.name, {}), "reason": reason}
+
+
+def decode_of(image: ImageRecord) -> dict[str, Any]:
+    """The route of an image's last decode, and the reason; None where nothing of it came to OneDiff."""
+    route, reason = image.vae
+    return {"route": route or None, "reason": reason}

@@ -1,4 +1,4 @@
-"""What was done last, by which route and why, and how fast: for the status line, the API and the console.
+"""The last call and the last image: by which route each went and why, and how fast, for pages, the API and the console.
 
 Generations are those in progress, and by whose settings the calls inside them are computed: by those of the innermost,
 also for what it generates inside itself (a face's inpainting).
@@ -11,33 +11,62 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from ..core.call import CACHED, FULL
-from ..core.key import ShapeKey
+import torch
+from torch import Tensor
+
+from ..core.call import CACHED
+from ..core.image import (
+    CHECK,
+    DONE,
+    FAILED,
+    GRAPH,
+    HOST,
+    HOSTS,
+    INTERRUPTED,
+    OPEN,
+    PLAIN,
+    ROUTES,
+    UNET,
+    VAE,
+    WHOLE,
+    ImageLog,
+    ImageRecord,
+    Part,
+    Step,
+)
+from ..core.key import LATENT_PIXEL
 from ..core.policy import Served
 from ..core.settings import Settings
-from ..core.table import HOSTS, WHOLE, Entry, ImageTimes, Step, Stopwatch, Times
-from ..core.weak_dictionary import WeakDictionary
+from ..core.table import Entry, Place, Stopwatch, start_timing
 
+__all__ = ["GRAPH", "HOST", "PLAIN", "ROUTES", "UNET", "VAE", "CallStats", "Generation", "Generations"]
 log = logging.getLogger("onediff")
 # Where a generation carries its settings; a copy of it carries the same.
 GENERATION = "onediff_generation"
-GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
 # Of how many kinds of images the host's own seconds are known at once.
 MOST_HOST_IMAGES = 100
+NO_IMAGE = "no image has been made yet"
 
 
 class Generation:
-    """A generation's settings and why they switch OneDiff off. owner: the id of the host's object, its copies' not.
-    began: by time.perf_counter()."""
+    """A generation's settings and why they switch OneDiff off, and the log of its images. owner: the id of the host's
+    object, its copies' not. resolution: in pixels, of the sampling in progress, as the host has announced it."""
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
         self.owner, self.settings, self.why_off = owner, settings, why_off
-        self.times, self.began = ImageTimes(), time.perf_counter()
+        self.log = ImageLog(OPEN)
+        self.resolution: str | None = None
+
+    def note_batch(self, p: Any, is_cut_short: bool) -> None:
+        """A batch of images is computed, by the host's object or a copy of it, whose images are none of its own."""
+        if self.owner == id(p):
+            self.log.images += getattr(p, "batch_size", 1)
+        self.log.is_interrupted |= is_cut_short
 
 
 class Apart(threading.local):
@@ -54,10 +83,13 @@ class Generations:
         self.apart = Apart()
 
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
-        """p: what the host makes the images from. A copy of one in progress goes on with it."""
+        """p: what the host makes the images from. A copy of one in progress goes on with it; one that begins again has
+        failed before."""
         known: Generation | None = p.__dict__.get(GENERATION)
         if known is not None and known in self.alive():
             known.settings, known.why_off = settings, why_off
+            if known.owner == id(p):
+                known.log = ImageLog(OPEN)
             return known
         p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
         self.running = [*map(weakref.ref, self.alive()), weakref.ref(generation)]
@@ -79,30 +111,51 @@ class Generations:
         return [generation for one in self.running if (generation := one()) is not None]
 
 
+class LastCall(NamedTuple):
+    """How the last call of the UNet went, and whether it belonged to an image or not. backend: that computed it; None
+    for the host."""
+
+    route: str | None
+    reason: str
+    backend: str | None
+
+
+class Timing(threading.local):
+    """Of a thread. is_on: what it does now is timed already."""
+
+    is_on = False
+
+
 class CallStats:
-    """The last UNet call, how many went by each route, and the times of the last image.
+    """The last UNet call, how many went by each route, and the record of the last image.
 
     generations: whose images are being made. entry: at which a call is tried, or was made; None where nothing is known
-    of it yet.
+    of it yet, and for the host's own.
     """
 
     def __init__(self) -> None:
         self.generations = Generations()
-        self.image = ImageTimes()
+        # Of calls outside of any generation.
+        self._open = ImageLog()
+        self._last = ImageRecord(reason=NO_IMAGE)
+        # Of the last call, until its image ends.
+        self._latest: ImageLog | None = None
+        # The steps of the last image that we have made at each place.
+        self.parts: dict[Place, Part] = {}
+        # How many images were made at each place.
+        self.images: Counter[Place] = Counter()
         self._host_seconds: dict[Hashable, float] = {}
-        # The last image's times of each whole shape, by the host's stopwatch.
-        self._shapes: WeakDictionary[Stopwatch, Times] = WeakDictionary()
-        # By which the host's own time of a cached pass is known.
-        self._full_passes: dict[ShapeKey, Stopwatch] = {}
         # The host's own in the place of the last call; of the call that is being made, where that is not its shape's.
         self.host: Stopwatch | None = None
         self._stands_for: tuple[Stopwatch | None, str] | None = None
+        self._timing = Timing()
+        # Of the call that is being made, or of the last one.
+        self._place = Place()
+        self._size: torch.Size | None = None
         self.route: str | None = None
-        self.reason = "no image has been made yet"
+        self.reason = NO_IMAGE
         self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
-        # By (model, resolution): how many images were made.
-        self.images: Counter[tuple[str, str]] = Counter()
         self._told: dict[tuple[str, str], float] = {}
 
     @property
@@ -110,37 +163,122 @@ class CallStats:
         """How many UNet calls were seen."""
         return sum(self.calls.values())
 
+    @property
+    def last_call(self) -> LastCall:
+        """Also of one that made a shape ready."""
+        return LastCall(self.route, self.reason, None if self.entry is None else self.entry.key.backend)
+
     # --- the image ------------------------------------------------------------------------------------------------
 
-    def show(self, image: ImageTimes | None = None) -> None:
-        """The last image is this one from now on; by default, one that begins."""
-        for host in self.image.hosts:
-            self._shapes[host] = self.image.times(host)
-        if self.image.seconds is None:
-            # Nobody has said that it is done.
-            self.images.update(self.image.places)
-        self.image = ImageTimes() if image is None else image
+    @property
+    def image(self) -> ImageRecord:
+        """The record of the last image; of the one in progress, from its first step on."""
+        generation, latest = self.generations.innermost, self._latest
+        if generation is not None and generation.log.steps:
+            return generation.log.record()
+        if latest is None:
+            return self._last
+        return latest.record(FAILED if latest.state == OPEN else "")
 
-    def image_made(
-        self, image: ImageTimes, seconds: float, like: Hashable, is_hosts: bool, count: int = 1
-    ) -> None:
-        """Images are done, so many at once, each in so many seconds. like: equal for images whose seconds can be
-        compared. is_hosts: whether OneDiff was off for them."""
-        image.seconds = seconds
-        self.images.update({place: count for place in image.places})
-        if is_hosts:
+    def begin_image(self) -> None:
+        """A sampling begins: where no generation tells more, it is an image."""
+        if not self.generations.apart.is_on and self.generations.innermost is None:
+            self._close()
+
+    def _close(self) -> None:
+        """The image outside of any generation is over."""
+        if self._open.steps:
+            done, self._open = self._open, ImageLog()
+            self._end(done, done.record(), 1)
+
+    def end_image(
+        self, generation: Generation, like: Hashable, images: int = 1, is_whole: bool = True,
+        seconds: float | None = None,
+    ) -> ImageRecord:
+        """The images of a generation are done, or were interrupted. Returns their record.
+
+        like: equal for images whose seconds can be compared. images: how many there are. seconds: of each, by default
+        as the clock says.
+        """
+        self._close()
+        done, is_hosts = generation.log, not generation.settings.enabled
+        if not is_whole or done.is_interrupted:
+            record, images = done.record(INTERRUPTED, seconds=seconds), 0
+        elif is_hosts:
+            record = done.record(DONE, images, seconds=seconds)
             # The host's first images load what later ones find.
-            known = self._host_seconds.pop(like, seconds)
-            self._host_seconds[like] = min(known, seconds)
+            known = self._host_seconds.pop(like, None)
+            self._host_seconds[like] = min(record.seconds or 0.0, record.seconds or 0.0 if known is None else known)
             while len(self._host_seconds) > MOST_HOST_IMAGES:
                 del self._host_seconds[next(iter(self._host_seconds))]
         else:
-            image.host_seconds = self._host_seconds.get(like)
-        self.show(image)
+            record = done.record(DONE, images, self._host_seconds.get(like), seconds)
+        self._end(done, record, images)
+        outer = self.generations.innermost
+        if outer is not None:
+            outer.log.inside.append(record)
+        return record
 
-    def times_of(self, entry: Entry) -> Times | None:
-        """The means of the last image over all steps that stood for this shape's whole ones; None where none did."""
-        return self.image.times(entry.host) if entry.host in self.image.hosts else self._shapes.get(entry.host)
+    def _end(self, done: ImageLog, record: ImageRecord, images: int) -> None:
+        done.note_times()
+        for part in record.parts:
+            if part.model is not None and part.resolution is not None:
+                place = Place(part.model, part.resolution)
+                self.images[place] += images
+                if not part.is_hosts:
+                    self.parts[place] = part
+        self._last, self._latest = record, None
+
+    def settle(self) -> None:
+        """Have what the image in progress has shown count for its shapes, as where nobody says when it ends."""
+        self._open.note_times()
+
+    def forget(self, entries: Collection[Entry], left: Callable[[], Collection[Entry]]) -> None:
+        """These shapes are gone from the table: what was counted at a place goes with its last one. left: called for
+        those that are still there."""
+        known = set(entries)
+        gone = {entry.place for entry in known}
+        for place in gone.difference(entry.place for entry in left() if gone):
+            self.parts.pop(place, None)
+            self.images.pop(place, None)
+        for step in list(self._open.steps):
+            if step.entry is not None and step.entry in known:
+                del self._open.steps[step]
+
+    def _log(self) -> ImageLog | None:
+        """The image of the call that is being made; None where it belongs to none."""
+        generations = self.generations
+        if generations.apart.is_on:
+            return None
+        generation = generations.innermost if generations.running else None
+        return self._open if generation is None else generation.log
+
+    def note_first_use(self) -> None:
+        """A call has found something out that later calls know."""
+        if (current := self._log()) is not None:
+            current.first_uses += 1
+
+    @contextlib.contextmanager
+    def checking(self, device: torch.device) -> Iterator[None]:
+        """A decode is checked inside, which later ones at its size are not."""
+        self.note_first_use()
+        stop = start_timing(device)
+        try:
+            yield
+        finally:
+            if (current := self._log()) is not None:
+                current.durations[CHECK].add(stop())
+
+    def note_decode(self, route: str, reason: str) -> None:
+        """A decode went by this route; reason: why not by a better one."""
+        if (current := self._log()) is not None:
+            current.vae = route, reason
+
+    def note_policy(self, name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """What a step policy's status was before a call, and is after it."""
+        if (current := self._log()) is not None:
+            done = {key: after[key] - before[key] for key in after if isinstance(after[key], int)}
+            current.note_policy(name, done, str(after.get("reason", "")))
 
     @contextlib.contextmanager
     def standing_for(self, host: Stopwatch | None, kind: str = WHOLE) -> Iterator[None]:
@@ -151,47 +289,91 @@ class CallStats:
         finally:
             self._stands_for = before
 
-    def count(self, kind: str, own: Stopwatch | None, host: Stopwatch | None) -> None:
-        """A step of this kind was made, in the time that own has taken; host would have taken host's."""
+    def count(
+        self, kind: str, own: Stopwatch | None, host: Stopwatch | None, route: str = "", entry: Entry | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """A step of this kind was made, in the time that own has taken; host would have taken host's. route: of the
+        call, if there was one; reason: why not by a faster one."""
         if self._stands_for is not None:
             host, stands = self._stands_for
             kind = stands if kind == WHOLE else kind
-        generations = self.generations
-        is_apart = generations.apart.is_on
-        running = generations.alive() if generations.running and not is_apart else ()
-        images = [generation.times for generation in running]
-        if not images:
-            # Nobody says where an image begins: at the latest, with another shape.
-            if is_apart or host is not None and self.host not in (None, host):
-                self.show()
-            images = [self.image]
         self.host = host
-        step = Step(kind, own, host)
-        for image in images:
-            if step not in image.steps and self.entry is not None and not is_apart:
-                image.places.add((self.entry.model, self.entry.key.resolution))
-            image.steps[step] += 1
+        current = self._log()
+        if current is None:
+            return
+        if current is self._open and current.last is not None and differ(current.last.place, self._place):
+            # Nobody says where an image begins: at the latest, at another size.
+            self._close()
+            current = self._open
+        if kind == HOSTS:
+            own = host = current.host
+            current.is_timed = current.is_timed and self._timing.is_on
+        elif route and not self._timing.is_on and own is not None:
+            current.replays[own] += 1
+        step = Step(kind, route, self._place, own, host, entry)
+        current.steps[step] += 1
+        self._latest = current
+        if reason is not None:
+            current.last, current.reason = step, reason
 
-    def _count_call(self, route: str) -> None:
+    # --- one call -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def call_of(self, latent: Tensor) -> Iterator[None]:
+        """A call of the UNet with this latent, (batch, channels, ..., h, w), is found out or made by the host inside:
+        nothing of the last one counts for it."""
+        self.begin_call(latent)
+        with self.timing(UNET, latent.device):
+            yield
+
+    @contextlib.contextmanager
+    def timing(self, network: str, device: torch.device) -> Iterator[None]:
+        """Time what is done inside for the image in progress, once where it is entered within itself. network: UNET or
+        VAE."""
+        timing, current = self._timing, self._log()
+        if timing.is_on or current is None:
+            yield
+            return
+        stop, timing.is_on, hosts = start_timing(device), True, self.calls[HOST]
+        try:
+            yield
+        finally:
+            timing.is_on = False
+            took = stop()
+            # A call may have begun an image.
+            current = self._log() or current
+            current.durations[network].add(took)
+            if network == UNET and self.calls[HOST] != hosts:
+                current.host.add(took)
+
+    def begin_call(self, latent: Tensor | None) -> None:
+        """A call of the UNet begins, and nothing of the last one counts for it. latent: (batch, channels, ..., h, w);
+        None: not known."""
+        self.entry, self._size = None, None if latent is None else latent.shape[-2:]
+
+    def _resolution(self) -> str | None:
+        """In pixels, of the call that is being made: the latent's, or what its generation has announced."""
+        if self._size is not None:
+            height, width = self._size
+            return f"{width * LATENT_PIXEL}x{height * LATENT_PIXEL}"
+        generation = None if self.generations.apart.is_on else self.generations.innermost
+        return None if generation is None else generation.resolution
+
+    def note(self, route: str, reason: str, model: str | None = None) -> None:
+        """The call went by this route; reason: why not by a faster one. model: whose it is, where the host has computed
+        it."""
+        self.calls[route] += 1
         entry = self.entry
         if route == HOST or entry is None:
+            self.entry, self._place = None, Place(model, self._resolution())
+            # What stands for the host's own at later steps of this shape is still its time.
             host = None if entry is None else entry.host
-            self.count(HOSTS, host, host)
-            return
-        host = entry.host
-        is_cached = entry.key.part == CACHED
-        if is_cached:
-            host = self._full_passes.get(replace(entry.key, part=FULL))
-        elif entry.key.part:
-            self._full_passes[entry.key] = host
-        self.count(CACHED if is_cached else WHOLE, entry.own, host)
-
-    # --- the last call --------------------------------------------------------------------------------------------
-
-    def note(self, route: str, reason: str) -> None:
-        """The call went by this route; reason: why not by a faster one."""
-        self.calls[route] += 1
-        self._count_call(route)
+            self.count(HOSTS, host, host, route, None, reason)
+        else:
+            self._place = entry.place
+            kind = CACHED if entry.key.part == CACHED else WHOLE
+            self.count(kind, entry.own, entry.host, route, entry, reason)
         changed = (route, reason) != (self.route, self.reason)
         self.route, self.reason = route, reason
         sentence = f"{route} route" + (f" ({reason})" if reason else "")
@@ -202,6 +384,7 @@ class CallStats:
             now = time.monotonic()
             if now - self._told.get((route, reason), float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", sentence)
+            self._told = {one: at for one, at in self._told.items() if now - at <= SECONDS_UNTIL_TOLD_AGAIN}
             self._told[route, reason] = now
 
     def note_served(self, served: Served) -> None:
@@ -209,23 +392,29 @@ class CallStats:
         self.entry = served.entry
         self.note(served.route, served.reason)
 
-    def status(self) -> dict[str, Any]:
-        """As plain values. step_ms and host_ms are means over all steps of the last image, of the median of each kind
-        of step; None where one was not timed. ratio, host_ms / step_ms, is None until all were timed often enough, and
-        where the host made the image."""
-        entry, image = self.entry, self.image
-        times = image.times()
+    def status(self, image: ImageRecord | None = None) -> dict[str, Any]:
+        """The record of an image as plain values, by default of the last one, and the calls of all; see ImageRecord."""
+        image = image or self.image
         return {
-            "model": entry.model if entry else None,
-            "backend": entry.key.backend if entry else None,
-            "lossy": str(entry.key.lossy) if entry else "",
-            "resolution": entry.key.resolution if entry else None,
-            "route": self.route,
-            "reason": self.reason,
-            "step_ms": times.step_ms,
-            "host_ms": times.host_ms,
-            "ratio": times.ratio,
-            "image": {"seconds": image.seconds, "host_seconds": image.host_seconds, "steps": image.kinds()},
-            "relative_error": entry.relative_error if entry else None,
+            "model": image.model, "backend": image.backend, "lossy": image.lossy, "resolution": image.resolution,
+            "route": image.route or None, "reason": image.reason, "step_ms": image.step_ms, "host_ms": image.host_ms,
+            "ratio": image.ratio, "image": values_of(image), "relative_error": image.relative_error,
             "calls": {route: self.calls[route] for route in ROUTES},
         }
+
+
+def differ(one: Place, other: Place) -> bool:
+    """Whether two places are not the same, by what is known of both."""
+    return any(None not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True))
+
+
+def values_of(image: ImageRecord) -> dict[str, Any]:
+    """What a status has of an image, as plain values for JSON."""
+    return {
+        "state": image.state, "images": image.images, "seconds": image.seconds, "host_seconds": image.host_seconds,
+        "spent": asdict(image.spent), "steps": dict(image.steps), "calls": dict(image.calls),
+        "first_uses": image.first_uses, "parts": [asdict(part) for part in image.parts],
+        "inside": [
+            {"resolution": one.resolution, "model": one.model, **values_of(one)} for one in image.inside
+        ],
+    }

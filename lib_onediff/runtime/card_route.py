@@ -81,6 +81,7 @@ class OneCard:
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             if host is None:
                 raise Refusal("it is not checked yet")
+            self._services.call_stats.note_first_use()
             # Outside our modes: the host's forward must run exactly as the host would run it.
             prove(
                 entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
@@ -103,7 +104,10 @@ class OneCard:
         key, call = served.entry.key, replace(call, upcast_attention=served.call.upcast_attention)
         with self._services.computing(call.latent.device), our_modes(call.latent.device, key.precision):
             entry = self._entry(call, key.backend, key.lossy, key.precision)
+            # A cached pass stands for a whole one.
+            entry.host = served.entry.host
             if entry.state is State.COLD:
+                self._services.call_stats.note_first_use()
                 try:
                     miss = judge_cached_pass(entry, served.output, lambda: self._plainly(entry, call))
                     if miss is not None:
@@ -253,12 +257,15 @@ class OneCard:
             return
         try:
             if self._tune(entry.key, call):
+                self._services.call_stats.note_first_use()
                 # Something else was chosen: let it do its first work outside the capture.
                 self._plainly(entry, replace(call, patches=None))
             if entry.key.lossy.low_bit and self._managed.low_bit is None:
                 # By what was measured now, the next call goes another way.
                 return
             lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
+            if entry.state is State.READY:
+                self._services.call_stats.note_first_use()
             if lacking < 0:
                 self._managed.note_left_over(-lacking - ROOM_TO_SPARE)
             elif lacking and not self._managed.make_room(lacking + ROOM_TO_SPARE):

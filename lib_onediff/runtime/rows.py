@@ -3,20 +3,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 from ..core.call import CACHED
+from ..core.image import Part
 from ..core.key import ShapeKey
-from ..core.table import Entry, State, Times, ratio_of
+from ..core.table import Entry, State, ratio_of
 from ..store.history import HistoryRow
 from .low_bit_errors import ClassError
 from .step_times import StepTimes
 
-# (model, resolution).
-Name = tuple[str, str]
+# (model, resolution): also a core.table.Place.
+Name = tuple[Any, ...]
 GivesBack = Callable[[Collection[ShapeKey]], int]
-TimesOf = Callable[[Entry], "Times | None"]
 # The state of a resolution that only earlier processes have used.
 ON_DISK = "on disk"
 # What a row says of its shapes: the best of them, for that is what the next image most likely gets.
@@ -104,8 +105,8 @@ class ResolutionRow:
 
     bytes is the GPU memory that purging this row gives back: graphs lie over each other in one memory, which shrinks
     only when its largest goes, so it is no sum, and neither do rows add up. needs is what its largest graph takes.
-    Times are those of the shape that is used most, because shapes of different batch sizes have no common step: means
-    over all steps of its last image, of which some may have computed less. The VAE's shapes stand last, below every
+    Times are means over all steps of the last image that OneDiff has made here, of which some may have computed less;
+    before the first, those of the shape that is used most. The VAE's shapes stand last, below every
     model of their resolution, and do not count in these.
     """
 
@@ -134,18 +135,20 @@ class ResolutionRow:
 
 def rows_of(
     entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[Name] = (),
-    gives_back: GivesBack = lambda keys: 0, times_of: TimesOf = lambda entry: None,
-    step_times: StepTimes | None = None, images: Mapping[Name, int] = MappingProxyType({}),
+    gives_back: GivesBack = lambda keys: 0, step_times: StepTimes | None = None,
+    parts: Mapping[Any, Part] = MappingProxyType({}), images: Mapping[Any, int] = MappingProxyType({}),
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
     history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
     (model, resolution). gives_back: the GPU memory that comes back without these shapes.
-    times_of, images: see CallStats. step_times: whose slower times are told, and not compared.
+    parts, images: see CallStats. step_times: whose slower times are told, and not compared.
     """
-    groups = by_name(entries, lambda entry: (entry.model, entry.key.resolution))
+    groups = by_name(entries, attrgetter("place"))
     rows = [
-        replace(resolution_row(group, name in pins, gives_back, times_of, step_times), images=images.get(name, 0))
+        replace(
+            resolution_row(group, name in pins, gives_back, step_times, parts.get(name)), images=images.get(name, 0)
+        )
         for name, group in groups.items()
     ]
     for name, known in by_name(history, lambda row: (row.model, row.resolution)).items():
@@ -174,16 +177,16 @@ def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
 
 def resolution_row(
     entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
-    times_of: TimesOf = lambda entry: None, step_times: StepTimes | None = None,
+    step_times: StepTimes | None = None, part: Part | None = None,
 ) -> ResolutionRow:
-    """The row of one model and resolution; entries are its shapes, the last used first."""
+    """The row of one model and resolution; entries are its shapes, the last used first. part: the steps of the last
+    image here."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
     shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
     usual = entries[shapes.index(usual_shape(shapes))]
-    times = times_of(usual)
-    if times is not None:
-        row = replace(row, step_ms=times.step_ms, host_ms=times.host_ms, ratio=times.ratio)
+    if part is not None:
+        row = replace(row, step_ms=part.step_ms, host_ms=part.host_ms, ratio=part.ratio)
     if step_times is not None and (slower := step_times.slower(usual)) is not None:
         reason = "; ".join(filter(None, (row.reason, slower.reason)))
         row = replace(row, reason=reason, ratio=None if slower.is_load else row.ratio)

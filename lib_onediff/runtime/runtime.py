@@ -18,6 +18,7 @@ from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, WARM_UP_TIMES, Sampling
 from ..core.settings import ONE_GPU, Settings
+from ..core.weak_dictionary import WeakDictionary
 from ..steps.registry import step_policies
 from ..store.history import History
 from ..weights.scan import HostTraits
@@ -68,6 +69,8 @@ class Runtime:
         self.patches: dict[tuple[type, str], Any] = {}
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
+        # What the rows call the UNets that the host has computed.
+        self._names: WeakDictionary[nn.Module, str | None] = WeakDictionary()
         # The settings that were found to be plain last.
         self._plain: Settings | None = None
 
@@ -135,6 +138,12 @@ class Runtime:
             return None if unet is None else str(self.services.families.read(unet).model_name)
         return None
 
+    def _known_name(self, unet: nn.Module) -> str | None:
+        """As model_name, read once: the host may compute every call of this UNet."""
+        if unet not in self._names:
+            self._names[unet] = self.model_name(unet)
+        return self._names[unet]
+
     # --- samplings ------------------------------------------------------------------------------------------------
 
     def sampling_of(self, managed: ManagedUNet) -> Sampling:
@@ -148,8 +157,7 @@ class Runtime:
         """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
         refiner."""
         managed = self.services.managed.get(unet)
-        if self.generations.innermost is None:
-            self.call_stats.show()
+        self.call_stats.begin_image()
         if of_all:
             self._sampling = sampling or Sampling()
         elif managed is not None:
@@ -214,8 +222,10 @@ class Runtime:
         except Exception as error:
             reason = self.guard.give_up("looking a UNet up", error)
         else:
-            return compute(call, host).output
-        return self.by_host(unet, reason, host)
+            with self.call_stats.call_of(call.latent):
+                return compute(call, host).output
+        with self.call_stats.call_of(call.latent):
+            return self.by_host(unet, reason, host)
 
     def _is_plain(self, settings: Settings) -> bool:
         """Whether calls by these settings are whole ones on one GPU. An answer holds as long as they do."""
@@ -247,7 +257,7 @@ class Runtime:
         """Run the host's forward, with the reason for the user."""
         if reason is OUT_OF_MEMORY:
             self.release_memory()
-        self.call_stats.note(HOST, reason)
+        self.call_stats.note(HOST, reason, self._known_name(unet))
         self._leave_as_found(unet)
         managed = self.services.managed.get(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
@@ -257,8 +267,8 @@ class Runtime:
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
-        self.call_stats.entry = None
-        self.call_stats.note(HOST, reason)
+        self.call_stats.begin_call(None)
+        self.call_stats.note(HOST, reason, None if unet is None else self._known_name(unet))
         self.two_gpus.note()
         if unet is not None:
             self._leave_as_found(unet)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -15,7 +15,7 @@ from ..core.device import Device, TimeMs
 from ..core.family import Family
 from ..core.guard import Guard
 from ..core.settings import Settings
-from ..core.table import ShapeTable
+from ..core.table import Entry, ShapeTable
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.stream_order import StreamOrder
 from ..devices.registry import Devices, devices_here
@@ -45,15 +45,17 @@ class Services:
         # Stands around every hook of ours.
         self.guard = Guard()
         self.settings = Settings()
-        self.table = ShapeTable()
         self.history = History()
+        self.call_stats = CallStats()
+        self.generations = self.call_stats.generations
+        self.table = ShapeTable(
+            self._kept_shapes, lambda entries: self.call_stats.forget(entries, self.table.entries)
+        )
         # What was measured to be best on this machine.
         self.tuning_cache = TuningCache()
         self.devices = Devices(
             devices_here(self.tuning_cache, self.families.output) if devices is None else devices, self.families.read
         )
-        self.call_stats = CallStats()
-        self.generations = self.call_stats.generations
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
         self.holdings = Holdings(self.table, self.managed, lambda: self.history.pins(), self.families.output)
@@ -65,6 +67,13 @@ class Services:
         self.pressure = MemoryPressure(
             self.holdings, self.graphs, self.lock, self.guard, lambda: self.generations.innermost is not None
         )
+
+    def _kept_shapes(self) -> Callable[[Entry], bool]:
+        """Whether a shape stays in the table however long it was not used: it has a graph, or is pinned."""
+        pins = self.history.pins()
+        # Copied at one stroke: another thread may make graphs.
+        graphs = {key for managed in self.managed.values() for key in list(managed.runners)}
+        return lambda entry: entry.key in graphs or entry.place in pins
 
     @property
     def run_settings(self) -> tuple[Settings, str] | None:

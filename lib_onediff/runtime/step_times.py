@@ -51,6 +51,9 @@ class StepTimes:
     def slower(self, entry: Entry) -> Slower | None:
         """How steps of this shape take longer than they did; None where they do not, or nobody knows."""
         best, ms = read(self._history.time_of(time_name(entry))), entry.own.settled_ms
+        if ms is not None:
+            # The stopwatch knows of earlier images too.
+            ms = entry.image_ms or ms
         if best is None or ms is None or best["by"] != self._versions:
             return None
         if ms > SLOWER_THAN_USUAL * best["ms"]:

@@ -25,8 +25,16 @@ class Around:
         self._policy, self._inner, self._guard, self._moment_of = policy, inner, guard, moment_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        policy, host = self._policy, None if host is None else HostFunction(host)
-        moment = self._moment_of(call, host)
+        host = None if host is None else HostFunction(host)
+        moment, before = self._moment_of(call, host), self._policy.status.copy()
+        try:
+            return self._answer(moment, call, host)
+        finally:
+            if moment.is_counted:
+                moment.times.note_policy(self._policy.name, before, self._policy.status)
+
+    def _answer(self, moment: Moment, call: Call, host: HostFunction | None) -> Answer:
+        policy = self._policy
         try:
             try:
                 answer = policy.plan(moment)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..core.call import PATCHED
+from ..core.image import FORECAST
 from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
-from ..core.table import FORECAST, Stopwatch
+from ..core.table import Stopwatch
 from .deepcache import Line, is_whole
 from .prompts import Threads
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ..core.call import PromptRows, why_not_taken
+from ..core.image import PROMPT_ALONE
 from ..core.inputs import take_rows
 from ..core.policy import Answer, Compute, Moment, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
-from ..core.table import PROMPT_ALONE, Stopwatch
+from ..core.table import Stopwatch
 
 NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
 SEVERAL_CALLS = "a step has other calls besides those of prompt and negative prompt"

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from ..core.card import card_name
 from ..core.refusal import NotKept
 from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, WantedSize, parse_size
-from ..core.table import Entry, Times
+from ..core.table import Entry
 from .store import Store
 
 # The one thing that says where the cache folder is.
@@ -155,21 +155,17 @@ class History:
 
     # --- uses and times -------------------------------------------------------------------------------------------
 
-    def keep(
-        self, entries: Iterable[Entry], in_images: bool = True,
-        times_of: Callable[[Entry], Times | None] = lambda entry: None,
-    ) -> None:
+    def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
         """Take down what was used since the last call.
 
         in_images: False for what was used to make it ready: it is remembered with its times, but not as a use.
-        times_of: the means over all steps of an image at a shape; None where they are the entry's own.
         """
         for entry in entries if self._store is not None else ():
             with self._lock:
                 uses, entry.kept_uses = entry.uses - entry.kept_uses, entry.uses
             # A cached pass is in the mean of the whole shape's: half a step has no row of its own on the disk.
             if uses > 0 and not entry.key.is_cached_pass:
-                row = history_row(entry, uses if in_images else 0, times_of(entry))
+                row = history_row(entry, uses if in_images else 0)
                 self.record(row if self._is_of(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
 
     def record(self, row: HistoryRow) -> None:
@@ -374,15 +370,15 @@ def is_error(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def history_row(entry: Entry, uses: int, times: Times | None = None) -> HistoryRow:
-    """An entry as the store keeps it, with the uses that are new. times: the means over all steps of its last image, if
-    there was one.
+def history_row(entry: Entry, uses: int) -> HistoryRow:
+    """An entry as the store keeps it, with the uses that are new. Its times are the means over all steps of its last
+    image; the entry's own before the first.
 
     Two times together are a ratio to whoever reads them: the host's is kept only where both were timed often enough,
     and ours not beside one of the host's that is kept already, before it is. Alone it tells how long a call may take.
     """
     key = entry.key
-    step_ms, host_ms, ratio = times or (entry.own.median_ms, entry.host.median_ms, entry.ratio)
+    step_ms, host_ms, ratio = entry.in_image or (entry.own.median_ms, entry.host.median_ms, entry.ratio)
     return HistoryRow(
         architecture=key.architecture, model=entry.model, resolution=key.resolution, batch=key.batch,
         tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), uses=uses, last_used=entry.last_used,

@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..core.call import CACHED
-from ..core.key import EXACT
+from ..core.image import FORECAST, PROMPT_ALONE, ImageRecord
+from ..core.key import LATENT_PIXEL, Lossy
 from ..core.settings import OFF_IN_SETTINGS, Settings, options_of_a_run
-from ..core.table import FORECAST, PROMPT_ALONE, ImageTimes
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import OURS
 from . import infotext
@@ -25,6 +24,8 @@ MAKE_IMAGES_ALIKE = (
     "width", "height", "batch_size", "n_iter", "steps", "sampler_name", "cfg_scale", "denoising_strength", "enable_hr",
     "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps",
 )
+# What a record has of weights that the GPU holds in eight bits alone.
+ONLY = str(Lossy("int8", only=True))
 # The kinds of steps that options make.
 MAKES = {
     "skip_negative_after": {PROMPT_ALONE},
@@ -74,30 +75,43 @@ def tell(p: Any, problem: str) -> None:
     p.extra_generation_params[PROBLEM] = problem
 
 
-def describe(p: Any, settings: Settings, is_served: bool, times: ImageTimes | None = None) -> None:
-    """Put the settings that count for a run into the infotext. times: of its images, once they are made; they tell what
-    has rested."""
+def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | None = None) -> None:
+    """Put the settings that count for a run into the infotext. image: the record of its images, once they are made; it
+    tells which options had no effect."""
     changed, of_a_run = settings.changed_from(Settings()) if settings.enabled else {}, options_of_a_run()
     resting = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
-    times = times if is_served else ImageTimes()
-    if settings.enabled and times is not None:
-        resting += options_at_rest(settings, times)
-    p.extra_generation_params[KEY] = infotext.describe(settings, resting, is_served)
+    if not is_served:
+        image = ImageRecord() if image is None else replace(image, steps={}, backends=frozenset())
+    if settings.enabled and image is not None:
+        resting += options_at_rest(settings, image)
+    has_our_vae = image is not None and image.vae[0] == OURS
+    p.extra_generation_params[KEY] = infotext.describe(settings, resting, is_served, has_our_vae)
 
 
-def options_at_rest(settings: Settings, times: ImageTimes) -> Iterator[str]:
-    """The options without which images with these times were made."""
-    yield from (name for name, kinds in MAKES.items() if not kinds & times.kinds().keys())
-    own = {step.own for step in times.steps}
-    keys = [entry.key for entry in runtime.table.entries() if entry.own in own]
-    if all(key.lossy == EXACT for key in keys):
+def options_at_rest(settings: Settings, image: ImageRecord) -> Iterator[str]:
+    """The options without which these images were made."""
+    yield from (name for name, kinds in MAKES.items() if not kinds & image.steps.keys())
+    lossy = {lossy for _, lossy in image.backends}
+    if lossy <= {""}:
         yield from ("low_bit", "low_bit_budget")
-    if not any(key.lossy.only for key in keys):
+    if ONLY not in lossy:
         yield "low_bit_only"
-    if all(key.backend != settings.backend for key in keys):
+    if settings.backend not in {backend for backend, _ in image.backends}:
         yield "backend"
-    if runtime.vae.status()["route"] != OURS:
+    if image.vae[0] != OURS:
         yield "vae_precision"
+
+
+def resolution_of(p: Any) -> str | None:
+    """The resolution in pixels of the sampling that the generation p begins; None where it does not say."""
+    names = ("width", "height")
+    if getattr(p, "is_hr_pass", False):
+        names = ("hr_upscale_to_x", "hr_upscale_to_y")
+    sides: list[Any] = [getattr(p, name, None) for name in names]
+    if not all(isinstance(side, int) and side >= LATENT_PIXEL for side in sides):
+        return None
+    width, height = (side // LATENT_PIXEL * LATENT_PIXEL for side in sides)
+    return f"{width}x{height}"
 
 
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -105,12 +119,13 @@ def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
     return (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
 
 
-def restore_sampling(p: Any, checkpoint: str, is_whole: bool) -> None:
-    """The generation p is over: note how long an image has taken. checkpoint: the name of the loaded one. is_whole:
+def end_image(p: Any, checkpoint: str, is_whole: bool) -> None:
+    """The generation p is over: make the record of its images. checkpoint: the name of the loaded one. is_whole:
     whether nobody has interrupted it."""
     generation = runtime.generations.end(p)
-    if generation is not None and is_whole:
-        images = getattr(p, "n_iter", 1) * getattr(p, "batch_size", 1)
-        seconds = (time.perf_counter() - generation.began) / max(1, images)
-        like = checkpoint, *(str(getattr(p, name, "")) for name in MAKE_IMAGES_ALIKE)
-        runtime.call_stats.image_made(generation.times, seconds, like, not generation.settings.enabled, images)
+    if generation is None:
+        return
+    # A host may stop after the image in progress.
+    images = generation.log.images or getattr(p, "n_iter", 1) * getattr(p, "batch_size", 1)
+    like = checkpoint, *(str(getattr(p, name, "")) for name in MAKE_IMAGES_ALIKE)
+    runtime.call_stats.end_image(generation, like, images, is_whole)

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from ..core.image import FAILED, INTERRUPTED
 from ..core.settings import OFF_IN_SETTINGS
 from ..runtime.cache import Fingerprint
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import described as decode_described
-from .amounts import NOTHING, milliseconds, seconds, times
+from .amounts import NOTHING, counted, milliseconds, seconds, times
 from .markup import fact_html
 from .presets import PRESETS
 
@@ -25,6 +26,12 @@ STEPS = {
 }
 # What a status says of what leaves steps out or splits them; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
+# What the time of an image went into, besides its steps, and how much of it is told in the title.
+SPENT = {
+    "unet": "steps", "first_use": "first use of this size", "slower": "slower steps", "vae": "VAE",
+    "inside": "images inside it", "rest": "other",
+}
+MUCH, LEAST_SECONDS = 0.25, 0.05
 # In place of both status lines where a fault of ours keeps them from being made.
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
 
@@ -59,12 +66,13 @@ def summary_html(status: dict[str, Any]) -> str:
     elif route is None:
         words = "no image yet"
     else:
-        image = status.get("image") or {}
-        took, alone = image.get("seconds"), image.get("host_seconds")
-        told = [] if took is None else [f"{seconds(took)}/image{beside(alone, seconds)}"]
-        if route != "host" and status["step_ms"] is not None:
-            told.append(f"{milliseconds(status['step_ms'])}/step{beside(status['host_ms'], milliseconds)}")
-            told += [] if gain_of(status) is None else [times(gain_of(status))]
+        told = []
+        if (taken := image_sentence(status, "/image")):
+            told.append(f"{taken}{largest_beside_steps(status)}")
+        if status["step_ms"] is not None:
+            told.append(f"{milliseconds(status['step_ms'])}/step{beside_step(status)}")
+        if route != "host" and gain_of(status) is not None:
+            told.append(times(gain_of(status)))
         words = ", ".join([*told, SHORT_ROUTES[route]])
     return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
 
@@ -72,6 +80,80 @@ def summary_html(status: dict[str, Any]) -> str:
 def beside(own: float | None, written: Callable[[float], str]) -> str:
     """The WebUI's own, in brackets; "" where it is not known."""
     return "" if own is None else f" (WebUI {written(own)})"
+
+
+def beside_step(status: dict[str, Any]) -> str:
+    """The WebUI's own time of a step in brackets, beside ours."""
+    return "" if status["route"] == "host" else beside(status["host_ms"], milliseconds)
+
+
+def image_sentence(status: dict[str, Any], unit: str = "") -> str:
+    """How long the last image took, beside the WebUI's own: "0.9 s/image (WebUI 1.6 s)"; "" where that is not known.
+    """
+    image = status.get("image") or {}
+    took = image.get("seconds")
+    if image.get("state") == FAILED:
+        return FAILED
+    if took is None:
+        return ""
+    if image.get("state") == INTERRUPTED:
+        return f"interrupted after {seconds(took)}"
+    return f"{seconds(took)}{unit}{beside(image.get('host_seconds'), seconds)}"
+
+
+def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
+    """Seconds of the last image by what they went into, where its steps do not explain them all; the most first."""
+    image = status.get("image") or {}
+    spent = {name: took or 0.0 for name, took in (image.get("spent") or {}).items()}
+    took, steps = image.get("seconds"), spent.pop("unet", 0.0)
+    if not took or not steps or took - steps < max(0.1 * took, LEAST_SECONDS):
+        return {}
+    return {name: spent[name] for name in sorted(spent, key=lambda name: -spent[name]) if spent[name] > LEAST_SECONDS}
+
+
+def largest_beside_steps(status: dict[str, Any]) -> str:
+    """What took much of the last image besides its steps: ", 13 s of it first use"; "" for nothing."""
+    found = next(iter(spent_beside_steps(status).items()), None)
+    if found is None or found[1] < MUCH * status["image"]["seconds"]:
+        return ""
+    return f", {seconds(found[1])} of it {SPENT[found[0]]}"
+
+
+def spent_sentence(status: dict[str, Any]) -> str:
+    """What the last image's time went into: "steps 14 s, first use 10 s, VAE 1.0 s"; "" where steps explain it."""
+    beside_steps = spent_beside_steps(status)
+    if not beside_steps:
+        return ""
+    spent = {"unet": status["image"]["spent"]["unet"], **beside_steps}
+    return ", ".join(f"{SPENT[name]} {seconds(took)}" for name, took in spent.items())
+
+
+def parts_sentence(status: dict[str, Any]) -> str:
+    """The steps of an image by size and model, where it has several: "512x512: 20 steps, 30 ms; 1024x1024: ..."."""
+    parts = (status.get("image") or {}).get("parts") or []
+    if len(parts) < 2:
+        return ""
+    are_several = len({part["model"] for part in parts}) > 1
+    return "; ".join(
+        f"{part['resolution'] or NOTHING}{' ' + (part['model'] or NOTHING) if are_several else ''}: "
+        f"{counted(sum(part['steps'].values()), 'step')}, {milliseconds(part['step_ms'])}" for part in parts
+    )
+
+
+def inside_sentence(status: dict[str, Any]) -> str:
+    """The images that were made for the last one, as ADetailer does: "512x512 1.2 s"; "" for none."""
+    inside = (status.get("image") or {}).get("inside") or []
+    return ", ".join(f"{one['resolution'] or NOTHING} {seconds(one['seconds'] or 0.0)}" for one in inside)
+
+
+def route_sentence(status: dict[str, Any]) -> str:
+    """How the last call of the image went, and how many of all went so where others did not: "CUDA graph (18 of 20)".
+    """
+    if not status.get("served", True):
+        return ROUTES["host"]
+    calls = (status.get("image") or {}).get("calls") or {}
+    some = f" ({calls.get(status['route'], 0)} of {counted(sum(calls.values()), 'call')})" if len(calls) > 1 else ""
+    return f"{ROUTES.get(status['route'], NOTHING)}{some}"
 
 
 def gain_of(status: dict[str, Any]) -> float | None:
@@ -84,7 +166,7 @@ def gain_of(status: dict[str, Any]) -> float | None:
 
 
 def status_html(status: dict[str, Any]) -> str:
-    """The status line: what was made last, by which route and why, and how fast."""
+    """The status line: how the last image was made, by which route and why, and how fast."""
     decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
         *reasons_of(status), status.get("slower", ""), gpus_sentence(second),
@@ -115,14 +197,16 @@ def gpus_sentence(second: dict[str, Any]) -> str:
 
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, value) pairs of a status; values that are not known yet are shown as such."""
-    image = status.get("image") or {}
-    took, alone, steps = image.get("seconds"), image.get("host_seconds"), image.get("steps", {})
+    steps = (status.get("image") or {}).get("steps", {})
     kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
     mixed = f", mean of {kinds}" if status["step_ms"] is not None and len(steps) > 1 else ""
     return [
-        ("Route", ROUTES.get(status["route"], NOTHING) if status.get("served", True) else ROUTES["host"]),
-        ("Image", "" if took is None else f"{seconds(took)}{beside(alone, seconds)}"),
-        ("Step", f"{milliseconds(status['step_ms'])}{beside(status['host_ms'], milliseconds)}{mixed}"),
+        ("Route", route_sentence(status)),
+        ("Image", image_sentence(status)),
+        ("Time", spent_sentence(status)),
+        ("Step", f"{milliseconds(status['step_ms'])}{beside_step(status)}{mixed}"),
+        ("Sizes", parts_sentence(status)),
+        ("Images inside it", inside_sentence(status)),
         ("Speed", speed_sentence(status)),
         ("Resolution", status["resolution"] or NOTHING),
         ("Model", status["model"] or NOTHING),

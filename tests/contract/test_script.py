@@ -23,6 +23,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.vae.route import OURS
 from lib_onediff.ui.removal import remove_what_is_kept
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "onediff.py"
@@ -149,6 +150,9 @@ def test_what_has_rested_is_not_said_to_have_counted(
     monkeypatch.setattr(standalone.script.webui, "why_not_served", lambda: "Anima is not accelerated")
     standalone.page.postprocess_batch(p)
     assert p.extra_generation_params["OneDiff"] == ("not accelerated" if infotext != "off" else "off")
+    runtime.generations.innermost.log.vae = OURS, ""
+    standalone.page.postprocess_batch(p)
+    assert p.extra_generation_params["OneDiff"] == ("only the VAE accelerated" if infotext != "off" else "off")
     standalone.page.postprocess(p, SimpleNamespace())
 
 

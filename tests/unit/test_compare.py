@@ -21,8 +21,8 @@ from lib_onediff.core.quality import compare
 from lib_onediff.core.settings import Settings
 from lib_onediff.ui.compare.job import (
     CURRENT,
+    MOST_WARM_UPS,
     OFF,
-    STEPS_TO_WARM_UP,
     Comparison,
     GeneratedImage,
     Pair,
@@ -115,11 +115,27 @@ def test_images_are_made_in_turn_and_compared() -> None:
     job = run(painter, 2)
     assert job.outcome == "" and job.made == job.wanted == 6
     made = [(request["seed"], request["steps"], settings.enabled) for request, settings in painter.made]
-    warm = STEPS_TO_WARM_UP
-    assert made == [(7, warm, False), (7, warm, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
+    assert made == [(7, 20, False), (7, 20, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
     assert [pair.seed for pair in job.pairs] == [7, 8]
     for pair in job.pairs:
         assert pair.comparison.washed_out and [image.status["route"] for image in pair.images] == ["host", "plain"]
+
+
+@pytest.mark.parametrize(("first_uses", "warm_ups"), [((1, 0), 2), ((0,), 1), ((5,) * 9, MOST_WARM_UPS)], ids=str)
+def test_a_side_is_warmed_up_until_nothing_of_its_image_is_new(first_uses: tuple[int, ...], warm_ups: int) -> None:
+    """Each time by the whole image: DeepCache is inactive in a short one."""
+    painter, counts, make = Painter(), list(first_uses), Painter.make
+
+    def make_and_tell(request: Request, settings: Settings) -> GeneratedImage:
+        made = make(painter, request, settings)
+        uses = counts.pop(0) if settings.enabled and counts else 0
+        return replace(made, status={**made.status, "image": {"first_uses": uses}})
+
+    painter.make = make_and_tell  # type: ignore[method-assign]
+    job = run(painter, 1)
+    assert [settings.enabled for _, settings in painter.made] == [False, *[True] * warm_ups, False, True]
+    assert {request["steps"] for request, _ in painter.made} == {20}
+    assert job.made == job.wanted == 3 + warm_ups and len(job.pairs) == 1
 
 
 def test_failure_is_a_sentence() -> None:

@@ -1,6 +1,9 @@
 """What is shown of an image's times: the mean over all of its steps, beside the host's own in their place."""
 from __future__ import annotations
 
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +13,12 @@ import torch
 from builders import diffusers_output
 from samplings import EVERY_THIRD, STEPS, Adopted, call_of, equal_distances, few_steps_suffice  # noqa: F401
 
+from lib_onediff.core import sampling, table
 from lib_onediff.core.call import PromptRows, half_of
 from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.settings import Settings
-from lib_onediff.core.table import ENOUGH
+from lib_onediff.core.table import ENOUGH, State
+from lib_onediff.runtime.rows import ResolutionRow
 from lib_onediff.ui.status import described, summary_html
 
 WHOLE_MS, CACHED_MS, ALONE_MS, HOST_MS = 900.0, 150.0, 500.0, 1200.0
@@ -25,19 +30,30 @@ class Images(Adopted):
     """The clock says what it is told."""
 
     @torch.no_grad()
-    def make(self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0) -> None:
+    def make(
+        self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0, steps: Sequence[float] = STEPS,
+        second_pass: Callable[[], object] = lambda: None, is_whole: bool = True,
+    ) -> None:
+        """second_pass: what the host makes for this image, once its steps are done."""
         p, settings = SimpleNamespace(), settings or self.settings
         generation = self.runtime.generations.begin(p, settings)
-        self.runtime.call_stats.show(generation.times)
-        self.begin(why_no_forecast=lambda: "")
-        for time in STEPS:
-            call = call_of(self.unet, time, size=size)
+        self.sample(size, steps)
+        second_pass()
+        self.runtime.generations.end(p)
+        self.set_times()
+        self.runtime.call_stats.end_image(generation, size, seconds=seconds, is_whole=is_whole)
+
+    @torch.no_grad()
+    def sample(self, size: int = 8, steps: Sequence[float] = STEPS) -> None:
+        self.begin(steps, why_no_forecast=lambda: "")
+        for at in steps:
+            call = call_of(self.unet, at, size=size)
             call.latent[1] = call.latent[0]
             rows = PromptRows(half_of(2, False), lambda call=call: self.host(take_rows(call, half_of(2, False))))
             self.runtime.run(self.unet, call, lambda call=call: self.host(call), guidance=lambda rows=rows: rows)
-        self.runtime.generations.end(p)
-        self.set_times()
-        self.runtime.call_stats.image_made(generation.times, seconds, size, not settings.enabled)
+
+    def row(self, resolution: str) -> ResolutionRow:
+        return next(row for row in self.runtime.rows() if row.resolution == resolution)
 
     def host(self, call: Any) -> torch.Tensor:
         return diffusers_output(self.unet, call)
@@ -74,8 +90,10 @@ def test_every_step_counts_where_times_are_shown_and_stored(
     images = Images(**options)
     images.runtime.history.open(tmp_path)
     images.make()
-    status = images.status()
-    assert status["image"] == {"seconds": 2.0, "host_seconds": None, "steps": steps}
+    status, image = images.status(), images.status()["image"]
+    assert (image["state"], image["images"], image["seconds"], image["host_seconds"]) == ("done", 1, 2.0, None)
+    assert image["steps"] == steps and image["calls"] == {"plain": 20 - steps.get("forecast", 0)}
+    assert [(part["resolution"], part["steps"]) for part in image["parts"]] == [("64x64", steps)]
     assert_times(status, step_ms)
     (row,) = images.runtime.rows()
     assert_times(row, step_ms)
@@ -104,13 +122,189 @@ def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_besid
 def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
     images = Images(**EVERY_THIRD)
     images.make()
-    call = call_of(images.unet, STEPS[0], size=9)
+    before, call = images.status(), call_of(images.unet, STEPS[0], size=9)
     with images.runtime.wait_for_compile(), torch.no_grad():
+        images.runtime.begin_sampling(images.unet)
         for _ in range(ENOUGH):
             images.runtime.run(images.unet, call, lambda: images.host(call))
-    status = images.status()
-    assert status["image"] == {"seconds": None, "host_seconds": None, "steps": {"whole": 1}}
-    assert status["resolution"] == "72x72"
+    assert images.status()["calls"]["plain"] == 20 + ENOUGH
+    assert {**images.status(), "calls": {}} == {**before, "calls": {}}
     images.make()
     images.make(size=9)
     assert {row.resolution: row.images for row in images.runtime.rows()} == {"64x64": 2, "72x72": 1}
+
+
+# --- each image's own -------------------------------------------------------------------------------------------------
+
+
+OFF = Settings(enabled=False)
+
+
+def test_an_image_that_the_host_makes_alone_shows_and_counts_nothing_at_the_size_before() -> None:
+    images = Images()
+    images.make()
+    before = images.row("64x64")
+    images.make(size=9, settings=OFF, seconds=5.0)
+    status = images.status()
+    assert (status["route"], status["resolution"], status["model"]) == ("host", "72x72", before.model)
+    assert (status["backend"], status["relative_error"], status["image"]["calls"]) == ("", None, {"host": 20})
+    # Its steps' time is the host's own, as it was measured.
+    assert 0 < status["step_ms"] < 1e3 * 5.0 and status["step_ms"] != WHOLE_MS
+    assert f"{status['step_ms']:.3g} ms"[:3] in summary_html(status) and "WebUI" not in dict(described(status))["Step"]
+    assert images.row("64x64") == before
+    # At the same size too, the row's step is of images that OneDiff has made.
+    images.make(settings=OFF)
+    after = images.row("64x64")
+    assert (after.step_ms, after.ratio, after.images) == (before.step_ms, before.ratio, before.images + 1)
+
+
+def test_a_call_that_nobody_could_read_is_at_no_other_calls_size() -> None:
+    images = Images()
+    images.make()
+    before, p = images.row("64x64"), SimpleNamespace()
+    generation = images.runtime.generations.begin(p, images.settings)
+    generation.resolution = "128x64"
+    images.runtime.note_host("inputs", images.unet)
+    images.runtime.generations.end(p)
+    images.runtime.call_stats.end_image(generation, "like", seconds=1.0)
+    status = images.status()
+    assert (status["resolution"], status["reason"], status["step_ms"]) == ("128x64", "inputs", None)
+    assert status["image"]["spent"]["rest"] is None, "how long it took is not known"
+    assert images.row("64x64") == before
+
+
+def test_the_row_of_a_size_is_its_last_images_whichever_shapes_that_used() -> None:
+    """The most used shape is the first image's."""
+    images = Images(**EVERY_THIRD)
+    for _ in range(2):
+        images.make()
+    images.make(settings=Settings(skip_negative_after=50))
+    assert_times(images.row("64x64"), (WHOLE_MS + ALONE_MS) / 2)
+    images.make()
+    assert_times(images.row("64x64"), (8 * WHOLE_MS + 12 * CACHED_MS) / 20)
+
+
+def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = Images(**EVERY_THIRD)
+    images.make()
+    assert images.status()["deepcache"] == {"full": 8, "cached": 12, "reason": ""}
+    monkeypatch.setattr(sampling, "FEWEST_STEPS", 10)
+    images.make(steps=STEPS[:4])
+    short = images.status()["deepcache"]
+    assert (short["full"], short["cached"]) == (0, 0) and "fewer than 10 steps" in short["reason"]
+    # A second pass is of the same image.
+    images.make(second_pass=lambda: images.sample(9, STEPS[:4]))
+    both = images.status()
+    assert (both["deepcache"]["full"], both["deepcache"]["cached"]) == (8, 12)
+    assert both["deepcache"]["reason"].endswith("(at 4 of 24 steps)")
+    assert [(part["resolution"], part["steps"]) for part in both["image"]["parts"]] == [
+        ("64x64", {"whole": 8, "cached": 12}), ("72x72", {"whole": 4}),
+    ]
+    facts = dict(described(both))
+    assert facts["Sizes"].startswith("64x64: 20 steps, ") and "; 72x72: 4 steps, 900 ms" in facts["Sizes"]
+    assert images.row("72x72").step_ms == WHOLE_MS
+
+
+def test_an_image_made_inside_another_has_a_record_of_its_own() -> None:
+    images = Images()
+    images.make(second_pass=lambda: images.make(size=9, steps=STEPS[:4], seconds=0.5), seconds=2.0)
+    outer = images.status()["image"]
+    (inner,) = outer["inside"]
+    assert (outer["steps"], inner["steps"], inner["resolution"]) == ({"whole": 20}, {"whole": 4}, "72x72")
+    assert outer["spent"]["inside"] == inner["seconds"] == 0.5
+    assert dict(described(images.status()))["Images inside it"] == "72x72 0.5 s"
+    assert {row.resolution: row.images for row in images.runtime.rows()} == {"64x64": 1, "72x72": 1}
+
+
+def test_an_interrupted_image_says_so_and_is_compared_with_nothing() -> None:
+    images = Images()
+    for settings in (OFF, images.settings):
+        images.make(steps=STEPS[:5], settings=settings, seconds=0.5, is_whole=False)
+        status = images.status()
+        assert (status["image"]["state"], status["image"]["images"]) == ("interrupted", 0)
+        assert "interrupted after 0.5 s" in summary_html(status)
+        assert dict(described(status))["Image"] == "interrupted after 0.5 s"
+    images.make()
+    assert images.status()["image"]["host_seconds"] is None
+    assert images.row("64x64").images == 1
+
+
+def test_an_image_that_failed_says_so_until_the_next() -> None:
+    images = Images()
+    images.make()
+    p = SimpleNamespace()
+    images.runtime.generations.begin(p, images.settings)
+    images.sample(9, STEPS[:4])
+    assert images.status()["image"]["state"] == "in progress"
+    del p  # as where the host has raised
+    status = images.status()
+    assert (status["image"]["state"], status["resolution"]) == ("failed", "72x72")
+    assert status["image"]["seconds"] is None and ">failed, " in summary_html(status)
+    assert images.row("72x72").images == 0
+    images.make()
+    assert (images.status()["image"]["state"], images.status()["resolution"]) == ("done", "64x64")
+
+
+def test_a_record_is_not_changed_by_what_comes_after_it() -> None:
+    images = Images()
+    images.make()
+    before = images.runtime.call_stats.image
+    for entry in images.runtime.table.entries():
+        entry.own._times.extend([1.0] * 32)
+    assert images.runtime.call_stats.image == before and before.step_ms == WHOLE_MS
+
+
+def test_what_steps_do_not_explain_is_explained() -> None:
+    images = Images()
+    p = SimpleNamespace()
+    generation = images.runtime.generations.begin(p, images.settings)
+    began = time.perf_counter()
+    images.sample()
+    time.sleep(0.3)
+    images.runtime.generations.end(p)
+    record = images.runtime.call_stats.end_image(generation, "like")
+    took, spent = time.perf_counter() - began, record.spent
+    assert record.seconds == pytest.approx(took, abs=0.1) and record.first_uses == 1
+    assert record.step_ms is not None and spent.unet == pytest.approx(20 * record.step_ms / 1e3)
+    assert spent.first_use > 0 and spent.slower == 0 and 0.3 <= spent.rest < 0.3 + 0.1
+    assert sum(dataclasses.astuple(spent)) == pytest.approx(record.seconds, abs=0.01)
+    status = images.status()
+    assert f"other {spent.rest:.1f} s" in dict(described(status))["Time"] and "of it" in summary_html(status)
+
+
+def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
+    """As where something else used the device while the last one was made: 0.4 s/image of 8 steps, 141 ms/step."""
+    images = Images()
+    images.make()
+    p = SimpleNamespace()
+    generation = images.runtime.generations.begin(p, images.settings)
+    images.sample(steps=STEPS[:8])
+    images.runtime.generations.end(p)
+    record = images.runtime.call_stats.end_image(generation, "like")
+    assert 8 * record.step_ms / 1e3 < record.seconds < 8 * WHOLE_MS / 1e3
+    assert record.ratio == pytest.approx(HOST_MS / record.step_ms)
+    assert images.row("64x64").step_ms == record.step_ms
+
+
+# --- the table's bound ------------------------------------------------------------------------------------------------
+
+
+def test_what_the_table_forgets_is_forgotten_with_all_that_was_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MOST_SHAPES", 4), ("FORGOTTEN_AT_ONCE", 2), ("LEAST_RECENT", 1)):
+        monkeypatch.setattr(table, name, value)
+    images = Images()
+    images.make(size=8, steps=STEPS[:2])
+    images.runtime.history.pin(images.row("64x64").model, "64x64", True)
+    for size in (9, 10, 11):
+        images.make(size=size, steps=STEPS[:2])
+    ready = next(entry for entry in images.runtime.table.entries() if entry.key.resolution == "72x72")
+    ready.state = State.READY
+    images.make(size=12, steps=STEPS[:2])
+    # Pinned, ready, and what is in use.
+    assert {row.resolution for row in images.runtime.rows()} == {"64x64", "72x72", "96x96"}
+    call_stats = images.runtime.call_stats
+    assert {place.resolution for place in call_stats.images} == {"64x64", "72x72", "96x96"}
+    assert {place.resolution for place in call_stats.parts} == {"64x64", "72x72", "96x96"}
+    # What is used again is checked again.
+    images.make(size=10, steps=STEPS[:2])
+    assert images.status()["image"]["first_uses"] == 1 and images.row("80x80").images == 1

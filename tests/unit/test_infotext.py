@@ -41,7 +41,7 @@ def test_hosts_need_not_quote_it() -> None:
 
 @pytest.mark.parametrize("text, expected", [
     ("", {}),
-    ("maybe", {}),
+    ("maybe", {}), (infotext.NOT_SERVED, {}), (infotext.VAE_ALONE, {}),
     ("True", {}),
     ("on", {"enabled": True}),
     (" off ", {"enabled": False}),

@@ -34,7 +34,7 @@ def a_row(resolution: str, model: str) -> ResolutionRow:
 
 
 def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
-    jobs = [Job(1, Size(64, 64), "panel", RUNNING, 1, 3), *queue.jobs()[1:]]
+    jobs = [Job(1, Size(64, 64), "panel", RUNNING, share=0.33), *queue.jobs()[1:]]
     rows = [a_row("72x64", "SD1"), a_row("104x64", "SD1"), a_row("64x64", "SD1"), a_row("64x64", "SDXL")]
     told = rows_with_jobs(rows, jobs, "SD1")
     assert [(row.resolution, row.model, row.state) for row in told] == [
@@ -49,9 +49,9 @@ def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
 def test_a_row_tells_what_pre_warming_it_took_and_saved() -> None:
     """Three calls were steps that the first image needs anyway, of 10 ms each."""
     jobs = [
-        Job(1, Size(64, 64), "panel", DONE, seconds=9.0, made=3),
-        Job(2, Size(64, 64), "panel", DONE, seconds=0.5, made=3),
-        Job(3, Size(64, 64), "panel", CANCELLED, seconds=7.0, made=1),
+        Job(1, Size(64, 64), "panel", DONE, seconds=9.0, of_calls=9.0, made=3),
+        Job(2, Size(64, 64), "panel", DONE, seconds=0.8, of_calls=0.5, made=3),
+        Job(3, Size(64, 64), "panel", CANCELLED, seconds=7.0, of_calls=7.0, made=1),
     ]
     told = rows_with_jobs([a_row("64x64", "SD1"), a_row("64x64", "SDXL")], jobs, "SD1")
-    assert [(row.prewarm_s, row.saved_s) for row in told] == [(0.5, pytest.approx(0.47)), (None, None)]
+    assert [(row.prewarm_s, row.saved_s) for row in told] == [(0.8, pytest.approx(0.47)), (None, None)]

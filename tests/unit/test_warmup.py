@@ -17,6 +17,7 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import Job, WarmUp
+from lib_onediff.runtime.call_stats import CallStats, LastCall
 from lib_onediff.runtime.runtime import runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,13 +127,40 @@ def test_a_graph_that_is_there_needs_no_more_calls_and_why_there_is_none_is_said
     webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch, route: str, reason: str, calls: list[tuple[int, int, int]]
 ) -> None:
     """As on a GPU, where the third call of a size finds the graph that the second has captured."""
-    status = runtime.status
-    said = {"backend": "native", "route": route, "reason": reason}
-    monkeypatch.setattr(runtime, "status", lambda: {**status(), **said})
+    monkeypatch.setattr(CallStats, "last_call", LastCall(route, reason, "native"))
     queue = WarmUp(webui, runtime)
     (job,) = queue.add([SMALL], "panel")
     done = finished(queue, job)
     assert (done.state, done.done, done.share, done.reason, webui.calls) == ("done", 6, 1.0, reason, calls)
+
+
+def test_progress_follows_the_work_and_is_whole_at_the_end_alone(
+    webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode takes as long as everything before it; the second size knows that."""
+    decoding, shares = threading.Event(), []
+    queue = WarmUp(webui, runtime)
+
+    def decode(width: int, height: int, images: int) -> None:
+        shares.append([job.share for job in queue.jobs() if job.state == "running"])
+        decoding.set()
+        time.sleep(sum(job.seconds for job in queue.jobs() if job.state == "running"))
+
+    monkeypatch.setattr(webui, "warm_decode", decode, raising=False)
+    for number, size in enumerate((Size(64, 80), Size(64, 88))):
+        (job,) = queue.add([size], "panel")
+        seen = []
+        while not decoding.is_set():
+            seen += [now.share for now in queue.jobs() if now.id == job.id]
+            time.sleep(0.001)
+        done = finished(queue, job)
+        assert seen == sorted(seen) and all(share < 1 for share in seen)
+        (before_the_decode,) = shares[number]
+        assert before_the_decode < 1
+        assert (done.state, done.share) == ("done", 1.0)
+        assert done.seconds > 1.5 * done.of_calls, "the decode is of the job"
+        decoding.clear()
+    assert before_the_decode < 0.75
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ it shrinks only when it is given up and those that stay are captured again.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -71,33 +71,49 @@ class HeldGraph(NamedTuple):
     own_bytes: int
 
 
-class MemorySnapshot(NamedTuple):
-    """What all graphs hold at one moment; it keeps none alive. vram: bytes that they hold together. memories: the size
-    of each, and what lies in it."""
+class SharedMemory:
+    """A memory in which graphs lie over each other: it is as large as the largest of them."""
 
-    vram: int = 0
-    memories: Collection[tuple[int, list[HeldGraph]]] = ()
+    def __init__(self, size: int, graphs: Iterable[HeldGraph]) -> None:
+        self.size = size
+        self.by_need = sorted(graphs, key=lambda graph: -graph.needs)
+
+    def shrinks(self, keys: Collection[ShapeKey]) -> int:
+        """By how much it shrinks without the graphs that have these keys, of which it holds some; 0 where it is left
+        alone."""
+        needs = next((graph.needs for graph in self.by_need if graph.key not in keys), None)
+        if needs is None:
+            return self.size
+        gain = self.size - memory_of(needs)
+        return gain if gain >= max(LEAST_GAIN, LEAST_SHARE * self.size) else 0
+
+
+class MemorySnapshot:
+    """What all graphs hold at one moment; it keeps none alive."""
+
+    def __init__(self, vram: int = 0, memories: Iterable[SharedMemory] = ()) -> None:
+        """vram: bytes that they hold together."""
+        self.vram = vram
+        # A page asks about each of thousands of shapes.
+        self._where: dict[ShapeKey, list[tuple[SharedMemory, HeldGraph]]] = {}
+        for memory in memories:
+            for graph in memory.by_need:
+                self._where.setdefault(graph.key, []).append((memory, graph))
 
     def gives_back(self, keys: Collection[ShapeKey]) -> int:
         """Bytes of GPU memory that come back without the graphs of these shapes."""
-        own = sum(graph.own_bytes for _, graphs in self.memories for graph in graphs if graph.key in keys)
-        return own + sum(shrinks(size, graphs, keys) for size, graphs in self.memories)
+        held = [one for key in keys for one in self._where.get(key, ())]
+        return sum(graph.own_bytes for _, graph in held) + sum(one.shrinks(keys) for one in memories_of(held))
 
     def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
         """The graphs that have to go too so that the memory of these shapes comes back, where that is worth it."""
-        return {
-            graph.key for size, graphs in self.memories if shrinks(size, graphs, keys) for graph in graphs
-        }
+        held = [one for key in keys for one in self._where.get(key, ())]
+        return {graph.key for one in memories_of(held) if one.shrinks(keys) for graph in one.by_need}
 
 
-def shrinks(size: int, graphs: Collection[HeldGraph], keys: Collection[ShapeKey]) -> int:
-    """By how much a memory of this size shrinks without those of its graphs that have these keys; 0 where it is left
-    alone."""
-    rest = [graph.needs for graph in graphs if graph.key not in keys]
-    if not rest or len(rest) == len(graphs):
-        return 0 if rest else size
-    gain = size - memory_of(max(rest))
-    return gain if gain >= max(LEAST_GAIN, LEAST_SHARE * size) else 0
+def memories_of(held: Iterable[tuple[SharedMemory, HeldGraph]]) -> list[SharedMemory]:
+    """Each once."""
+    return list({id(memory): memory for memory, _ in held}.values())
 
 
 class GraphRecord(NamedTuple):
@@ -186,7 +202,8 @@ class Holdings:
         for held in self.graphs():
             _, graphs = memories.setdefault(id(held.runner.memory), (held.runner.memory.bytes, []))
             graphs.append(HeldGraph(held.key, held.entry.needs, held.runner.own_bytes))
-        return MemorySnapshot(sum(map(self.held, self.made.devices())), memories.values())
+        shared = [SharedMemory(size, graphs) for size, graphs in memories.values()]
+        return MemorySnapshot(sum(map(self.held, self.made.devices())), shared)
 
     def graphs(self) -> list[GraphRecord]:
         """Every graph. Drop it soon: it keeps them alive."""

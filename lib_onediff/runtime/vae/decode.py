@@ -141,9 +141,14 @@ class Decode:
     def _checked(self, made: Decoded) -> Decoded:
         """An image that, the first time at a shape, is like the host's own. Raises Refusal where the two differ by more
         than rounding. A host's image that cannot be shown proves nothing, and ours can."""
-        entry, history = made.entry, self.services.history
-        if entry.state is not State.COLD:
+        if made.entry.state is not State.COLD:
             return made
+        with self.services.call_stats.checking(self._latent.device):
+            return self._compared(made)
+
+    def _compared(self, made: Decoded) -> Decoded:
+        """The first image at a shape, as _checked."""
+        entry, history = made.entry, self.services.history
         if not history.recall(entry):
             # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
             # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.

@@ -22,7 +22,7 @@ from ...families.registry import read_decoder
 from ...weights.binding import Binding
 from ...weights.bound import BoundUNet
 from ...weights.scan import HostTraits, refuse_global_hooks
-from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN
+from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN, VAE
 from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
 from .decode import COLOURS, NOT_FINITE, Decode, Decoded, HostDecode, NoTypeHelps, is_finite, short_name
 
@@ -108,7 +108,18 @@ class DecoderRoute:
         with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
         that the host finds what it would have found without us.
         """
-        asked, may_help = HostDecode(decoder, latent, host, cache(host), upcast_attention), True
+        before = self._route, self._reason, self._entry
+        try:
+            with self._services.call_stats.timing(VAE, latent.device):
+                return self._decode(HostDecode(decoder, latent, host, cache(host), upcast_attention), check)
+        finally:
+            if self._services.waits_for_compile:
+                # It belongs to no image.
+                self._route, self._reason, self._entry = before
+
+    def _decode(self, asked: HostDecode, check: Callable[[], object]) -> Tensor:
+        """As decode."""
+        latent, may_help = asked.latent, True
         self._entry = None
         try:
             made = self._attempt(lambda: self._serve(asked, check))
@@ -205,6 +216,7 @@ class DecoderRoute:
 
     def _note(self, route: str, reason: str) -> None:
         """The last decode went by this route; reason: why it was not ours, or not faster."""
+        self._services.call_stats.note_decode(route, reason)
         changed = (route, reason) != (self._route, self._reason)
         self._route, self._reason = route, reason
         if changed:

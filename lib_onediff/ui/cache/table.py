@@ -37,12 +37,12 @@ STATES = {
 MEANINGS = {
     "Computed by": "the backend and, with DeepCache, the kind of step: full or cached",
     "pinned": "its graph stays when another model needs memory",
-    "Step": "mean over all steps of the last image; of a shape, its own calls",
+    "Step": "mean over all steps of the last image that OneDiff has made at this size; of a shape, its own calls",
     "WebUI": "the same by the WebUI alone, timed when the size is first used",
     "Speed": f"compared with the WebUI, after {ENOUGH} calls of each",
     "VRAM": "what its graphs need; all graphs share one pool: below, what purging this row frees",
     "Pre-warming": "how long it took; below, how much longer the first image would have taken without it",
-    "Images": "made at this size since the WebUI was started",
+    "Images": "made at this size since the WebUI was started, without interrupted ones",
     "Error": "relative difference from the WebUI's output when it was checked",
 }
 TOTALS = {

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ...core.quality import ImageComparison, compare
@@ -23,9 +22,9 @@ from ..presets import PRESETS, with_preset
 
 CURRENT, OFF = "Current settings", "Off: the WebUI's own"
 CHOICES = [CURRENT, OFF, *PRESETS]
-# Each side first makes an image of so many steps, so that times do not count what happens once: enough for a graph to
-# be recorded, and for what is only computed every few steps.
-STEPS_TO_WARM_UP = 6
+# Each side first makes the whole image, so that times do not count what happens once: and again, so many times at
+# most, while its record tells of something that was checked, captured or compiled for the first time.
+MOST_WARM_UPS = 4
 MOST_IMAGES, LARGEST_SEED = 8, 2**32 - 1
 # What the WebUI calls its work while it makes an image of ours.
 JOB = "OneDiff comparison"
@@ -92,6 +91,10 @@ def request_of(fields: Any) -> Request:
     }
 
 
+class Stopped(Exception):
+    """Somebody has stopped a comparison, or one of its images."""
+
+
 class TextToImage:
     """Makes one image after the other. Call make through the adapter's exclusively()."""
 
@@ -150,31 +153,40 @@ class Comparison(Chore):
         self.pairs: list[Pair] = []
         self.shown = 0
         self._maker, self._cancelled = maker, False
-        warm = {**first, "steps": min(STEPS_TO_WARM_UP, first["steps"])}
-        # What the first of two has to load or to encode is there for the other: they take turns in being first.
-        self._plan = [(warm, 0), (warm, 1), *(
-            ({**first, "seed": first["seed"] + number}, (number + place) % 2)
-            for number in range(images) for place in range(2)
-        )]
-        self.made, self.wanted = 0, len(self._plan)
-        super().__init__("Comparing", partial(self._make_all, exclusively))
+        self._first, self._images, self._exclusively = first, images, exclusively
+        self.made, self.wanted = 0, 2 + 2 * images
+        super().__init__("Comparing", self._make_all)
 
-    def _make_all(self, exclusively: Exclusively) -> str:
-        latest: dict[int, GeneratedImage] = {}
-        for image, place in self._plan:
-            made = exclusively(partial(self._make, image, self.sides[place].settings))
-            if made is None:
-                return "Stopped."
-            latest[place] = made
-            self.made += 1
-            if self.made > 2 and self.made % 2 == 0:
-                left, right = latest[0], latest[1]
-                self.pairs.append(Pair(image["seed"], (left, right), compare(left.image, right.image)))
+    def _make_all(self) -> str:
+        try:
+            for place in range(2):
+                self._warm_up(place)
+            for number in range(self._images):
+                image = {**self._first, "seed": self._first["seed"] + number}
+                # What the first of two has to load or to encode is there for the other: they take turns.
+                made = {place: self._make(image, place) for place in ((0, 1) if number % 2 == 0 else (1, 0))}
+                self.pairs.append(Pair(image["seed"], (made[0], made[1]), compare(made[0].image, made[1].image)))
+        except Stopped:
+            return "Stopped."
         return ""
 
-    def _make(self, image: Request, settings: Settings) -> GeneratedImage | None:
-        """None once the comparison is cancelled, or the image is interrupted."""
-        return None if self._cancelled else self._maker.make(image, settings)
+    def _warm_up(self, place: int) -> None:
+        """Make a side's image until nothing of it happens for the first time."""
+        for number in range(MOST_WARM_UPS):
+            if number:
+                self.wanted += 1
+            made = self._make(self._first, place)
+            if not (made.status.get("image") or {}).get("first_uses"):
+                return
+
+    def _make(self, image: Request, place: int) -> GeneratedImage:
+        """A side's image. Raises Stopped once the comparison is cancelled, or the image is interrupted."""
+        settings = self.sides[place].settings
+        made = self._exclusively(lambda: None if self._cancelled else self._maker.make(image, settings))
+        if made is None:
+            raise Stopped
+        self.made += 1
+        return made
 
     def cancel(self) -> None:
         """Stop; the pairs that are ready stay."""

@@ -61,7 +61,7 @@ def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
     return {
         "Settings": describe(side.settings), "Time": mean if len(pairs) == 1 else f"{mean}, mean of {len(pairs)}",
         "Speed": speed_of_right(pairs) if place else "",
-        "Step": milliseconds(status.get("step_ms")) if on else "",
+        "Step": "" if status.get("step_ms") is None else milliseconds(status["step_ms"]),
         "Route": ROUTES.get(status.get("route", ""), ""), "Why": "; ".join(reasons_of(status)) if on else "",
     }
 

@@ -1,0 +1,321 @@
+"""How one image was made and how long that took: logged call by call, and frozen into one record at its end.
+
+A step that computes less than the whole UNet (a cached pass of DeepCache, the prompt alone, a forecast) stands for a
+whole one: what it saves is seen in the mean of all steps, beside the host's own time of whole ones.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from .call import CACHED
+from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
+
+# What a step computes; HOSTS: the host's own UNet did.
+WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
+KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
+# How a call of the UNet went.
+GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
+# How an image ended. FAILED: the host has raised. UNTOLD: nobody says when one begins and ends, as in a pipeline of
+# diffusers.
+OPEN, DONE, INTERRUPTED, FAILED, UNTOLD = "in progress", "done", "interrupted", "failed", "untold"
+# What an image's log takes the time of: both networks, and, of the VAE's, what its first use at a size takes beyond the
+# decode.
+UNET, VAE, CHECK = "unet", "vae", "check"
+# Events of so many pieces of work wait to be read at most.
+MOST_PENDING = 64
+
+
+class Step(NamedTuple):
+    """One step of a sampling, as a call of the UNet or in place of one.
+
+    kind: one of KINDS. route: one of ROUTES; "" where no network was called. own: the times of such steps; host: those
+    of the host's own in its place; None: not known. entry: the shape that was computed; None for the host's own.
+    """
+
+    kind: str
+    route: str
+    place: Place
+    own: Stopwatch | None
+    host: Stopwatch | None
+    entry: Entry | None
+
+
+class Duration:
+    """The time that several pieces of work take together. On a GPU it reads events only once they have happened."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._reading = threading.Lock()
+
+    def add(self, took: Took) -> None:
+        """Add a piece of work."""
+        if isinstance(took, float):
+            self._seconds += took
+            return
+        self._pending.append(took)
+        if len(self._pending) > MOST_PENDING:
+            self._read()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of what is over."""
+        self._read()
+        return self._seconds
+
+    def _read(self) -> None:
+        with self._reading:
+            while self._pending and self._pending[0][1].query():
+                begin, end = self._pending.popleft()
+                self._seconds += begin.elapsed_time(end) / 1e3
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one image, by what they went into; None: not known.
+
+    unet: the steps, as often as there were any and as long as they usually take. first_use: what calls took beyond
+    that, in an image at which something was checked, captured, measured or compiled for the first time. slower: the
+    same in any other image. vae: decodes and encodes. inside: images that were made for this one. rest: everything
+    else, such as the prompt, other extensions, saving.
+    """
+
+    unet: float | None = None
+    first_use: float | None = None
+    slower: float | None = None
+    vae: float | None = None
+    inside: float | None = None
+    rest: float | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The steps of an image at one place: a second pass, a refiner, or a face that an extension draws anew has its own.
+
+    steps: how many there were of each kind; calls: of the UNet, by route. step_ms, host_ms: means over all steps; see
+    Times. ratio: None too where all of them are the host's own.
+    """
+
+    model: str | None
+    resolution: str | None
+    steps: Mapping[str, int]
+    calls: Mapping[str, int]
+    step_ms: float | None
+    host_ms: float | None
+    ratio: float | None
+
+    @property
+    def is_hosts(self) -> bool:
+        """Whether the host has computed all steps."""
+        return set(self.steps) == {HOSTS}
+
+
+@dataclass(frozen=True)
+class Inactive:
+    """Why a step policy did not apply, and to how many calls of the image's."""
+
+    reason: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """One image, or several that were made at once.
+
+    state: how it ended. images: how many; 0: not known. seconds: of one of them, everything included; of an
+    interrupted one, until then. host_seconds: what one like it took with OneDiff off. Both None where not known.
+    model, resolution, backend, lossy, route, reason, relative_error: of its last call; the route "" before the first.
+    parts: its steps by place, in their order; steps, calls, step_ms, host_ms, ratio: of all of them; see Part.
+    first_uses: at how many calls something was found out for the first time. backends: the backends that computed,
+    each with what of it was less exact. policies: what each step policy did, by its name, in counts; inactive: the
+    reason that came last, where it did not apply. vae: the route and the reason of its last decode. inside: the images
+    that were made while this one was.
+    entry: the shape of its last call, for questions about later times.
+    """
+
+    state: str = UNTOLD
+    images: int = 0
+    seconds: float | None = None
+    host_seconds: float | None = None
+    spent: Spent = Spent()
+    model: str | None = None
+    resolution: str | None = None
+    backend: str | None = None
+    lossy: str = ""
+    route: str = ""
+    reason: str = ""
+    relative_error: float | None = None
+    parts: tuple[Part, ...] = ()
+    steps: Mapping[str, int] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
+    step_ms: float | None = None
+    host_ms: float | None = None
+    ratio: float | None = None
+    first_uses: int = 0
+    backends: frozenset[tuple[str, str]] = frozenset()
+    policies: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    inactive: Mapping[str, Inactive] = field(default_factory=dict)
+    vae: tuple[str, str] = ("", "")
+    inside: tuple[ImageRecord, ...] = ()
+    entry: Entry | None = field(default=None, repr=False, compare=False)
+
+
+class ImageLog:
+    """What is taken down while an image is made. Times are read from stopwatches when a record is made of it."""
+
+    def __init__(self, state: str = UNTOLD) -> None:
+        """state: of records that are made before the end."""
+        self.state = state
+        self.began = time.perf_counter()
+        self.steps: Counter[Step] = Counter()
+        self.durations = {UNET: Duration(), VAE: Duration(), CHECK: Duration()}
+        # Replays, which nothing but their stopwatches times.
+        self.replays: Counter[Stopwatch] = Counter()
+        # Of the host's own calls in this image.
+        self.host = Stopwatch()
+        self.last: Step | None = None
+        self.reason = ""
+        self.first_uses = self.images = 0
+        # Whether the time of every call is known.
+        self.is_timed = True
+        self.is_interrupted = False
+        self.policies: dict[str, Counter[str]] = {}
+        self.inactive: dict[str, Counter[str]] = {}
+        self.vae = "", ""
+        self.inside: list[ImageRecord] = []
+
+    def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
+        """What a step policy did at a call, and why it did not apply to it; "" where it did, or is off."""
+        self.policies.setdefault(name, Counter()).update(counts)
+        reasons = self.inactive.setdefault(name, Counter())
+        if reason:
+            # Last of all, however often it was there before.
+            reasons[reason] = reasons.pop(reason, 0) + 1
+
+    def places(self) -> set[Place]:
+        """Where its steps were."""
+        return {step.place for step in self.steps.copy()}
+
+    def note_times(self) -> None:
+        """Have each shape know its times in this image."""
+        steps = self.steps.copy()
+        for step, count in steps.items():
+            if (entry := step.entry) is None:
+                continue
+            entry.image_ms = entry.own.recent_ms(count)
+            if entry.host is step.host and not entry.key.is_cached_pass:
+                entry.in_image = times_of({one: n for one, n in steps.items() if one.host is entry.host})
+
+    def record(
+        self, state: str = "", images: int = 0, host_seconds: float | None = None, seconds: float | None = None,
+    ) -> ImageRecord:
+        """The record of what was taken down until now. state: where it is over. images: how many were made, for a whole
+        image; seconds: of one of them, by default as the clock says. Nobody tells when an image has failed."""
+        steps, last = dict(self.steps.copy()), self.last
+        if seconds is None and state not in ("", FAILED):
+            seconds = (time.perf_counter() - self.began) / max(1, images)
+        times, entry = times_of(steps), None if last is None else last.entry
+        return ImageRecord(
+            state=state or self.state, images=images, seconds=seconds, host_seconds=host_seconds,
+            spent=self._spent(steps, seconds, max(1, images)),
+            model=None if last is None else last.place.model,
+            resolution=None if last is None else last.place.resolution,
+            backend=None if entry is None else entry.key.backend, lossy="" if entry is None else str(entry.key.lossy),
+            route="" if last is None else last.route, reason=self.reason,
+            relative_error=None if entry is None else entry.relative_error,
+            parts=tuple(
+                part_of(place, {step: count for step, count in steps.items() if step.place == place})
+                for place in dict.fromkeys(step.place for step in steps)
+            ),
+            steps=kinds_of(steps), calls=routes_of(steps), step_ms=times.step_ms, host_ms=times.host_ms,
+            ratio=times.ratio, first_uses=self.first_uses,
+            backends=frozenset(
+                (step.entry.key.backend, str(step.entry.key.lossy)) for step in steps if step.entry is not None
+            ),
+            policies={name: dict(done) for name, done in self.policies.items()},
+            inactive={
+                name: Inactive(*list(reasons.items())[-1]) for name, reasons in self.inactive.items() if reasons
+            },
+            vae=self.vae, inside=tuple(self.inside), entry=entry,
+        )
+
+    def _spent(self, steps: Mapping[Step, int], seconds: float | None, images: int) -> Spent:
+        """Of one of so many images."""
+        replays = sum(count * (own.recent_ms(count) or 0.0) for own, count in self.replays.copy().items()) / 1e3
+        check = self.durations[CHECK].seconds / images
+        vae = max(0.0, self.durations[VAE].seconds / images - check)
+        inside = sum((one.seconds or 0.0) * max(1, one.images) for one in self.inside) / images
+        if not self.is_timed or not any(step.route for step in steps):
+            return Spent(first_use=check, vae=vae, inside=inside)
+        calls, usual = (self.durations[UNET].seconds + replays) / images, time_of(steps)
+        unet = calls if usual is None else min(calls, usual / images)
+        first_use, slower = (calls - unet + check, 0.0) if self.first_uses else (0.0, calls - unet)
+        rest = None if seconds is None else max(0.0, seconds - calls - check - vae - inside)
+        return Spent(unet, first_use, slower, vae, inside, rest)
+
+
+def part_of(place: Place, steps: Mapping[Step, int]) -> Part:
+    times = times_of(steps)
+    return Part(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio)
+
+
+def kinds_of(steps: Mapping[Step, int]) -> Mapping[str, int]:
+    """How many steps computed what."""
+    counts = counted(steps, "kind")
+    return {kind: counts[kind] for kind in KINDS if counts[kind]}
+
+
+def routes_of(steps: Mapping[Step, int]) -> Mapping[str, int]:
+    """How many calls went by which route."""
+    counts = counted(steps, "route")
+    return {route: counts[route] for route in ROUTES if counts[route]}
+
+
+def counted(steps: Mapping[Step, int], name: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for step, count in steps.items():
+        counts[getattr(step, name)] += count
+    return counts
+
+
+def times_of(steps: Mapping[Step, int]) -> Times:
+    """Means over these steps. Ours are of these steps alone, and the host's of whenever it was timed. No ratio where
+    all are the host's own."""
+    hosts = [(step.host, count) for step, count in steps.items()]
+    step_ms, host_ms = own_ms(steps), mean(hosts, attrgetter("median_ms"))
+    are_enough = all(step.own is not None and step.own.settled_ms is not None for step in steps)
+    ratio = ratio_of(step_ms if are_enough else None, mean(hosts, attrgetter("settled_ms")))
+    return Times(step_ms, host_ms, None if all(step.kind == HOSTS for step in steps) else ratio)
+
+
+def own_ms(steps: Mapping[Step, int]) -> float | None:
+    """The mean of ours, each kind by the median of its calls among these steps; None where one was never timed."""
+    counts: Counter[Stopwatch | None] = Counter()
+    for step, count in steps.items():
+        counts[step.own] += count
+    return mean(counts.items(), lambda own: own.recent_ms(counts[own]))
+
+
+def time_of(steps: Mapping[Step, int]) -> float | None:
+    """Seconds of these steps by their usual times; None where one of them was never timed."""
+    ms = own_ms(steps)
+    return None if ms is None else ms * sum(steps.values()) / 1e3
+
+
+def mean(
+    parts: Iterable[tuple[Stopwatch | None, int]], value: Callable[[Stopwatch], float | None]
+) -> float | None:
+    """Of values of stopwatches, each as often as it is told; None where one is unknown."""
+    values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
+    known = [(found, count) for found, count in values if found is not None]
+    if not known or len(known) < len(values):
+        return None
+    return sum(found * count for found, count in known) / sum(count for _, count in known)
