@@ -12,8 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
-
+from ..core.attempt import Outcome, attempted
 from ..core.guard import first_line
 from ..core.refusal import Refusal
 from ..core.settings import OFF_IN_SETTINGS
@@ -214,13 +213,16 @@ class WarmUp:
 
     def _work(self) -> None:
         while (job := self._take()) is not None:
-            try:
-                self._end(job, DONE, self._run(job))
-            except Refusal as refusal:
-                self._end(job, FAILED, str(refusal))
-            except Exception as error:
-                log.exception("warming up %s failed", job.size)
-                self._end(job, FAILED, first_line(error))
+            ran = attempted(partial(self._run, job))
+            if ran.is_ours:
+                self._end(job, DONE, ran.given())
+            elif ran.fault is not None:
+                log.error("warming up %s failed", job.size, exc_info=ran.fault)
+                self._end(job, FAILED, first_line(ran.fault))
+            elif ran.outcome is Outcome.OUT_OF_MEMORY:
+                self._end(job, FAILED, f"there is not enough GPU memory for {job.size}")
+            else:
+                self._end(job, FAILED, ran.reason)
 
     def _take(self) -> Job | None:
         """The next job, which runs from now on; None if none is queued."""
@@ -274,12 +276,14 @@ class WarmUp:
         if known or job.state != RUNNING:
             return
         self._say(job, DECODING)
-        try:
-            with self._runtime.wait_for_compile():
-                self._webui.warm_decode(size.width, size.height, size.batch)
-            self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
-        except Exception as error:
-            log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
+        warmed = attempted(partial(self._warm_decode, size))
+        if not warmed.is_ours:
+            log.debug("no decode of %s was warmed up: %s", size, warmed.reason, exc_info=warmed.fault)
+
+    def _warm_decode(self, size: Size) -> None:
+        with self._runtime.wait_for_compile():
+            self._webui.warm_decode(size.width, size.height, size.batch)
+        self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
 
     def _call(self, job: Job) -> str:
         """The next UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
@@ -292,13 +296,10 @@ class WarmUp:
         captures = number == 1 and self._runtime.devices.has_graphs(self._runtime.status()["backend"])
         self._say(job, CHECKING if number == 0 else CAPTURING if captures else MEASURING)
         began = time.perf_counter()
-        try:
-            with self._runtime.wait_for_compile():
-                self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
-            status = self._runtime.status()
-            self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
-        except torch.cuda.OutOfMemoryError:
-            raise Refusal(f"there is not enough GPU memory for {job.size}") from None
+        with self._runtime.wait_for_compile():
+            self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
+        status = self._runtime.status()
+        self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         if status["route"] not in ("graph", "plain"):
             raise Refusal(status["reason"] or "the WebUI alone computes it")
         is_ready, left = status["route"] == "graph", CALLS_PER_SHAPE - number
