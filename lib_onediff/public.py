@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from .core import quality as quality
+from .core.attempt import Outcome, attempted
 from .core.refusal import Refusal
 from .core.sampling import Sampling
 from .core.settings import Settings
@@ -48,15 +49,14 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     chosen = settings_of(settings, options)
     runtime.guard.attempt("opening the cache", runtime.open_cache)
     network = unwrapped(unet)
-    try:
-        diffusers.attach(network, chosen)
-    except Refusal as reason:
-        log.warning("OneDiff: the UNet keeps its own forward: %s.", reason)
+    attached = attempted(lambda: diffusers.attach(network, chosen))
+    if attached.outcome is Outcome.REFUSED:
+        log.warning("OneDiff: the UNet keeps its own forward: %s.", attached.reason)
         return unet
-    try:
-        runtime.services.families.read(network)
-    except Refusal as reason:
-        log.warning("OneDiff: the UNet keeps its own forward for now: %s.", reason)
+    attached.given()
+    read = attempted(lambda: runtime.services.families.read(network))
+    if not read.is_ours:
+        log.warning("OneDiff: the UNet keeps its own forward for now: %s.", read.reason, exc_info=read.fault)
     return unet
 
 

@@ -1,6 +1,6 @@
 """The outermost line of every hook: an error of ours is noted, and the host goes on as if we were not there.
 
-serve, attempt and hook call no other code of OneDiff: what fails while a fault is noted costs only the note.
+serve, attempt and hook call no other code of OneDiff but core.attempt: if noting a fault fails, only the note is lost.
 """
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
+
+from .attempt import Attempt, HostError, HostFunction
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -19,29 +24,10 @@ MOST_FAULTS = 50
 A_FAULT_IN = "a fault of OneDiff in "
 
 
-class HostFunction:
-    """The host's own function as a hook calls it. Remembers what it raised, which is not ours to catch."""
+class Here(threading.local):
+    """Of a thread. hooks: how many hooks of ours it is inside of."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__func__ = function
-        # The identity alone: a kept exception keeps the tensors of every frame that it passed.
-        self.raised: int | None = None
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        # Another error may come to lie where one lay that somebody has caught.
-        self.raised = None
-        try:
-            return self.__func__(*args, **kwargs)
-        except BaseException as error:
-            self.raised = id(error)
-            raise
-
-    def its_own(self, error: BaseException) -> BaseException:
-        """What it has raised, with a traceback that begins in it: nobody is to look for the error in our frames."""
-        found = error.__traceback__
-        while found is not None and found.tb_frame.f_locals.get("self") is not self:
-            found = found.tb_next
-        return error if found is None else error.with_traceback(found.tb_next)
+    hooks = 0
 
 
 class Guard:
@@ -60,6 +46,7 @@ class Guard:
         self.suspended = ""
         self.generation = 0
         self._hears_of_generations = False
+        self._here = Here()
 
     @property
     def faults(self) -> list[str]:
@@ -69,13 +56,13 @@ class Guard:
     def note(self, hook: str, error: BaseException) -> str:
         """Take a fault down. hook: what we were doing, in words that complete "a fault of OneDiff in ...".
 
-        Returns the sentence for the user. Must be called while the error is being handled.
+        Returns the sentence for the user.
         """
         sentence = f"{A_FAULT_IN}{hook}, please report it: {first_line(error)}"
         self._faults[hook] = sentence
         if sentence not in self._told and len(self._told) < MOST_FAULTS:
             self._told.add(sentence)
-            log.exception("%s", sentence)
+            log.error("%s", sentence, exc_info=error)
         return sentence
 
     def give_up(self, hook: str, error: BaseException) -> str:
@@ -105,31 +92,69 @@ class Guard:
     ) -> Result:
         """What ours(host, *args, **kwargs) returns, or original(*args, **kwargs) where ours fails.
 
-        host is original; what it raises is the host's own and passes through. declined is told the reason whenever
-        original runs in place of ours.
+        host is original as a HostFunction: what it raises is raised here as the host has raised it. Where original
+        raises too after ours has failed, that is the answer: the arguments are to blame, and no fault is noted.
+        declined is told the reason whenever original answers in place of ours.
         """
         reason = self.suspended
+        fault: Exception | None = None
+        theirs: BaseException | None = None
         if not reason:
-            host: Any = None
+            around = sys.exc_info()[1]
+            self._here.hooks += 1
             try:
-                host = HostFunction(original)
-                answer = ours(host, *args, **kwargs)
+                answer = ours(HostFunction(original), *args, **kwargs)
                 if self._given_up:
                     self.suspended = self._given_up if self._hears_of_generations else ""
                     self._given_up = ""
                 return answer
+            except HostError as passing:
+                theirs = passing.as_raised()
             except Exception as error:
-                if host is not None and id(error) == host.raised:
-                    raise host.its_own(error)  # noqa: B904
-                reason = A_FAULT_IN + hook
-                with contextlib.suppress(Exception):
-                    reason = self.note(hook, error)
-                if self._hears_of_generations:
-                    self.suspended = reason
-        # Only now is everything gone that ours had computed before it failed.
+                tried: Attempt[Result] = Attempt.of(error, around)
+                # Whatever else it says should have been decided further inside.
+                fault = tried.error or MemoryError(tried.reason)
+            finally:
+                self._here.hooks -= 1
+            if theirs is not None:
+                # Outside of the handler: an exception of ours is no part of the host's.
+                try:
+                    raise theirs
+                finally:
+                    # It holds this frame.
+                    del theirs
+        else:
+            self._decline(declined, reason)
+        answer = original(*args, **kwargs)
+        if fault is not None:
+            reason = A_FAULT_IN + hook
+            with contextlib.suppress(Exception):
+                reason = self.note(hook, fault)
+            if self._hears_of_generations:
+                self.suspended = reason
+            self._decline(declined, reason)
+            # It holds this frame.
+            del fault
+        return answer
+
+    def _decline(self, declined: Callable[[str], object], reason: str) -> None:
         with contextlib.suppress(Exception):
             self.attempt("the fallback to the host", lambda: declined(reason))
-        return original(*args, **kwargs)
+
+    def as_raised(self, work: Callable[[], Result]) -> Result:
+        """work(). Raises the host's own exceptions as the host has raised them, unless a hook stands around that does.
+        """
+        if self._here.hooks:
+            return work()
+        try:
+            return work()
+        except HostError as passing:
+            theirs = passing.as_raised()
+        try:
+            raise theirs
+        finally:
+            # It holds this frame.
+            del theirs
 
     def attempt(
         self, hook: str, work: Callable[[], Result], otherwise: Result | None = None, in_generation: bool = False
@@ -145,6 +170,17 @@ class Guard:
             if in_generation:
                 self.suspended = sentence
             return otherwise
+
+    @contextlib.contextmanager
+    def beside(self, hook: str, context: AbstractContextManager[object]) -> Iterator[None]:
+        """Enter a context that only observes the code inside. A fault of the context costs neither the work inside nor
+        its answer."""
+        entered = self.attempt(hook, lambda: (context.__enter__(),))
+        try:
+            yield
+        finally:
+            if entered is not None:
+                self.attempt(hook, lambda: context.__exit__(None, None, None))
 
     def hook(
         self, name: str, otherwise: Any = None, in_generation: bool = False

@@ -14,6 +14,7 @@ from ..core.affine import Weights
 from ..core.call import Call
 from ..core.family import Family, Reader, UsualSizes
 from ..core.operators import Operators
+from ..core.origins import package
 from ..core.refusal import Refusal
 from . import vae
 from .anima.family import Animas
@@ -64,13 +65,24 @@ def read_decoder(decoder: nn.Module) -> vae.DecoderLayout:
 
 
 def read(module: nn.Module, what: str, readers: Iterable[Reader]) -> Any:
-    """By the first of these that knows the module."""
+    """The layout by the first of these that knows the module. Raises Refusal for another network, and what is a fault
+    of ours as it is."""
     kind = type(module)
     try:
         for knows, reader in readers:
             if knows(module):
                 return reader(module)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        # A member that every module of this class has is missing or of another kind: not the network we know.
+        if not is_torchs(error):
+            raise
+        # A member that every module of this class has is missing: not the network we know.
         raise Refusal(f"this {kind.__name__} is built in a way that OneDiff does not know ({error})") from error
     raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a {what} that OneDiff knows")
+
+
+def is_torchs(error: BaseException) -> bool:
+    """Whether torch has raised an exception: a module without that attribute, a list of modules that is shorter."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    return where is not None and package(where.tb_frame.f_globals.get("__name__", "")) == "torch"

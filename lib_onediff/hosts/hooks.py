@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.attempt import Attempt
 from ..core.call import Call, PromptRows
 from ..core.guard import Guard
 from ..core.origins import author, origin, package
@@ -326,13 +327,15 @@ def serve_call(
 ) -> Tensor:
     """The output of a UNet's call. host: the host's own forward of it. read: the call as ours; prompt_rows: which of
     its rows are the prompt's. Both raise Refusal with the reason where only the host knows. host_traits: see
-    Runtime.run."""
+    Runtime.run. Inputs that read fails on, and the host does not, are a fault of ours."""
+    unread: Attempt[Call] | None = None
     try:
         call = read()
-    except Refusal as refusal:
-        runtime.note_host(str(refusal), unet)
-        return runtime.pressure.run_host(host)
-    return runtime.run(unet, call, host, host_traits, prompt_rows)
+    except Exception as error:
+        unread = Attempt.of(error)
+    if unread is None:
+        return runtime.run(unet, call, host, host_traits, prompt_rows)
+    return runtime.unread(unet, unread, host)
 
 
 class VaeHooks(ForwardPatches):

@@ -12,8 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
-
+from ..core.attempt import Outcome, attempted
 from ..core.guard import first_line
 from ..core.image import GRAPH, PLAIN
 from ..core.refusal import Refusal
@@ -240,13 +239,16 @@ class WarmUp:
 
     def _work(self) -> None:
         while (job := self._take()) is not None:
-            try:
-                self._end(job, DONE, self._run(job))
-            except Refusal as refusal:
-                self._end(job, FAILED, str(refusal))
-            except Exception as error:
-                log.exception("warming up %s failed", job.size)
-                self._end(job, FAILED, first_line(error))
+            ran = attempted(partial(self._run, job))
+            if ran.is_ours:
+                self._end(job, DONE, ran.given())
+            elif ran.fault is not None:
+                log.error("warming up %s failed", job.size, exc_info=ran.fault)
+                self._end(job, FAILED, first_line(ran.fault))
+            elif ran.outcome is Outcome.OUT_OF_MEMORY:
+                self._end(job, FAILED, f"there is not enough GPU memory for {job.size}")
+            else:
+                self._end(job, FAILED, ran.reason)
 
     def _take(self) -> Job | None:
         """The next job, which runs from now on; None if none is queued."""
@@ -313,15 +315,17 @@ class WarmUp:
             return
         self._say(job, DECODING)
         began = time.perf_counter()
-        try:
-            with self._runtime.wait_for_compile():
-                self._webui.warm_decode(size.width, size.height, size.batch)
-            self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
-        except Exception as error:
-            log.debug("no decode of %s was warmed up: %s", size, first_line(error), exc_info=True)
+        warmed = attempted(partial(self._warm_decode, size))
+        if not warmed.is_ours:
+            log.debug("no decode of %s was warmed up: %s", size, warmed.reason, exc_info=warmed.fault)
         took = time.perf_counter() - began
         job.seconds += took
         self._times.note(DECODING, size.batch * size.width * size.height, took)
+
+    def _warm_decode(self, size: Size) -> None:
+        with self._runtime.wait_for_compile():
+            self._webui.warm_decode(size.width, size.height, size.batch)
+        self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
 
     def _call(self, job: Job) -> str:
         """The next UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
@@ -335,16 +339,15 @@ class WarmUp:
         captures = number == 1 and devices.has_graphs(call_stats.last_call.backend or standing)
         self._say(job, MEASURING if number == 1 and not captures else WORK_OF_A_SHAPE[number])
         began = time.perf_counter()
-        try:
-            with self._runtime.wait_for_compile():
-                self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
-            made = call_stats.last_call
-            self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
-        except torch.cuda.OutOfMemoryError:
-            raise Refusal(f"there is not enough GPU memory for {job.size}") from None
+        with self._runtime.wait_for_compile():
+            self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
+        made = call_stats.last_call
+        self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         if made.route not in (GRAPH, PLAIN):
             raise Refusal(made.reason or "the WebUI alone computes it")
-        took, is_ready, left = time.perf_counter() - began, made.route == GRAPH, CALLS_PER_SHAPE - number
+        took = time.perf_counter() - began
+        is_ready = made.route == GRAPH
+        left = CALLS_PER_SHAPE - number
         self._times.note(WORK_OF_A_SHAPE[number], job.shapes[place][0] * job.size.width * job.size.height, took)
         self._advance(job, took, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and devices.has_graphs(made.backend or standing)

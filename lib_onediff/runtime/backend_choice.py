@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..core.attempt import Outcome, attempted
 from ..core.call import Call
 from ..core.device import Candidates
 from ..core.key import Lossy
@@ -117,22 +118,24 @@ class LowBitRoute:
         """Have the weights in eight bits that a call wants: those that pay within the budget, or, where they take the
         place of the host's, all. is_first: measure first which products pay, where that is not known: what is checked
         is then what will run. Raises Refusal with the reason where there are none."""
-        try:
-            if managed.no_room_for_low_bit:
-                raise Refusal(NO_ROOM)
-            fitting = self._that_fit(managed, lossy, call, is_first) if lossy.only else None
-            if is_first:
-                self.tune(managed, lossy, call)
-            self._fit(managed, lossy, call, settings, fitting)
-        except torch.cuda.OutOfMemoryError:
+        fitted = attempted(lambda: self._fit_first(managed, lossy, call, settings, is_first))
+        if fitted.outcome is Outcome.OUT_OF_MEMORY:
             managed.no_room_for_low_bit = True
+        if fitted.fault is not None or fitted.outcome is Outcome.OUT_OF_MEMORY:
             self._graphs.drop_low_bit(managed)
-            raise Refusal(NO_ROOM) from None
-        except Refusal:
-            raise
-        except Exception:
-            self._graphs.drop_low_bit(managed)
-            raise
+        if fitted.outcome is Outcome.OUT_OF_MEMORY:
+            raise Refusal(NO_ROOM)
+        fitted.given()
+
+    def _fit_first(
+        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, is_first: bool
+    ) -> None:
+        if managed.no_room_for_low_bit:
+            raise Refusal(NO_ROOM)
+        fitting = self._that_fit(managed, lossy, call, is_first) if lossy.only else None
+        if is_first:
+            self.tune(managed, lossy, call)
+        self._fit(managed, lossy, call, settings, fitting)
 
     def _fit(
         self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None

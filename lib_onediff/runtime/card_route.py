@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.attempt import Outcome, attempted
 from ..core.call import Call
 from ..core.device import Candidates, Device, Network
 from ..core.guard import first_line
@@ -22,6 +23,7 @@ from ..core.table import Entry, State, Stopwatch
 from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice, LowBitRoute
 from .call_stats import GRAPH, PLAIN
+from .function_calls import FunctionCalls
 from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION, PatchedRoute
 from .services import Services
@@ -71,33 +73,58 @@ class OneCard:
 
     def serve(self, call: Call, host: Host | None) -> Served:
         """The output with everything found out. host: None: what is cold does not serve. Raises what answer raises."""
+        if call.patches is None:
+            served, is_first = self._checked(call, None, host)
+        else:
+            functions = FunctionCalls(call.patches, call.latent.device)
+            with functions.rewound_on_failure():
+                served, is_first = self._checked(call, functions, host)
+        # The call has its answer, whatever fails from here on.
+        self._services.guard.attempt(
+            "getting ready for later calls", lambda: self._prepare(call, served, captures=not is_first)
+        )
+        return served
+
+    def _checked(self, call: Call, functions: FunctionCalls | None, host: Host | None) -> tuple[Served, bool]:
+        """The output, and whether it was compared with the host's now. functions: the call's patch points."""
         services, managed, device = self._services, self._managed, call.latent.device
         with services.computing(device):
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
             candidates = self._route.choice.begin(managed, self._settings, call)
-            served = self._compute(candidates, call)
+            served = self._compute(candidates, call, functions)
         entry, is_noise = served.entry, services.waits_for_compile
         if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
             if host is None:
                 raise Refusal("it is not checked yet")
-            self._services.call_stats.note_first_use()
+            services.call_stats.note_first_use()
+            if functions is not None:
+                # They draw for the host what they have drawn for us.
+                functions.rewind()
             # Outside our modes: the host's forward must run exactly as the host would run it.
-            prove(
+            is_news = prove(
                 entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
                 () if call.patches is None else call.patches.functions, self._times_host,
                 self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
             )
-        elif served.route == PLAIN:
-            with services.computing(device), our_modes(device, entry.key.precision):
+            if is_news:
+                services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))
+            return served, True
+        return served, False
+
+    def _prepare(self, call: Call, served: Served, captures: bool) -> None:
+        """Let later calls like this one go by a faster route."""
+        entry, managed, device = served.entry, self._managed, call.latent.device
+        managed.served_last = True
+        # A call whose functions were not prepared for being called again is not captured.
+        if captures and served.route == PLAIN and (call.patches is None or served.rewind is not None):
+            with self._services.computing(device), our_modes(device, entry.key.precision):
                 capture = partial(self._capture, entry, served.call)
                 if served.rewind is None:
                     capture()
                 else:
                     self._route.patched.capture(managed, served, served.rewind, capture)
-        managed.served_last = True
         self._note_session(call, served)
-        return served
 
     def check(self, call: Call, served: Served) -> None:
         """Of the backend that has served."""
@@ -108,15 +135,12 @@ class OneCard:
             entry.host = served.entry.host
             if entry.state is State.COLD:
                 self._services.call_stats.note_first_use()
-                try:
-                    miss = judge_cached_pass(entry, served.output, lambda: self._plainly(entry, call))
-                    if miss is not None:
-                        entry.blame(miss)
-                except torch.cuda.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    entry.blame(f"DeepCache's cached pass failed: {first_line(error)}")
-                    log.exception("%s (%s)", entry.reason, entry.key)
+                judged = attempted(lambda: judge_cached_pass(entry, served.output, lambda: self._plainly(entry, call)))
+                if judged.fault is not None:
+                    entry.blame(f"DeepCache's cached pass failed: {first_line(judged.fault)}")
+                    log.error("%s (%s)", entry.reason, entry.key, exc_info=judged.fault)
+                elif miss := judged.given():
+                    entry.blame(miss)
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
 
@@ -138,7 +162,7 @@ class OneCard:
 
     # --- the ladder -----------------------------------------------------------------------------------------------
 
-    def _compute(self, candidates: Candidates, call: Call) -> Served:
+    def _compute(self, candidates: Candidates, call: Call, functions: FunctionCalls | None) -> Served:
         """The output of a call by one of these backends.
 
         The first output of a shape that overflows is computed again with attention in float32; so is every other of
@@ -154,50 +178,44 @@ class OneCard:
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(self._settings, dtype, device, upcast)
             with our_modes(device, flags):
-                served = self._by_the_first(candidates, call, flags)
+                served = self._by_the_first(candidates, call, functions, flags)
             if served.entry.state is not State.COLD or upcast or bool(torch.isfinite(served.output).all()):
                 break
             overflows = True
         if overflows and not seen and bool(torch.isfinite(served.output).all()):
-            tuned.set(name, True)
+            self._services.guard.attempt("remembering a model's attention", lambda: tuned.set(name, True))
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
 
-    def _by_the_first(self, candidates: Candidates, call: Call, flags: Flags) -> Served:
+    def _by_the_first(
+        self, candidates: Candidates, call: Call, functions: FunctionCalls | None, flags: Flags
+    ) -> Served:
         """The output by the first backend that does not fail. flags: torch's switches of precision, as they stand; the
-        entry's key holds them.
+        entry's key holds them. functions: the call's patch points.
 
         Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
         managed, reason = self._managed, candidates.reason
         lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
         for device, lossy in (*lossy_first, *((device, EXACT) for device in candidates.devices)):
-            entry = None
-            try:
-                device.refuse_call(call)
-                if call.patches is not None and lossy != EXACT:
-                    # Its operators hand each other more than tensors.
-                    raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
-                entry = self._entry(call, device.name, lossy, flags)
-                if entry.key.is_cached_pass and entry.state is State.COLD:
-                    raise Refusal("it was not checked beside a whole step yet")
-                self._services.call_stats.entry = entry
-                if entry.state is State.FAILED:
-                    raise Refusal(entry.reason)
-                time_ms = self._services.time_ms(call) if self._services.waits_for_compile else None
-                device.prepare(network_of(managed, call, lossy), time_ms)
-                return self._run(device, entry, call, reason)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Refusal as refusal:
-                reason = str(refusal)
-            except Exception as error:
-                if entry is None:
-                    raise
-                what, sampling = f"our forward failed: {first_line(error)}", sampling_now(managed.bound)
+            admitted = attempted(partial(self._admitted, device, call, lossy, flags))
+            if admitted.outcome is Outcome.REFUSED:
+                reason = admitted.reason
+                continue
+            entry = admitted.given()
+            made = attempted(partial(self._by, device, entry, call, functions, reason))
+            if made.is_ours:
+                return made.given()
+            if functions is not None:
+                functions.rewind()
+            if made.outcome is Outcome.OUT_OF_MEMORY:
+                made.given()
+            reason = made.reason
+            if made.fault is not None:
+                what, sampling = f"our forward failed: {first_line(made.fault)}", sampling_now(managed.bound)
                 reason = entry.blame(what, sampling, is_final=False)
                 managed.bound.bind_anew()
-                log.exception("%s (%s)", entry.reason, entry.key)
+                log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
         raise Refusal(reason)
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
@@ -207,7 +225,30 @@ class OneCard:
         entry = self._services.table.entry(key, layout.model_name)
         return entry.of_weights(bound.identity(), sampling_now(bound), bound.replaced)
 
-    def _run(self, device: Device, entry: Entry, call: Call, reason: str) -> Served:
+    def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
+        """The entry of a call by a backend that computes such calls. Raises Refusal for any other."""
+        device.refuse_call(call)
+        if call.patches is not None and lossy != EXACT:
+            # Its operators hand each other more than tensors.
+            raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
+        return self._entry(call, device.name, lossy, flags)
+
+    def _by(
+        self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
+    ) -> Served:
+        """The output by one backend. reason: why the one before was not good. Raises Refusal."""
+        if entry.key.is_cached_pass and entry.state is State.COLD:
+            raise Refusal("it was not checked beside a whole step yet")
+        self._services.call_stats.entry = entry
+        if entry.state is State.FAILED:
+            raise Refusal(entry.reason)
+        time_ms = self._services.time_ms(call) if self._services.waits_for_compile else None
+        device.prepare(network_of(self._managed, call, entry.key.lossy), time_ms)
+        return self._run(device, entry, call, functions, reason)
+
+    def _run(
+        self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
+    ) -> Served:
         """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
         """
         managed, lossy, has_graphs = self._managed, entry.key.lossy, device.traits.has_graphs
@@ -215,11 +256,11 @@ class OneCard:
             self._route.low_bit.fit(managed, lossy, call, self._settings, is_first=entry.state is State.COLD)
         if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
             raise Refusal("the weights have changed since the last whole step")
-        plainly = partial(self._plainly, entry, call)
+        plainly = partial(self._plainly, entry)
         streamed = managed.streamed(lossy, self._settings)
         told = lambda why: "; ".join(filter(None, (why, streamed)))  # noqa: E731
-        if call.patches is not None:
-            return self._route.patched.run(managed, entry, call, call.patches, plainly, told(reason))
+        if functions is not None:
+            return self._route.patched.run(managed, entry, call, functions, plainly, told(reason))
         runner = device.runner(managed, entry.key, call, self._services.waits_for_compile)
         if runner is None and entry.state is not State.COLD:
             # What a graph replays was launched and judged before.
@@ -229,10 +270,10 @@ class OneCard:
             output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
             return Served(output, entry, managed.bound.edition, GRAPH, told(reason), call)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-        work: Callable[[], Tensor] = plainly
+        work: Callable[[], Tensor] = partial(plainly, call)
         if has_graphs and entry.state is not State.COLD:
             # A first call of all chooses algorithms, and takes more memory for that than any later one.
-            work = partial(self._graphs.measured, entry, plainly)
+            work = partial(self._graphs.measured, entry, work)
         output = stopwatch.time(call.latent.device, work, PLAIN)
         if has_graphs:
             reason = reason or entry.no_graph or entry.waits or (
@@ -255,31 +296,33 @@ class OneCard:
         """
         if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
-        try:
-            if self._tune(entry.key, call):
-                self._services.call_stats.note_first_use()
-                # Something else was chosen: let it do its first work outside the capture.
-                self._plainly(entry, replace(call, patches=None))
-            if entry.key.lossy.low_bit and self._managed.low_bit is None:
-                # By what was measured now, the next call goes another way.
-                return
-            lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
-            if entry.state is State.READY:
-                self._services.call_stats.note_first_use()
-            if lacking < 0:
-                self._managed.note_left_over(-lacking - ROOM_TO_SPARE)
-            elif lacking and not self._managed.make_room(lacking + ROOM_TO_SPARE):
-                self._graphs.shrink_low_bit(self._managed, lacking + ROOM_TO_SPARE)
-        except torch.cuda.OutOfMemoryError:
+        captured = attempted(lambda: self._capture_now(entry, call))
+        if captured.outcome is Outcome.OUT_OF_MEMORY:
             makes_room = self._managed.make_room(entry.needs)
             self._graphs.free()
-            if makes_room:
-                # It is captured after the next call, with the weights where they are then.
-                return
-            entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
-        except Exception as error:
-            entry.no_graph = f"the graph could not be captured: {first_line(error)}"
-            log.exception("%s (%s)", entry.no_graph, entry.key)
+            # With room, it is captured after the next call, with the weights where they are then.
+            if not makes_room:
+                entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
+        elif captured.error is not None:
+            entry.no_graph = f"the graph could not be captured: {first_line(captured.error)}"
+            log.error("%s (%s)", entry.no_graph, entry.key, exc_info=captured.error)
+
+    def _capture_now(self, entry: Entry, call: Call) -> None:
+        """Raises what stands in the way."""
+        if self._tune(entry.key, call):
+            self._services.call_stats.note_first_use()
+            # Something else was chosen: let it do its first work outside the capture.
+            self._plainly(entry, replace(call, patches=None))
+        if entry.key.lossy.low_bit and self._managed.low_bit is None:
+            # By what was measured now, the next call goes another way.
+            return
+        lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
+        if entry.state is State.READY:
+            self._services.call_stats.note_first_use()
+        if lacking < 0:
+            self._managed.note_left_over(-lacking - ROOM_TO_SPARE)
+        elif lacking and not self._managed.make_room(lacking + ROOM_TO_SPARE):
+            self._graphs.shrink_low_bit(self._managed, lacking + ROOM_TO_SPARE)
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
         """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
@@ -289,10 +332,10 @@ class OneCard:
         measured = self._devices.named(key.backend).tune(network, attentions, call, time_ms)
         if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):
             return measured
-        try:
-            low_bit.fit(self._managed, key.lossy, call, self._settings)
-        except Refusal:
+        fitted = attempted(lambda: low_bit.fit(self._managed, key.lossy, call, self._settings))
+        if fitted.outcome is Outcome.REFUSED:
             return False
+        fitted.given()
         return True
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
-from ..core.call import Call, PatchPoints
+from ..core.attempt import HostError
+from ..core.call import Call
+from ..core.guard import first_line
 from ..core.policy import Served
 from ..core.refusal import Refusal
 from ..core.table import Entry, State
-from ..devices.cuda.graphs.segments import DoesNotFit, GraphRunner
+from ..devices.cuda.graphs.segments import DoesNotFit, GraphRunner, PassedPoint, ResumedPoints
 from .call_stats import GRAPH, PLAIN
+from .function_calls import FunctionCalls
 from .managed_unet import ManagedUNet
 from .services import Services
 from .verify import computed_twice, relative_error, rounding_limit, state_of
@@ -30,55 +34,77 @@ class PatchedRoute:
         self._services, self._graphs, self._devices = services, services.graphs, services.devices
 
     def run(
-        self, managed: ManagedUNet, entry: Entry, call: Call, patches: PatchPoints,
-        plainly: Callable[[], Tensor], why_not_better: str = "",
+        self, managed: ManagedUNet, entry: Entry, call: Call, functions: FunctionCalls,
+        plainly: Callable[[Call], Tensor], why_not_better: str = "",
     ) -> Served:
-        """The output. Raises Refusal where this backend does not serve the call. plainly: computes it operator by
-        operator. why_not_better: why the backend before did not."""
+        """The output. Raises Refusal where this backend does not serve the call. functions: the call's patch points.
+        plainly: computes it operator by operator. why_not_better: why the backend before did not."""
         names, device = ", ".join(entry.key.patches), call.latent.device
+        guarded = replace(call, patches=functions)
         within = f"other extensions compute within the UNet: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
-        rewind, traits = None, self._devices.named(entry.key.backend).traits
+        traits = self._devices.named(entry.key.backend).traits
         # A graph's copies cannot go on beside the next graph.
         streams = managed.bound.streaming is not None
         if streams and not traits.launches_patched:
             raise Refusal("weights are copied from main memory between functions of other extensions")
         if entry.state is State.COLD:
-            output = computed_twice(entry, plainly, patches.functions)
-            if output is None:
-                what = f"what another extension computes within the UNet differs each time ({names})"
-                raise Refusal(entry.blame(what))
-        elif not traits.has_graphs or streams:
-            output = entry.own.time(device, plainly, PLAIN)
-        else:
-            replayed = self._replayed(managed, entry, call)
-            if replayed is not None:
-                return Served(replayed, entry, managed.bound.edition, GRAPH, reason, call)
-            if entry.no_graph and not traits.launches_patched:
-                # Operator by operator, PyTorch launches its own faster.
-                raise Refusal(entry.no_graph)
-            reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
-            rewind = None if entry.no_graph else state_of(device, patches.functions)
-            output = entry.own.time(device, lambda: self._graphs.measured(entry, plainly), PLAIN)
+            output = self._first(entry, guarded, functions, plainly, names)
+            return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
+        if not traits.has_graphs or streams:
+            output = entry.own.time(device, lambda: plainly(guarded), PLAIN)
+            return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
+        replayed = self._replayed(managed, entry, guarded, functions)
+        if isinstance(replayed, Tensor):
+            return Served(replayed, entry, managed.bound.edition, GRAPH, reason, call)
+        if entry.no_graph and not traits.launches_patched and not replayed:
+            # Operator by operator, PyTorch launches its own faster.
+            raise Refusal(entry.no_graph)
+        reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
+        resumed = replace(call, patches=ResumedPoints(functions, replayed)) if replayed else guarded
+        output = entry.own.time(device, lambda: self._graphs.measured(entry, lambda: plainly(resumed)), PLAIN)
+        rewind = None if entry.no_graph else functions.rewind
         return Served(output, entry, managed.bound.edition, PLAIN, reason, call, rewind)
 
-    def _replayed(self, managed: ManagedUNet, entry: Entry, call: Call) -> Tensor | None:
-        """The output by graphs; None where there are none for this call."""
+    def _first(
+        self, entry: Entry, call: Call, functions: FunctionCalls, plainly: Callable[[Call], Tensor], names: str
+    ) -> Tensor:
+        """The output of a shape that is not checked yet, by functions that were never called within our forward."""
+        try:
+            output = computed_twice(entry, lambda: plainly(call), functions.functions)
+        except HostError as passing:
+            if passing.is_out_of_memory or not isinstance(passing.error, Exception):
+                raise
+            # Whether it fails within the host's forward too, the host will tell.
+            what = f"what another extension computes within the UNet fails there: {first_line(passing.error)} ({names})"
+            raise Refusal(entry.blame(what, is_final=False)) from None
+        if output is None:
+            raise Refusal(entry.blame(f"what another extension computes within the UNet differs each time ({names})"))
+        return output
+
+    def _replayed(
+        self, managed: ManagedUNet, entry: Entry, call: Call, functions: FunctionCalls
+    ) -> Tensor | list[PassedPoint]:
+        """The output by graphs; where they do not fit, or there are none for this call, the points that it has
+        passed."""
         runner = managed.runner(entry.key)
         if runner is None:
-            return None
+            return []
         self._services.is_between_graphs = True
         try:
             return entry.own.time(call.latent.device, lambda: runner.run(call), GRAPH)
         except DoesNotFit as misfit:
             log.debug("%s (%s)", misfit, entry.key, exc_info=True)
-            entry.misfits += 1
-            if entry.misfits >= MOST_MISFITS:
-                entry.no_graph = str(misfit)
-            self._graphs.drop({entry.key})
-            return None
+            passed, why = misfit.passed, str(misfit)
         finally:
             self._services.is_between_graphs = False
+        entry.misfits += 1
+        if entry.misfits >= MOST_MISFITS:
+            entry.no_graph = why
+        self._graphs.drop({entry.key})
+        if passed is None:
+            functions.rewind()
+        return passed or []
 
     def capture(
         self, managed: ManagedUNet, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
@@ -87,9 +113,9 @@ class PatchedRoute:
         set back to what they were (rewind), and what comes of that must be what the call was answered with."""
         entry, call = result.entry, result.call
         go_on = state_of(entry.key.device, () if call.patches is None else call.patches.functions)
-        rewind()
         self._services.is_between_graphs = True
         try:
+            rewind()
             capture()
         finally:
             self._services.is_between_graphs = False

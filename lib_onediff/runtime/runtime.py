@@ -1,19 +1,20 @@
 """The one runtime object: what hosts hand over and say, and the route of each call of a UNet."""
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Hashable, Iterable
+import sys
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.attempt import Attempt, HostFunction, Outcome, attempted
 from ..core.call import Call
 from ..core.device import Device
 from ..core.family import Family
-from ..core.guard import HostFunction
+from ..core.guard import first_line
 from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, WARM_UP_TIMES, Sampling
@@ -26,13 +27,15 @@ from .cache import Cache
 from .call_stats import HOST
 from .card_route import CardRoute
 from .managed_unet import ManagedUNet
-from .services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
+from .services import SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
 from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
 log = logging.getLogger("onediff")
 NOT_HANDED_OVER = "OneDiff was not given this UNet"
+# As long as the host has not answered either.
+NOT_UNDERSTOOD = "the inputs of this call were not understood: {}"
 # Bytes that a step of the largest UNet takes beside its weights, where the host cuts nothing.
 HOST_NEEDS = 1 << 30
 
@@ -131,12 +134,12 @@ class Runtime:
         """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made.
         """
         managed = None if unet is None else self.services.managed.get(unet)
-        with contextlib.suppress(Refusal):  # It has not been called yet.
-            if managed is not None:
-                return str(managed.bound.layout.model_name)
-        with contextlib.suppress(Refusal):
-            return None if unet is None else str(self.services.families.read(unet).model_name)
-        return None
+        if managed is not None:
+            # One that has not been called yet has none.
+            bound = attempted(lambda: str(managed.bound.layout.model_name))
+            if bound.is_ours:
+                return bound.given()
+        return None if unet is None else attempted(lambda: str(self.services.families.read(unet).model_name)).answer
 
     def _known_name(self, unet: nn.Module) -> str | None:
         """As model_name, read once: the host may compute every call of this UNet."""
@@ -202,6 +205,7 @@ class Runtime:
 
         Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
         """
+        around = sys.exc_info()[1]
         try:
             if host_traits is not None and unet not in self.services.managed:
                 self.adopt(unet, host_traits=host_traits)
@@ -211,21 +215,24 @@ class Runtime:
                 session = managed.session
                 replayed = None if session is None else session.replay(call, settings, call.latent.device)
                 if replayed is not None:
-                    self.call_stats.note_served(replayed)
+                    self.note_served(replayed)
                     return replayed.output
             compute: Compute = OursOrHosts(self, unet, managed, settings)
             compute = self.stepping.around(compute, True, managed, settings, guidance)
-        except Refusal as refusal:
-            reason = str(refusal)
-        except torch.cuda.OutOfMemoryError:
-            reason = OUT_OF_MEMORY
         except Exception as error:
-            reason = self.guard.give_up("looking a UNet up", error)
+            tried: Attempt[Any] = Attempt.of(error, around)
+            work: Callable[[], Tensor] = partial(self.by_host, unet, tried, "looking a UNet up", HostFunction(host))
         else:
-            with self.call_stats.call_of(call.latent):
-                return compute(call, host).output
-        with self.call_stats.call_of(call.latent):
-            return self.by_host(unet, reason, host)
+            work = lambda: compute(call, HostFunction(host)).output  # noqa: E731
+        with self.guard.beside("timing a call", self.call_stats.call_of(call.latent)):
+            return self.guard.as_raised(work)
+
+    def note_served(self, served: Served) -> None:
+        """Count a call, which has its answer whatever fails here."""
+        try:
+            self.call_stats.note_served(served)
+        except Exception as error:
+            self.guard.note("counting a call", error)
 
     def _is_plain(self, settings: Settings) -> bool:
         """Whether calls by these settings are whole ones on one GPU. An answer holds as long as they do."""
@@ -253,17 +260,34 @@ class Runtime:
         """Those that hold for a network now, and why they are off where a generation says so."""
         return self.services.run_settings or (managed.settings or self.settings, "")
 
-    def by_host(self, unet: nn.Module, reason: str, host: Host) -> Tensor:
-        """Run the host's forward, with the reason for the user."""
-        if reason is OUT_OF_MEMORY:
+    def by_host(self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host) -> Tensor:
+        """Run the host's forward, because of what became of ours. hook: what we were doing; see Guard.note.
+
+        A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
+        """
+        fault = attempt.fault
+        if attempt.outcome is Outcome.OUT_OF_MEMORY:
             self.release_memory()
-        self.call_stats.note(HOST, reason, self._known_name(unet))
+        told = attempt.reason if fault is None else NOT_UNDERSTOOD.format(first_line(fault))
+        self.call_stats.note(HOST, told, self._known_name(unet))
         self._leave_as_found(unet)
         managed = self.services.managed.get(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
         is_ours = managed is not None and managed.bound.has_binding
         room = partial(managed.make_room, HOST_NEEDS, is_urgent=True) if managed and is_ours else None
-        return self.pressure.run_host(host, room)
+        output = self.pressure.run_host(host, room)
+        if fault is not None:
+            self.guard.attempt("noting a fault", partial(self._give_up, hook, fault))
+        return output
+
+    def _give_up(self, hook: str, fault: Exception) -> None:
+        self.call_stats.reason = self.guard.give_up(hook, fault)
+
+    def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
+        """Run the host's forward of a call that could not be read."""
+        self.call_stats.begin_call(None)
+        self.guard.attempt("counting a call", self.two_gpus.note)
+        return self.by_host(unet, attempt, "the UNet's forward", host)
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
@@ -295,19 +319,11 @@ class OursOrHosts:
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
-        runtime, host = self._runtime, HostFunction(host)
-        try:
-            return self._ours(call, host)
-        except Refusal as refusal:
-            reason = str(refusal)
-        except torch.cuda.OutOfMemoryError:
-            reason = OUT_OF_MEMORY
-        except Exception as error:
-            if id(error) == host.raised:
-                raise
-            reason = runtime.guard.give_up("the UNet's forward", error)
-        # Only now is everything gone that our forward had computed before it failed.
-        return Answer(runtime.by_host(self._unet, reason, host))
+        host = HostFunction(host)
+        made = attempted(partial(self._ours, call, host), beside_host=True)
+        if made.is_ours:
+            return made.given()
+        return Answer(self._runtime.by_host(self._unet, made, "the UNet's forward", host))
 
     def _ours(self, call: Call, host: HostFunction) -> Answer:
         """Raises what CardRoute.answer raises."""
@@ -323,7 +339,7 @@ class OursOrHosts:
         call_stats.entry = None
         answer = self._runtime.by_card.answer(self._managed, settings, call, host)
         if answer.served is not None:
-            call_stats.note_served(answer.served)
+            self._runtime.note_served(answer.served)
         return answer
 
     def check(self, call: Call, served: Served) -> None:

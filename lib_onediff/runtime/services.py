@@ -29,7 +29,6 @@ from .managed_unet import ManagedUNet
 # Why the host computes, in one line for the user.
 SWITCHED_OFF = "OneDiff is switched off"
 TRAINING = "gradients are being recorded (training?)"
-OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
 class Services:

@@ -1,19 +1,58 @@
 """Runs a call through the step policies that are on: each may answer it, or have the next one compute it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 
-import torch
-
+from ..core.attempt import HostError, HostFunction, Outcome, attempted
 from ..core.call import Call
-from ..core.guard import Guard, HostFunction
+from ..core.guard import Guard
 from ..core.policy import Answer, Compute, Guidance, Host, Moment, Served, StepPolicy
-from ..core.refusal import Refusal
 from ..core.sampling import Sampling
 from ..core.settings import Settings
 from .managed_unet import ManagedUNet
 from .services import Services
+
+
+class Inner:
+    """What a policy has one call computed by. It is a core.policy.Compute.
+
+    answer: to the whole call, by the host's own forward of it or ours; None before. raised: the exception that came out
+    of it.
+    """
+
+    def __init__(self, compute: Compute, host: Host | None) -> None:
+        """host: the host's own forward of the whole call."""
+        self._compute, self._host = compute, host
+        self.answer: Answer | None = None
+        self.raised: Exception | None = None
+
+    def __call__(self, call: Call, host: Host | None) -> Answer:
+        """The host makes no call but the whole one by itself: what it raises on another is the policy's affair."""
+        is_whole = host is None or host is self._host
+        try:
+            with self._noting():
+                answer = self._compute(call, host)
+        except HostError as passing:
+            if is_whole or not isinstance(passing.error, Exception):
+                raise
+            raise passing.error from None
+        if is_whole and host is not None:
+            self.answer = answer
+        return answer
+
+    def check(self, call: Call, served: Served) -> None:
+        with self._noting():
+            self._compute.check(call, served)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.raised = error
+            raise
 
 
 class Around:
@@ -25,33 +64,45 @@ class Around:
         self._policy, self._inner, self._guard, self._moment_of = policy, inner, guard, moment_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
+        """A policy's own fault costs its effect. What is inside of it answers for its own, and computes nothing twice.
+        """
         host = None if host is None else HostFunction(host)
-        moment, before = self._moment_of(call, host), self._policy.status.copy()
+        moment = self._moment_of(call, host)
+        before = self._policy.status.copy()
         try:
             return self._answer(moment, call, host)
         finally:
             if moment.is_counted:
-                moment.times.note_policy(self._policy.name, before, self._policy.status)
+                note = partial(moment.times.note_policy, self._policy.name, before, self._policy.status)
+                self._guard.attempt("counting a policy's steps", note)
 
     def _answer(self, moment: Moment, call: Call, host: HostFunction | None) -> Answer:
         policy = self._policy
+        planned = attempted(lambda: policy.plan(moment))
+        if planned.outcome is Outcome.REFUSED:
+            if moment.is_counted:
+                rest(policy, planned.reason)
+            return self._inner(call, host)
+        if planned.fault is not None:
+            self._charge(moment, planned.fault)
+            return self._inner(call, host)
+        inner = Inner(self._inner, host)
+        answered = attempted(lambda: planned.given()(inner))
         try:
-            try:
-                answer = policy.plan(moment)
-            except Refusal as refusal:
-                if moment.is_counted:
-                    rest(policy, str(refusal))
-                return self._inner(call, host)
-            return answer(self._inner)
-        except (Refusal, torch.cuda.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if host is not None and id(error) == host.raised:
-                raise
-            rest(policy, self._guard.note(policy.title, error))
-            if (memory := moment.memories.get(policy.name)) is not None:
-                memory.is_broken = True
-        return self._inner(call, host)
+            if answered.fault is None or answered.fault is inner.raised:
+                return answered.given()
+        finally:
+            # It holds this frame.
+            inner.raised = None
+        self._charge(moment, answered.fault)
+        return inner.answer or self._inner(call, host)
+
+    def _charge(self, moment: Moment, fault: Exception) -> None:
+        """The policy has failed, and is inactive for the rest of this walk."""
+        policy = self._policy
+        rest(policy, self._guard.note(policy.title, fault))
+        if (memory := moment.memories.get(policy.name)) is not None:
+            memory.is_broken = True
 
     def check(self, call: Call, served: Served) -> None:
         self._inner.check(call, served)

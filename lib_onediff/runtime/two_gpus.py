@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.attempt import HostFunction, Outcome, attempted
 from ..core.call import Call, why_not_taken
-from ..core.guard import HostFunction
 from ..core.inputs import mapped, take_rows
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
@@ -64,7 +64,7 @@ def second_card(option: str, first: torch.device, needs: int, cards: Card) -> to
     raise Refusal(f"the weights take {needs / GIBIBYTE:.1f} GiB, {said}")
 
 
-class SecondGpuFull(Exception):
+class SecondGpuFull(Refusal):
     """The second card's memory is full."""
 
 
@@ -149,36 +149,36 @@ class TwoGpusRoute:
 
         Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
         """
-        try:
-            self._refuse(managed, settings, call)
-        except Refusal as refusal:
-            self.note(why_one=str(refusal))
+        allowed = attempted(lambda: self._refuse(managed, settings, call))
+        if allowed.outcome is Outcome.REFUSED:
+            self.note(why_one=allowed.reason)
             return None
-        # Where nobody says when a sampling ends, the next call may go.
-        lasts, rests, host, unet = False, managed.bound.in_sampling, HostFunction(host), managed.bound.module
-        try:
-            served = self._serve(managed, settings, call, host)
-            # The host's own is not timed beside two cards.
-            with self._services.call_stats.standing_for(None):
-                self._services.call_stats.note_served(served)
+        allowed.given()
+        rests, unet = managed.bound.in_sampling, managed.bound.module
+        made = attempted(lambda: self._serve(managed, settings, call, HostFunction(host)))
+        if made.is_ours:
+            served, split = made.given()
+            self._services.guard.attempt("counting a call", lambda: self._count(served, split))
             return Answer(served.output, served)
-        except SecondGpuFull as full:
-            reason, lasts = str(full), True
-        except Refusal as refusal:
-            reason = str(refusal)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if id(error) == host.raised:
-                raise
-            reason, lasts = self._services.guard.note("computing on two GPUs", error), True
+        if made.outcome is Outcome.OUT_OF_MEMORY:
+            made.given()
+        reason, lasts = made.reason, isinstance(made.error, SecondGpuFull)
+        if made.fault is not None:
+            reason, lasts = self._services.guard.note("computing on two GPUs", made.fault), True
         if lasts:
-            # Only now is everything gone that was computed before it failed.
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
+        # Where nobody says when a sampling ends, the next call may go.
         if lasts or rests:
             self._rests[unet] = rest(reason, lasts, managed, settings)
         self.note(why_one=reason)
         return None
+
+    def _count(self, served: Served, split: str) -> None:
+        self._calls += 1
+        self.note(split)
+        # The host's own is not timed beside two cards.
+        with self._services.call_stats.standing_for(None):
+            self._services.call_stats.note_served(served)
 
     def _refuse(self, managed: ManagedUNet, settings: Settings, call: Call) -> None:
         """Raise Refusal for what is known to stand in the way before anything is computed."""
@@ -200,9 +200,13 @@ class TwoGpusRoute:
         if lack := why_not_taken(call):
             raise Refusal(lack)
 
-    def _serve(self, managed: ManagedUNet, settings: Settings, call: Call, host: HostFunction) -> Served:
-        """The output. Where both cards know what to do, the second one begins first: the first one is done when its own
-        launches are. Raises Refusal where one card has to compute it."""
+    def _serve(
+        self, managed: ManagedUNet, settings: Settings, call: Call, host: HostFunction
+    ) -> tuple[Served, str]:
+        """The output, and how the cards have shared the call. Raises Refusal where one card has to compute it.
+
+        Where both cards know what to do, the second one begins first: the first one is done when its own launches are.
+        """
         first_card, batch = call.latent.device, call.latent.shape[0]
         pair = self._pair(managed, settings, first_card)
         if pair is None:
@@ -232,10 +236,9 @@ class TwoGpusRoute:
         managed.served_last = True
         output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
-        self._calls += 1
-        self.note(f"{first_card} + {pair.device}, {rows}")
         route = GRAPH if first.route == second.route == GRAPH else PLAIN
-        return first._replace(output=output, route=route, reason=first.reason or second.reason)
+        served = first._replace(output=output, route=route, reason=first.reason or second.reason)
+        return served, f"{first_card} + {pair.device}, {rows}"
 
     def _second(
         self, pair: Pair, managed: ManagedUNet, settings: Settings, call: Call, rows: slice, host: HostFunction

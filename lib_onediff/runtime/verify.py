@@ -8,11 +8,12 @@ import random
 import sys
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.key import EXACT
 from ..core.origins import origin, package, underlying
@@ -35,6 +36,8 @@ HOST_NOT_FINITE = (
 )
 # How many objects of an extension are looked at.
 MOST = 4096
+# Nothing can be reached from an object of these classes.
+HOLD_NOTHING = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
 SCRIPT = ".py"
 
 
@@ -42,14 +45,16 @@ def prove(
     entry: Entry, output: Tensor, history: History, host: Callable[[], Tensor],
     yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (), times_host: bool = True,
     allowed: float = 0.0,
-) -> None:
+) -> bool:
     """Compare a first output with the host's, unless that was done on this machine before.
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
     nobody_waits: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
     can be compared. allowed: what the backend may differ, where that is more than rounding.
 
-    Raises Refusal where it cannot be used.
+    Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be
+    used.
     """
+    is_news = False
     # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
     known = not entry.key.patches and (history.recall(entry) or (nobody_waits and entry.state is not State.COLD))
     if known and nobody_waits and times_host and entry.host.settled_ms is None:
@@ -69,12 +74,12 @@ def prove(
             raise Refusal(entry.blame(miss))
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-            if not (entry.key.patches or nobody_waits):
-                history.keep_verdict(entry)
+            is_news = not (entry.key.patches or nobody_waits)
     if entry.state is not State.READY:
         entry.state = State.PROVED
     entry.verdict.failures = 0
     entry.verdict.of_image |= known or not nobody_waits
+    return is_news
 
 
 def judge(
@@ -231,18 +236,19 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
     """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST, that functions
     reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
-    waiting, seen = list(functions), set[int]()
+    waiting, seen = deque(functions), set[int]()
+    are_theirs: dict[type, bool] = {}
     while waiting and len(seen) < MOST:
-        one = waiting.pop(0)
-        if id(one) in seen:
+        one = waiting.popleft()
+        kind = type(one)
+        if kind in HOLD_NOTHING or id(one) in seen:
             continue
         seen.add(id(one))
-        module = type(one).__module__
-        if isinstance(one, types.MethodType):
+        if kind is types.MethodType:
             waiting += [one.__self__, one.__func__]
         elif isinstance(one, functools.partial):
             waiting += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, types.FunctionType):
+        elif kind is types.FunctionType:
             for cell in one.__closure__ or ():
                 # One that nothing has been put into yet.
                 with contextlib.suppress(ValueError):
@@ -251,8 +257,9 @@ def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
             waiting += one.values()
         elif isinstance(one, (list, tuple)):
             waiting += one
-        elif (package(module) in packages or module.endswith(SCRIPT)) and isinstance(
-            getattr(one, "__dict__", None), dict
-        ):
-            yield one
-            waiting += vars(one).values()
+        else:
+            if kind not in are_theirs:
+                are_theirs[kind] = package(kind.__module__) in packages or kind.__module__.endswith(SCRIPT)
+            if are_theirs[kind] and isinstance(getattr(one, "__dict__", None), dict):
+                yield one
+                waiting += vars(one).values()

@@ -339,6 +339,11 @@ class BoundUNet:
             except Refusal as refusal:
                 # Its text alone: an exception keeps the UNet alive.
                 self._refusal = str(refusal)
+            except Exception as error:
+                # A fault of ours. The same tree is not read again.
+                self._tree, self._refusal = tree, f"OneDiff has failed to read this network: {error}"
+                self._drop_binding()
+                raise
             self._tree = tree
             self._new_ones = 0 if tree.reached.digest in self._met else self._new_ones + 1
             self._met[tree.reached.digest] = None

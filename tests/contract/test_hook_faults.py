@@ -84,6 +84,33 @@ def test_a_fault_costs_no_image(fault: Fault, host: Host, tracebacks: Any) -> No
     assert sentence in runtime.guard.faults and tracebacks() == logged
 
 
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "none": lambda module: module(), "too many": lambda module: module(*map(torch.ones, range(12))),
+    "another name": lambda module: module(torch.ones(1), of_nobody=1),
+    "twice": lambda module: module(torch.ones(1), **{"x": torch.ones(1), "z": torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("part", ["unet", "decoder"])
+@pytest.mark.parametrize("host", HOSTS, indirect=True)
+def test_arguments_that_do_not_fit_are_the_hosts_to_refuse(host: Host, part: str, wrong: str, tracebacks: Any) -> None:
+    """Without a word of ours, and the generation goes on."""
+    module = host.unet
+    if part == "decoder":
+        holder = host.checkpoint if host.name == "a1111" else host.checkpoint.forge_objects.vae
+        module = holder.first_stage_model.decoder
+    with pytest.raises(Exception) as expected, torch.inference_mode():
+        WRONG[wrong](module)
+    host.start()
+    runtime.guard.resume()
+    with pytest.raises(expected.type) as raised, torch.inference_mode():
+        WRONG[wrong](module)
+    assert str(raised.value) == str(expected.value)
+    assert runtime.guard.faults == [] and not runtime.guard.suspended and tracebacks() == 0
+    assert calls_of(host.generate)[1] == OURS
+
+
 # What follows the hooks themselves when OneDiff is switched off.
 ENDS = {
     "the UNets": lambda host: (runtime, "release"), "the VAE": lambda host: (runtime.vae, "release"),

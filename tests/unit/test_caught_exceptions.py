@@ -1,4 +1,5 @@
-"""Whoever catches every exception raises it again, logs its traceback, or hands it to somebody who does."""
+"""Whoever catches every exception raises it again, logs its traceback, or hands it to somebody who does. And one
+function alone turns exceptions into who serves a call."""
 from __future__ import annotations
 
 import ast
@@ -9,6 +10,8 @@ EVERYTHING = {"Exception", "BaseException"}
 # log.exception, the guard's note and give_up (a traceback and a sentence), traceback.print_exc where nothing is logged
 # (install.py, programs), and a Future's set_exception.
 TELL = {"exception", "note", "give_up", "print_exc", "set_exception"}
+# The rooms in which it is decided who serves.
+DECIDING = ("hosts", "runtime", "steps")
 
 
 def sources() -> list[str]:
@@ -19,7 +22,10 @@ def sources() -> list[str]:
 def silent(source: str) -> list[int]:
     """The lines of the handlers that catch everything and keep it to themselves."""
     handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
-    return [handler.lineno for handler in handlers if catches_everything(handler) and not tells(handler)]
+    return [
+        handler.lineno for handler in handlers
+        if catches_everything(handler) and not tells(handler) and not attempts(handler)
+    ]
 
 
 def catches_everything(handler: ast.ExceptHandler) -> bool:
@@ -40,5 +46,53 @@ def test_no_exception_is_kept_silent() -> None:
     """To pass: name what is expected, raise it again, or log it with its traceback (exc_info)."""
     assert silent("try:\n    work()\nexcept Exception:\n    pass\n") == [3]
     assert silent("try:\n    work()\nexcept Exception:\n    log.exception('failed')\n") == []
-    found = {name: silent((REPOSITORY / name).read_text(encoding="utf-8")) for name in sources()}
+    found = {name: silent(text_of(name)) for name in sources()}
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def text_of(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+def decides(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler takes any exception, or any lack of memory, for an answer by itself."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    names = {kind.id if isinstance(kind, ast.Name) else getattr(kind, "attr", None) for kind in kinds}
+    takes_any = bool(names & {*EVERYTHING, "OutOfMemoryError", None})
+    return takes_any and not attempts(handler) and not is_raised_again(handler)
+
+
+def attempts(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler makes an Attempt of the exception, which its callers note."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "of" and getattr(node.value, "id", None) in ("Attempt", "cls")
+        for statement in handler.body for node in ast.walk(statement)
+    )
+
+
+def is_raised_again(handler: ast.ExceptHandler) -> bool:
+    ends = handler.body[-1]
+    return isinstance(ends, ast.Raise) and ends.exc is None
+
+
+def test_one_function_alone_turns_exceptions_into_answers() -> None:
+    """Who serves a call is decided by what core.attempt makes of an exception. To pass: Attempt.of, attempted, or raise
+    again."""
+    caught = {
+        f"{name}:{function.name}"
+        for name in sources() if name.startswith(tuple(f"lib_onediff/{room}/" for room in DECIDING))
+        for function in ast.walk(ast.parse(text_of(name))) if isinstance(function, ast.FunctionDef)
+        for handler in ast.walk(function) if isinstance(handler, ast.ExceptHandler) and decides(handler)
+    }
+    assert caught == {
+        # The exception becomes one whose reason is nearer to its cause.
+        "lib_onediff/runtime/two_gpus.py:_on",
+        # The host runs once more where its memory was ours; it is the host before and after.
+        "lib_onediff/runtime/graphs/cache.py:run_host",
+        # The call has been answered.
+        "lib_onediff/runtime/runtime.py:note_served",
+        # No call is served here: what a release has, what a compiler is doing, why a checkpoint is not loaded, and that
+        # a library for tokenizers has panicked.
+        "lib_onediff/hosts/contract.py:lack_of", "lib_onediff/hosts/tracing.py:must_be_whole",
+        "lib_onediff/hosts/forge/adapter.py:warm", "lib_onediff/hosts/diffusers/tokenizer.py:load_tokenizer",
+    }

@@ -178,3 +178,52 @@ def test_a_kernel_that_computes_something_else(native: Stand) -> None:
     assert route == "host" and reason.endswith("(backend native)")
     assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
     assert last() == ("ours", reason)
+
+
+# --- a failure in the middle ------------------------------------------------------------------------------------------
+
+
+def raises(error: BaseException) -> Any:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("ours_fails", [False, True])
+def test_what_the_host_raises_is_its_own_and_no_fault(
+    host: Host, error: BaseException, ours_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def fails() -> Tensor:
+        asked.append(1)
+        raise error
+
+    if ours_fails:
+        monkeypatch.setattr(runtime.vae, "_serve", raises(IndexError("ours")))
+    latent = a_latent(host.decoder)
+    with pytest.raises(type(error)) as raised, torch.no_grad():
+        runtime.vae.decode(host.decoder, latent, fails)
+    assert raised.value is error and asked == [1] and runtime.guard.faults == []
+    monkeypatch.undo()
+    decode(host, latent)
+    assert last()[0] == "ours"
+
+
+def test_a_fault_is_told_where_the_host_has_answered(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.vae, "_serve", raises(IndexError("ours")))
+    latent = a_latent(host.decoder)
+    assert torch.equal(decode(host, latent), host_picture(host.decoder, latent)) and host.calls == 1
+    sentence = "a fault of OneDiff in the VAE's forward, please report it: ours"
+    assert last() == ("host", sentence) and runtime.guard.faults == [sentence]
+
+
+@pytest.mark.parametrize("what", ["_note", "_count"])
+def test_a_note_that_fails_costs_no_picture(host: Host, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = a_latent(host.decoder)
+    decode(host, latent)
+    monkeypatch.setattr(runtime.vae, what, raises(IndexError("no statistics")))
+    assert torch.allclose(decode(host, latent), host_picture(host.decoder, latent), atol=1e-5) and host.calls == 1
+    assert runtime.guard.faults == ["a fault of OneDiff in counting a decode, please report it: no statistics"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.guard import HostFunction
+from ...core.attempt import HostFunction
 from ...core.origins import beneath_ours
 from ...core.refusal import Refusal
 from ...runtime.runtime import runtime

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.guard import HostFunction
+from ...core.attempt import HostFunction
 from ...core.origins import package
 from ...core.sampling import OTHER_SAMPLER, Sampling, time_of
 from ...families.leaf_reader import is_genuine

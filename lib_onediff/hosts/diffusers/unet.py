@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.attempt import Attempt, HostFunction
 from ...core.call import APART, Call, Control, PromptRows, half_of
-from ...core.guard import HostFunction
 from ...core.inputs import rows_within
 from ...core.refusal import Refusal
 from ...core.settings import Settings
@@ -106,13 +106,16 @@ class DiffusersForward(ModuleForward):
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
+        unread: Attempt[Any] | None = None
         try:
             given = self._given(original, module, args, kwargs)
             return_dict = given.pop("return_dict", True)
             call = self._read(module, given)
-        except Refusal as reason:
-            runtime.note_host(str(reason), module)
-            return runtime.pressure.run_host(lambda: host(module, *args, **kwargs))
+        except Exception as error:
+            unread = Attempt.of(error)
+        if unread is not None:
+            answer: Any = runtime.unread(module, unread, lambda: host(module, *args, **kwargs))
+            return answer
         by_host = HostsAnswer(host, module, args, kwargs)
         sample = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
         if sample is by_host.sample:
@@ -146,14 +149,7 @@ class DiffusersForward(ModuleForward):
 
     def _read(self, unet: Any, given: dict[str, Any]) -> Call:
         """The call with these arguments as ours."""
-        try:
-            return cosmos_call(unet, **given) if type(unet).__name__ == COSMOS else self._call(unet, **given)
-        except Refusal:
-            raise
-        except Exception as fault:
-            # Inputs that we cannot even read are the host's to judge.
-            log.debug("the inputs of a call were not understood", exc_info=True)
-            raise Refusal(f"the inputs of this call were not understood: {fault}") from fault
+        return cosmos_call(unet, **given) if type(unet).__name__ == COSMOS else self._call(unet, **given)
 
     def _call(
         self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.guard import HostFunction
+from ...core.attempt import HostFunction
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...families.vae import is_diffusers

@@ -191,17 +191,19 @@ class Forge(WebUI):
     def _check(self, unet: nn.Module) -> None:
         """Raise Refusal where a UNet's calls are the host's now. The UNet is looked at once a sampling."""
         if unet not in self._refusals:
-            self._refusals[unet] = self.unmet or ""
+            refusal = ""
             try:
                 self._unets.refuse_derived(unet)
                 hook = next(patch for patch in self._unets.patches if type(unet) is patch.owner)
                 refuse_replaced(type(unet), below=hook.original)
                 check_storage(unet)
-            except Refusal as refusal:
-                self._refusals[unet] = self.unmet or str(refusal)
+            except Refusal as found:
+                refusal = str(found)
             self._changed.look_again(unet)
             runtime.adopt(unet, host_traits=self.host_traits(unet))
             runtime.begin_sampling(unet, self._sampling)
+            # Not before: what fails here is looked at again at the next call.
+            self._refusals[unet] = self.unmet or refusal
         if self._refusals[unet]:
             raise Refusal(self._refusals[unet])
         self._loaded(unet).check()

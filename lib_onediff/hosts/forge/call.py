@@ -47,10 +47,12 @@ class HostCall(NamedTuple):
 
     @classmethod
     def of(cls, parameters: tuple[str, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> HostCall:
-        """Of a forward that has these parameters. TypeError where it gets more, or no x."""
-        others = {**dict(zip(parameters, arguments, strict=False)), **named}
-        if len(arguments) > len(parameters):
-            raise TypeError(f"the forward takes {len(parameters)} arguments, not {len(arguments)}")
+        """Of a forward that has these parameters. Raises TypeError for what no such forward takes: more arguments, one
+        of them twice, or no x."""
+        by_place = dict(zip(parameters, arguments, strict=False))
+        others = {**by_place, **named}
+        if len(arguments) > len(parameters) or by_place.keys() & named.keys() or "x" not in others:
+            raise TypeError(f"the forward takes {', '.join(parameters)}")
         x, timesteps, context, y, control, options = (others.pop(name, None) for name in UNET_PARAMETERS)
         return cls(x, timesteps, context, y, control, {} if options is None else options, others)
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ...core.attempt import HostError
 from ...core.call import Call
 from ...core.guard import Guard
 from ...core.inputs import own_inputs
@@ -19,6 +20,7 @@ from ...core.operators import Operators
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
 from ..managed_unet import ManagedUNet
+from ..verify import state_of
 from .accounting import SMALL_THINGS, Holdings, PoolKey, fits, memory_of, needs_of, too_large
 
 log = logging.getLogger("onediff")
@@ -251,9 +253,14 @@ class MemoryPressure:
     def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] | None = None) -> Result:
         """What host() returns; once more without our graphs where it runs out of GPU memory beside them. make_room: see
         ManagedUNet.make_room."""
+        devices = self._now.made.devices()
+        may_retry = bool(devices) or make_room is not None
+        rewinds = [state_of(device) for device in devices or {torch.device("cpu")}] if may_retry else []
         try:
             return host()
-        except torch.cuda.OutOfMemoryError:
+        except (torch.cuda.OutOfMemoryError, HostError) as error:
+            if isinstance(error, HostError) and not error.is_out_of_memory:
+                raise
             given = [GRAPHS] if self._now.made.devices() else []
             given += [WEIGHTS] if make_room is not None and make_room() else []
             if not given:
@@ -262,6 +269,9 @@ class MemoryPressure:
         log.warning("The GPU's memory is full: %s, and the WebUI tries once more.", ", ".join(given))
         with self._lock:
             self._graphs.free()
+        for rewind in rewinds:
+            # Functions of extensions draw the numbers that they would have drawn.
+            rewind()
         return host()
 
     def watch(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...core.affine import Affine, Weights, WeightsAround
+from ...core.attempt import Outcome, attempted
 from ...core.card import on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
@@ -127,7 +128,7 @@ class Decode:
         if not can_widen:
             raise NoTypeHelps(f"its image is {NOT_FINITE} in {short_name(wanted)}")
         wider = self._wider(f"{self._done} again", overflows)
-        tuned.set(known, NOT_FINITE)
+        self.services.guard.attempt("remembering a VAE", lambda: tuned.set(known, NOT_FINITE))
         log.warning("VAE: %s. From now on, it is not %s in %s.", wider.reason, self._done, short_name(wanted))
         return wider
 
@@ -167,7 +168,7 @@ class Decode:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             if on_gpu:
                 time_host(entry, device, self.host.decode)
-            history.keep_verdict(entry)
+            self.services.guard.attempt("remembering a check", lambda: history.keep_verdict(entry))
         entry.state = State.PROVED
         return made
 
@@ -209,14 +210,11 @@ class Decode:
     def _wider(self, done: str, why: str) -> Decoded:
         """The image in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer
         digits."""
-        try:
-            made = self._by_devices(torch.float32, uncompared=True)
-        except torch.cuda.OutOfMemoryError:
-            if self._wanted == torch.bfloat16:
-                raise
-            made = None
-        if made is None:
+        tried = attempted(lambda: self._by_devices(torch.float32, uncompared=True))
+        if tried.outcome is Outcome.OUT_OF_MEMORY and self._wanted != torch.bfloat16:
             made, why = self._by_devices(torch.bfloat16, uncompared=True), f"{why}, and there is no memory for float32"
+        else:
+            made = tried.given()
         name = short_name(made.entry.key.dtype)
         if not made.is_finite:
             self._refuse_bad_latent()
@@ -236,18 +234,13 @@ class Decode:
         services.pressure.before_decode(self._small.to(dtype))
         for device in devices:
             entry = self._entry(dtype, device.name)
-            try:
-                if entry.state is State.FAILED:
-                    raise Refusal(entry.reason)
-                device.prepare(network)
-                return self._computed(device, entry, latent, reason)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Refusal as refusal:
-                reason = str(refusal)
-            except Exception as error:
-                reason = entry.blame(f"our forward failed: {first_line(error)}", is_final=False)
-                log.exception("%s (%s)", reason, entry.key)
+            made = attempted(partial(self._by, device, network, entry, latent, reason))
+            if made.is_ours or made.outcome is Outcome.OUT_OF_MEMORY:
+                return made.given()
+            reason = made.reason
+            if made.fault is not None:
+                reason = entry.blame(f"our forward failed: {first_line(made.fault)}", is_final=False)
+                log.error("%s (%s)", reason, entry.key, exc_info=made.fault)
         raise Refusal(reason)
 
     @property
@@ -264,6 +257,13 @@ class Decode:
         entry = self.services.table.entry(key, layout.model_name).of_weights(f"{self._digest} {self.sources}")
         self.notice(entry)
         return entry
+
+    def _by(self, device: Device, network: Network, entry: Entry, latent: Tensor, reason: str) -> Decoded:
+        """The image by one device. reason: why the one before was not good. Raises Refusal."""
+        if entry.state is State.FAILED:
+            raise Refusal(entry.reason)
+        device.prepare(network)
+        return self._computed(device, entry, latent, reason)
 
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image of a latent in the type to compute in, in the type of the host's."""

@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...core.attempt import Attempt, HostFunction, Outcome, attempted
 from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
 from ...core.settings import Settings
@@ -23,7 +24,7 @@ from ...weights.binding import Binding
 from ...weights.bound import BoundUNet
 from ...weights.scan import HostTraits, refuse_global_hooks
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN, VAE
-from ..services import OUT_OF_MEMORY, SWITCHED_OFF, TRAINING, Services
+from ..services import SWITCHED_OFF, TRAINING, Services
 from .decode import COLOURS, NOT_FINITE, Decode, Decoded, HostDecode, NoTypeHelps, is_finite, short_name
 
 log = logging.getLogger("onediff")
@@ -108,43 +109,29 @@ class DecoderRoute:
         with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
         that the host finds what it would have found without us.
         """
-        before = self._route, self._reason, self._entry
+        services, before = self._services, (self._route, self._reason, self._entry)
+        device = latent.device if isinstance(latent, Tensor) else torch.device("cpu")
+        work = lambda: self._decode(decoder, latent, HostFunction(host), upcast_attention, check)  # noqa: E731
         try:
-            with self._services.call_stats.timing(VAE, latent.device):
-                return self._decode(HostDecode(decoder, latent, host, cache(host), upcast_attention), check)
+            with services.guard.beside("timing a decode", services.call_stats.timing(VAE, device)):
+                return services.guard.as_raised(work)
         finally:
-            if self._services.waits_for_compile:
+            if services.waits_for_compile:
                 # It belongs to no image.
                 self._route, self._reason, self._entry = before
 
-    def _decode(self, asked: HostDecode, check: Callable[[], object]) -> Tensor:
-        """As decode."""
-        latent, may_help = asked.latent, True
+    def _decode(
+        self, decoder: nn.Module, latent: Tensor, host: HostFunction, upcast_attention: bool,
+        check: Callable[[], object],
+    ) -> Tensor:
+        asked = HostDecode(decoder, latent, host, cache(host), upcast_attention)
         self._entry = None
-        try:
-            made = self._attempt(lambda: self._serve(asked, check))
-        except Refusal as refusal:
-            # The exception would keep what our forward had computed.
-            reason, may_help = str(refusal), not isinstance(refusal, NoTypeHelps)
-        else:
-            self._note(OURS, made.reason)
-            self._count(OURS, latent)
-            return made.image
-        return self._by_host(asked, reason, may_help)
-
-    def _attempt(self, work: Callable[[], Decoded]) -> Decoded:
-        """work(). Raises Refusal with what stands in its way."""
-        try:
-            return work()
-        except Refusal:
-            raise
-        except torch.cuda.OutOfMemoryError:
-            pass
-        except Exception as error:
-            raise Refusal(self._services.guard.note("the VAE's forward", error)) from None
-        # Only now is everything gone that our forward had computed before it failed.
-        self._services.release_memory()
-        raise Refusal(OUT_OF_MEMORY)
+        tried = attempted(lambda: self._serve(asked, check), beside_host=True)
+        if not tried.is_ours:
+            return self._by_host(asked, tried)
+        made = tried.given()
+        self._services.guard.attempt("counting a decode", lambda: self._note_ours(made, latent))
+        return made.image
 
     def _serve(self, asked: HostDecode, check: Callable[[], object]) -> Decoded:
         check()
@@ -172,13 +159,24 @@ class DecoderRoute:
             weights = binding.weights()
         return Decode(self._services, self._notice, binding.layout, weights, sources, asked, settings)
 
-    def _by_host(self, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
-        """The host's own image, or ours where that cannot be shown. may_help: whether ours could."""
-        self._note(HOST, reason)
-        image = self._services.pressure.run_host(asked.image)
+    def _by_host(self, asked: HostDecode, tried: Attempt[Decoded]) -> Tensor:
+        """The host's own image, or ours where that cannot be shown. tried: what became of ours.
+
+        A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
+        """
+        services, reason = self._services, tried.reason
+        if tried.outcome is Outcome.OUT_OF_MEMORY:
+            services.release_memory()
+        if tried.fault is None:
+            self._note(HOST, reason)
+        image = services.pressure.run_host(asked.image)
+        if tried.fault is not None:
+            reason = services.guard.note("the VAE's forward", tried.fault)
+            services.guard.attempt("counting a decode", partial(self._note, HOST, reason))
+        may_help = not isinstance(tried.error, NoTypeHelps)
         look = lambda: self._in_place_of(image, asked, reason, may_help)  # noqa: E731
-        shown: Any = self._services.guard.attempt("looking at the VAE's image", look, image)
-        self._count(HOST if shown is image else OURS, asked.latent)
+        shown: Any = services.guard.attempt("looking at the VAE's image", look, image)
+        services.guard.attempt("counting a decode", lambda: self._count(HOST if shown is image else OURS, asked.latent))
         return shown
 
     def _in_place_of(self, image: Any, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
@@ -186,21 +184,22 @@ class DecoderRoute:
         is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point()
         if not is_image or torch.is_grad_enabled():
             return image
-        try:
-            self._admitted(asked)
-        except Refusal:
-            return image
-        if is_finite(image):
+        if attempted(lambda: self._admitted(asked)).outcome is Outcome.REFUSED or is_finite(image):
             return image
         found = f"{kind_of(image)} is {NOT_FINITE}"
         if may_help:
-            try:
-                made = self._attempt(lambda: self._ours(asked).repeat())
+            tried = attempted(lambda: self._ours(asked).repeat())
+            if tried.is_ours:
+                made = tried.given()
                 self._note(OURS, made.reason)
                 return made.image.to(image.dtype)
-            except Refusal as refusal:
-                self._note(HOST, f"{reason}; its {found}, and ours could not take its place: {refusal}")
-                reason = str(refusal)
+            if tried.outcome is Outcome.OUT_OF_MEMORY:
+                self._services.release_memory()
+            why = tried.reason
+            if tried.fault is not None:
+                why = self._services.guard.note("the VAE's forward", tried.fault)
+            self._note(HOST, f"{reason}; its {found}, and ours could not take its place: {why}")
+            reason = why
         log.warning("VAE: the %s, and OneDiff could not help: %s.", found, reason)
         return image
 
@@ -208,6 +207,10 @@ class DecoderRoute:
 
     def _notice(self, entry: Entry) -> None:
         self._entry = entry
+
+    def _note_ours(self, made: Decoded, latent: Tensor) -> None:
+        self._note(OURS, made.reason)
+        self._count(OURS, latent)
 
     def _count(self, route: str, latent: Any) -> None:
         """A decode went by this route. An encode is told, but not counted."""

@@ -11,21 +11,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partialmethod
-from inspect import isfunction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....core.call import Call, PatchPoints
 from ....core.inputs import bytes_of, copy_inputs
+from ....core.points import EveryPoint
 
 WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5
 # Where the host's options are told of the place, whether anything stands there or not.
 NOTED = ("before_stage", "join", "begin_block", "end_transformer")
+# Bytes of what functions return in a replay. Beyond, a replay that does not fit has its functions called again.
+MOST_KEPT = 256 << 20
 
 
 class GraphRecording:
@@ -166,83 +168,139 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
 
 
 class DoesNotFit(Exception):
-    """Functions stand elsewhere than when the graphs were recorded, or return something of another shape."""
+    """Functions stand elsewhere than when the graphs were recorded, or return something of another shape.
+
+    passed: the points of the forward up to the function that does not fit; None where its functions have to be called
+    again for the call.
+    """
+
+    passed: list[PassedPoint] | None = None
 
 
-# Does a part again, with the functions of a call.
-Step = Callable[[Any], object]
+class PassedPoint(NamedTuple):
+    """A point that a forward has passed. answer: what the point has returned, if functions stand there or its answer is
+    no tensor; otherwise it returns its arguments, as PatchPoints does."""
+
+    name: str
+    has_answer: bool
+    answer: Any = None
+
+
+class Returned:
+    """What functions return in one replay, in order, until it takes too much memory to keep."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self.is_complete = True
+        self._bytes = 0
+
+    def keep(self, returned: Any) -> None:
+        """Keep a copy: a function may use its memory again at the next point."""
+        if not self.is_complete:
+            return
+        tensors = [one for one in tensors_of(returned) if isinstance(one, Tensor)]
+        self._bytes += sum(tensor.nbytes for tensor in tensors)
+        if self._bytes > MOST_KEPT:
+            self.is_complete = False
+            self.all.clear()
+        else:
+            several = isinstance(returned, (tuple, list))
+            self.all.append(tuple(map(fresh, returned)) if several else fresh(returned))
+
+
+# Does a part again, with the functions of a call, and keeps what they return.
+Step = Callable[[Any, Returned], object]
 
 
 @dataclass(frozen=True)
 class Function:
     """A point where functions stand. arguments: views in the place of tensors. results: where the next part reads what
-    they return."""
+    they return. place: its number among the points of the forward."""
 
     name: str
     arguments: tuple[Any, ...]
     results: tuple[Tensor, ...]
+    place: int
 
-    def __call__(self, patches: PatchPoints) -> None:
-        returned = tensors_of(getattr(patches, self.name)(*map(fresh, self.arguments)))
+    def __call__(self, patches: PatchPoints, kept: Returned) -> None:
+        given = getattr(patches, self.name)(*map(fresh, self.arguments))
+        kept.keep(given)
+        returned = tensors_of(given)
         if list(map(form, returned)) != list(map(form, self.results)):
             raise DoesNotFit(f"a function of another extension returned another shape than before ({self.name})")
-        for result, given in zip(self.results, returned, strict=True):
-            result.copy_(given)
+        for result, one in zip(self.results, returned, strict=True):
+            result.copy_(one)
 
 
 def replaying(replay: Callable[[], None]) -> Step:
     """What was recorded between two functions."""
-    return lambda patches: replay()
+    return lambda patches, kept: replay()
 
 
 def noting(name: str, arguments: tuple[Any, ...]) -> Step:
     """A point where nothing stands; the host's options are told of the place. Nobody reads the tensors."""
     places = tuple(None if isinstance(one, Tensor) else one for one in arguments)
-    return lambda patches: getattr(patches, name)(*places)
+    return lambda patches, kept: getattr(patches, name)(*places)
 
 
-class RecordedPoints(PatchPoints):
-    """The points of a call whose forward is being recorded. steps: what was done so far."""
+class RecordedPoints(EveryPoint):
+    """The points of a call whose forward is being recorded. steps: what was done so far. points: which it has passed;
+    what functions have returned is not kept."""
 
     def __init__(self, patches: PatchPoints, recording: GraphRecording) -> None:
-        self._patches, self._recording = patches, recording
-        self.structure, self.places = patches.structure, patches.places
-        self.sees_stages = patches.sees_stages
-        self.norm = None if patches.norm is None else lambda path, given: self._at("norm", path, given)
+        super().__init__(patches)
+        self._recording = recording
         self.steps: list[Step] = []
+        self.points: list[PassedPoint] = []
 
-    def begin(self, latent: Tensor) -> None:
-        self._patches.begin(latent)
-
-    def _at(self, name: str, *arguments: Any) -> Any:
+    def at(self, point: str, *arguments: Any) -> Any:
         patches, recording = self._patches, self._recording
-        if not patches.stands(name, *arguments):
-            if name in NOTED:
-                self.steps.append(noting(name, arguments))
-            return getattr(patches, name)(*arguments)
+        if not patches.stands(point, *arguments):
+            if point in NOTED:
+                self.steps.append(noting(point, arguments))
+            returned = getattr(patches, point)(*arguments)
+            says = isinstance(returned, bool)
+            self.points.append(PassedPoint(point, says, returned if says else None))
+            return returned
         self.steps.append(replaying(recording.end()))
         views = tuple(recording.view(one) if isinstance(one, Tensor) else one for one in arguments)
-        returned = getattr(patches, name)(*map(fresh, arguments))
+        returned = getattr(patches, point)(*map(fresh, arguments))
         results = recording.begin(tensors_of(returned))
-        self.steps.append(Function(name, views, tuple(map(recording.view, results))))
+        self.steps.append(Function(point, views, tuple(map(recording.view, results)), len(self.points)))
+        self.points.append(PassedPoint(point, True))
         return tuple(results) if isinstance(returned, (tuple, list)) else results[0]
 
 
-# Every point is recorded in the same way.
-for _name, _point in vars(PatchPoints).items():
-    if isfunction(_point) and _name not in ("stands", "functions", "begin"):
-        setattr(RecordedPoints, _name, partialmethod(RecordedPoints._at, _name))
+class ResumedPoints(EveryPoint):
+    """The points of a forward that begins anew where a replay did not fit: those that the replay has passed return what
+    they have returned, and none of their functions is called again."""
+
+    def __init__(self, patches: PatchPoints, passed: Iterable[PassedPoint]) -> None:
+        super().__init__(patches)
+        self._passed = deque(passed)
+
+    def begin(self, latent: Tensor) -> None:
+        """It has begun."""
+
+    def at(self, point: str, *arguments: Any) -> Any:
+        if not self._passed:
+            return getattr(self._patches, point)(*arguments)
+        passed = self._passed.popleft()
+        if passed.name != point:
+            raise RuntimeError(f"the forward comes to {point}, and the replay came to {passed.name}")
+        return passed.answer if passed.has_answer else getattr(PatchPoints, point)(self, *arguments)
 
 
 @dataclass
 class GraphRunner:
     """core.device.Runner by the graphs of a forward's parts. output: (batch, out channels, height, width), where the
-    last part writes it. places: see PatchPoints; None where no functions run within it. memory: the pool that the
-    graphs were captured in."""
+    last part writes it. places: see PatchPoints; None where no functions run within it. points: see RecordedPoints.
+    memory: the pool that the graphs were captured in."""
 
     steps: list[Step]
     output: Tensor
     places: object
+    points: list[PassedPoint]
     inputs: Call
     memory: Any
     own_bytes: int
@@ -250,15 +308,32 @@ class GraphRunner:
     def run(self, call: Call) -> Tensor:
         """The output for a call, as a new tensor. Raises DoesNotFit, before any function was called where they stand at
         other places."""
-        patches = call.patches
+        patches, kept = call.patches, Returned()
         if (None if patches is None else patches.places) != self.places:
-            raise DoesNotFit("functions stand at other places than before")
+            misfit = DoesNotFit("functions stand at other places than before")
+            misfit.passed = []
+            raise misfit
         copy_inputs(call, self.inputs)
         if patches is not None:
             patches.begin(call.latent)
         for step in self.steps:
-            step(patches)
+            try:
+                step(patches, kept)
+            except DoesNotFit as misfit:
+                misfit.passed = self._passed(step, kept)
+                raise
         return self.output.clone()
+
+    def _passed(self, step: Any, kept: Returned) -> list[PassedPoint] | None:
+        """The points up to this function, which is the last that was called."""
+        if not kept.is_complete:
+            return None
+        functions = {one.place for one in self.steps if isinstance(one, Function)}
+        answers = iter(kept.all)
+        return [
+            point._replace(answer=next(answers)) if place in functions else point
+            for place, point in enumerate(self.points[:step.place + 1])
+        ]
 
 
 def record(
@@ -267,7 +342,9 @@ def record(
     """Record a forward of inputs that are the graphs' own; with functions within it, it is computed too, and they are
     called. compute: the forward. memory: see GraphRunner."""
     # Whose functions they were must not be kept.
-    patches, own, places = inputs.patches, replace(inputs, patches=None), None
+    patches, own = inputs.patches, replace(inputs, patches=None)
+    places: object = None
+    passed: list[PassedPoint] = []
     recording.begin()
     if patches is None:
         output = compute(own)
@@ -275,8 +352,8 @@ def record(
     else:
         points, places = RecordedPoints(patches, recording), patches.places
         output = compute(replace(inputs, patches=points))
-        steps = [*points.steps, replaying(recording.end())]
-    return GraphRunner(steps, output, places, own, memory, bytes_of(own))
+        steps, passed = [*points.steps, replaying(recording.end())], points.points
+    return GraphRunner(steps, output, places, passed, own, memory, bytes_of(own))
 
 
 def tensors_of(returned: Any) -> tuple[Tensor, ...]:

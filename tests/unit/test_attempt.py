@@ -1,0 +1,256 @@
+"""What becomes of a call in whose middle something fails: it is computed once, by who is to compute it, and what is
+the host's own to raise is raised."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import a_call, diffusers_arguments, diffusers_output, diffusers_unet, relative_error
+from ladder_builders import now, reason
+from own_forward import own_forward
+from samplings import ON, STEPS, Rig, Samplings, few_steps_suffice  # noqa: F401
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.core.attempt import HostError, HostFunction, Outcome, attempted
+from lib_onediff.core.policy import Answer
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families import registry
+from lib_onediff.hosts.diffusers import unet as diffusers_host
+from lib_onediff.hosts.hooks import ClassPatch
+from lib_onediff.runtime.runtime import runtime
+
+CLOSE = 1e-5
+OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+
+def raises(error: BaseException) -> Callable[..., Any]:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize(("error", "outcome"), [
+    (Refusal("not here"), Outcome.REFUSED), (OUT_OF_MEMORY, Outcome.OUT_OF_MEMORY), (KeyError("ours"), Outcome.FAULT),
+], ids=repr)
+def test_an_exception_is_one_of_three_outcomes(error: Exception, outcome: Outcome) -> None:
+    tried = attempted(raises(error))
+    assert tried.outcome is outcome and (tried.fault is error) is (outcome is Outcome.FAULT)
+    with pytest.raises(type(error)):
+        tried.given()
+    assert attempted(lambda: 3).given() == 3
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), OUT_OF_MEMORY, KeyboardInterrupt()], ids=repr)
+def test_the_hosts_own_exception_is_none_of_them(error: BaseException) -> None:
+    host = HostFunction(raises(error))
+    with pytest.raises(HostError) as passing:
+        attempted(host)
+    assert passing.value.as_raised() is error
+    if passing.value.is_out_of_memory:
+        assert attempted(host, beside_host=True).outcome is Outcome.OUT_OF_MEMORY
+
+
+def test_what_was_computed_before_a_fault_is_freed() -> None:
+    """The host is about to need the memory."""
+    tensors: list[Any] = []
+
+    def fails() -> None:
+        big = torch.zeros(8)
+        tensors.append(weakref.ref(big))
+        try:
+            raise KeyError("first")
+        except KeyError:
+            other = torch.zeros(8)
+            tensors.append(weakref.ref(other))
+            big.view(3)
+
+    tried = attempted(fails)
+    assert tried.fault is not None and [one() for one in tensors] == [None, None]
+    assert tried.fault.__traceback__ is not None, "it can still be logged"
+
+
+def test_what_the_host_was_handling_meanwhile_keeps_its_frames() -> None:
+    def host() -> None:
+        frames.append("kept")
+        raise ValueError("the host's")
+
+    frames: list[Any] = []
+    try:
+        host()
+    except ValueError as error:
+        assert attempted(raises(KeyError("ours"))).fault is not None
+        assert error.__traceback__.tb_next.tb_frame.f_locals["frames"] is frames
+
+
+# --- step policies ----------------------------------------------------------------------------------------------------
+
+POLICIES: dict[str, dict[str, Any]] = {**ON, "deepcache": {"deepcache_interval": 3}}
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_host_raises_is_no_policys(policy: str, error: BaseException, caplog: Any) -> None:
+    """Nor is anything computed again."""
+    rig = Rig(**{"deepcache_interval": 1, **POLICIES[policy]})
+    rig.begin()
+    runs: list[int] = []
+
+    def host() -> Tensor:
+        runs.append(1)
+        raise error
+
+    call = Samplings("guidance").call(STEPS[0])
+    with pytest.raises(type(error)) as raised, torch.no_grad():
+        rig.runtime.run(rig.unet, call, host)
+    assert raised.value is error and len(runs) == 1
+    assert rig.runtime.guard.faults == [] and "fault" not in rig.runtime.status()[policy]["reason"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("policy", ["forecast", "deepcache", "guidance"])
+def test_a_fault_inside_of_a_policy_is_not_charged_to_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(**{"deepcache_interval": 1, **POLICIES[policy]})
+    rig.begin()
+    monkeypatch.setattr(rig.runtime.by_card.choice, "begin", raises(IndexError("ours")))
+    runs: list[Tensor] = []
+    call = Samplings("guidance").call(STEPS[0])
+
+    def host() -> Tensor:
+        runs.append(diffusers_output(rig.unet, call))
+        return runs[-1]
+
+    with torch.no_grad():
+        output = rig.runtime.run(rig.unet, call, host)
+    assert len(runs) == 1 and torch.equal(output, diffusers_output(rig.unet, call))
+    assert rig.runtime.guard.faults == ["a fault of OneDiff in the UNet's forward, please report it: ours"]
+    assert "fault" not in rig.runtime.status()[policy]["reason"]
+
+
+def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Samplings("forecast")
+    ours.begin()
+    [policy] = [one for one in ours.runtime.stepping.policies if one.name == "forecast"]
+    asked: list[int] = []
+
+    def plan(moment: Any) -> Any:
+        def answer(compute: Any) -> Answer:
+            compute(moment.call, moment.host)
+            raise IndexError("after it")
+
+        return answer
+
+    monkeypatch.setattr(policy, "plan", plan)
+    forward = ours.runtime.by_card.answer
+    monkeypatch.setattr(
+        ours.runtime.by_card, "answer", lambda *args, **more: (asked.append(1), forward(*args, **more))[1]
+    )
+    call = ours.call(STEPS[0])
+    with torch.no_grad():
+        output = ours.runtime.run(ours.unet, call, lambda: diffusers_output(ours.unet, call))
+    assert asked == [1] and relative_error(output, diffusers_output(ours.unet, call)) < CLOSE
+    assert "after it" in ours.reason
+
+
+# --- an answer that is there ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("what", ["call_stats.note_served", "call_stats.note"])
+def test_a_note_that_fails_costs_the_note(
+    unet: nn.Module, replays: bool, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = diffusers_arguments(a_call(unet))
+    with torch.no_grad():
+        expected = own_forward(unet)(**given).sample
+        for _ in range(3 if replays else 1):
+            unet(**given)
+        owner, name = what.split(".")
+        monkeypatch.setattr(getattr(runtime, owner), name, raises(IndexError("no statistics")))
+        monkeypatch.setattr(runtime.pressure, "run_host", raises(AssertionError("the host is not asked")))
+        assert relative_error(unet(**given).sample, expected) < CLOSE
+    assert runtime.guard.faults == ["a fault of OneDiff in counting a call, please report it: no statistics"]
+
+
+def test_what_fails_after_the_answer_costs_the_graph(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = diffusers_arguments(a_call(unet))
+    monkeypatch.setattr(runtime.services.holdings.made, "prepare", raises(torch.cuda.OutOfMemoryError("full")))
+    monkeypatch.setattr("lib_onediff.runtime.managed_unet.ManagedUNet.make_room", raises(IndexError("no room")))
+    with torch.no_grad():
+        expected = own_forward(unet)(**given).sample
+        for _ in range(3):
+            assert relative_error(unet(**given).sample, expected) < CLOSE and now()[1] == "plain", reason()
+    assert runtime.guard.faults == ["a fault of OneDiff in getting ready for later calls, please report it: no room"]
+
+
+# --- reading a call ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_while_a_call_is_read_is_a_fault(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = diffusers_arguments(a_call(unet))
+    monkeypatch.setattr(diffusers_host, "timestep_of_batch", raises(IndexError("ours")))
+    sentence = "a fault of OneDiff in the UNet's forward, please report it: ours"
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(unet(**given).sample, own_forward(unet)(**given).sample)
+            assert now()[1] == "host" and reason() == sentence and runtime.guard.faults == [sentence]
+    assert sum(record.exc_info is not None for record in caplog.records) == 1, "once"
+
+
+def test_what_the_host_refuses_too_is_its_own(unet: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = diffusers_arguments(a_call(unet))
+    for wrong in (
+        {name: value for name, value in given.items() if name != "timestep"}, {**given, "nonsense": 1},
+        {**given, "timestep": "noon"}, {**given, "added_cond_kwargs": 3}, {**given, "encoder_hidden_states": 3},
+    ):
+        with torch.no_grad(), pytest.raises(Exception) as expected:
+            own_forward(unet)(**wrong)
+        with torch.no_grad(), pytest.raises(expected.type) as raised:
+            unet(**wrong)
+        assert str(raised.value) == str(expected.value), wrong
+        assert runtime.guard.faults == [] and "fault" not in reason()
+    assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
+
+
+def test_arguments_that_fit_no_forward_are_the_hosts_to_refuse() -> None:
+    """Neither ours nor the host's takes them."""
+    class Owner:
+        def forward(self, x: int) -> int:
+            return x + 1
+
+    told: list[str] = []
+    guard = runtime.guard
+    guard.resume()
+    patch = ClassPatch(
+        Owner, "forward", lambda original, module, x: original(module, x), guard, "a method",
+        lambda module, reason: told.append(reason),
+    )
+    patch.apply()
+    for wrong in ((), (1, 2)):
+        with pytest.raises(TypeError, match=r"Owner\.forward\(\)") as raised:
+            Owner().forward(*wrong)
+        assert "original" not in str(raised.value)
+    assert Owner().forward(1) == 2
+    assert guard.faults == [] and told == [] and not guard.suspended
+
+
+def test_a_module_tree_that_we_fail_to_read_is_a_fault_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    unet = diffusers_unet()
+    given = diffusers_arguments(a_call(unet))
+    runtime.adopt(unet)
+    diffusers_host.attach(unet)
+    monkeypatch.setattr(registry, "read", raises(TypeError("ours")))
+    for number in range(3):
+        with torch.no_grad():
+            assert torch.equal(unet(**given).sample, own_forward(unet)(**given).sample)
+        assert now()[1] == "host" and (number > 0 or reason() == runtime.guard.faults[0])
+    assert runtime.guard.faults == ["a fault of OneDiff in the UNet's forward, please report it: ours"]
+    assert reason() == "OneDiff has failed to read this network: ours"
+    assert sum(record.exc_info is not None for record in caplog.records if record.levelname != "DEBUG") == 1
+    lib_onediff.uncompile_unet(unet)

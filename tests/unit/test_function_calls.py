@@ -1,0 +1,295 @@
+"""Functions of other extensions within a call of ours: each is called once, draws what the host would draw, and raises
+its own exceptions."""
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL_XL, a_call, compute, our_output, relative_error, shared_ldm_unet
+from ladder_builders import NATIVE, Weather, attached, now, reason
+from test_patch_points import PATCHES, Options, copied, merged, ours, unmerged
+from test_segments import recorded
+from torch import Tensor
+from torch.nn import functional
+
+from lib_onediff.core.call import INPUT, MIDDLE, Call, PatchPoints
+from lib_onediff.devices.cuda.graphs import segments
+from lib_onediff.devices.cuda.graphs.segments import DoesNotFit, ResumedPoints
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.runtime.runtime import runtime
+
+CLOSE = 1e-5
+# How often it is called in a call: after each input stage, and after the middle one.
+PLACES = 5
+SEED = 7
+
+
+class Extension:
+    """Adds noise at stages. number: of its calls, which is set back where it has to be called again. at: what it does
+    at its how manyth call."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        # What a dictionary holds is not set back.
+        self._seen: dict[str, tuple[str, ...]] = {"": ()}
+        self.at: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    @property
+    def calls(self) -> int:
+        """All of them."""
+        return len(self._seen[""])
+
+    def begin(self, at: dict[int, Callable[[Tensor], Tensor]]) -> None:
+        self.number, self._seen[""], self.at = 0, (), at
+
+    def __call__(self, part: str, hidden: Tensor) -> Tensor:
+        does = self.at.get(self.number, lambda hidden: hidden)
+        self.number += 1
+        self._seen[""] += (part,)
+        return does(hidden + 0.01 * torch.randn(hidden.shape) * random.random())
+
+
+class Points(PatchPoints):
+    structure = ("somebody",)
+
+    def __init__(self, extension: Extension) -> None:
+        self._extension, self.functions = extension, [extension]
+
+    def stands(self, point: str, *arguments: Any) -> bool:
+        return point == "after_stage" and arguments[0] in (INPUT, MIDDLE)
+
+    def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        return self._extension(part, hidden_states) if part in (INPUT, MIDDLE) else hidden_states
+
+
+class Scene:
+    """A UNet with an extension on it. at: what the extension does at its how manyth call within a call of the UNet."""
+
+    def __init__(self) -> None:
+        self.unet = attached(**SMALL_XL)
+        self.call = a_call(self.unet)
+        self.bound = runtime.services.managed.get(self.unet).bound
+        self.host_runs = 0
+        self.extension = Extension()
+
+    def patched(self) -> Call:
+        return replace(self.call, patches=Points(self.extension))
+
+    def host(self) -> Tensor:
+        self.host_runs += 1
+        return compute(self.bound.layout, self.bound.binding.weights(), torch_ops, self.patched())
+
+    def begin(self, **at: Callable[[Tensor], Tensor]) -> None:
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        self.host_runs = 0
+        self.extension.begin({int(number[1:]): does for number, does in at.items()})
+
+    @torch.no_grad()
+    def ours(self) -> Tensor:
+        return runtime.run(self.unet, self.patched(), self.host)
+
+    @torch.no_grad()
+    def expected(self, **at: Callable[[Tensor], Tensor]) -> tuple[Tensor, tuple[float, float]]:
+        """The host's own output, and the random numbers that come after it."""
+        self.begin(**at)
+        return self.host(), numbers()
+
+
+def numbers() -> tuple[float, float]:
+    return float(torch.rand(())), random.random()
+
+
+def shrunk(hidden: Tensor) -> Tensor:
+    """As Kohya's HRFix from some step on."""
+    return functional.interpolate(hidden, scale_factor=0.5)
+
+
+@pytest.fixture
+def tracebacks(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
+    """How many are in the log."""
+    return lambda: sum(record.exc_info is not None for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+@pytest.fixture
+def scene(pretended: Any) -> Scene:
+    """One whose next call goes by graphs."""
+    made = Scene()
+    with torch.no_grad():
+        runtime.run(made.unet, made.call, lambda: our_output(made.unet, made.call))
+    for route in ("plain", "plain", "graph"):
+        made.begin()
+        made.ours()
+        assert now() == (NATIVE, route), reason()
+    return made
+
+
+@pytest.mark.parametrize("number", range(PLACES))
+@pytest.mark.parametrize("most_kept", [segments.MOST_KEPT, 0])
+def test_a_shape_that_does_not_fit_half_way_is_the_hosts_image(
+    scene: Scene, number: int, most_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for what they have returned, the functions are called again with the same random numbers."""
+    monkeypatch.setattr(segments, "MOST_KEPT", most_kept)
+    # A capture calls them again.
+    monkeypatch.setattr(runtime.services.graphs, "capture", lambda *given: 0)
+    changes = {f"_{number}": shrunk}
+    expected, then = scene.expected(**changes)
+    scene.begin(**changes)
+    output = scene.ours()
+    assert now() == (NATIVE, "plain") and entry_of_patched().misfits == 1 and scene.host_runs == 0
+    assert relative_error(output, expected) < CLOSE and numbers() == then
+    if most_kept:
+        assert scene.extension.calls == PLACES
+
+
+def test_a_misfit_is_captured_anew_and_replayed(scene: Scene) -> None:
+    for route in ("plain", "graph", "graph"):
+        expected, then = scene.expected(_4=shrunk)
+        scene.begin(_4=shrunk)
+        assert relative_error(scene.ours(), expected) < CLOSE and numbers() == then and now() == (NATIVE, route)
+        # The first one is captured too, for which they are set back and called again.
+        assert scene.extension.calls == PLACES or route == "plain"
+
+
+def test_what_a_function_writes_into_its_memory_later_was_kept(scene: Scene) -> None:
+    """One buffer for what it returns at every place of the same shape."""
+    kept: dict[torch.Size, Tensor] = {}
+
+    def reused(hidden: Tensor) -> Tensor:
+        return kept.setdefault(hidden.shape, torch.empty_like(hidden)).copy_(hidden)
+
+    changes = {**{f"_{number}": reused for number in range(PLACES)}, "_4": shrunk}
+    plain = {name: (lambda hidden: hidden) for name in changes} | {"_4": shrunk}
+    expected, _ = scene.expected(**plain)
+    scene.begin(**changes)
+    assert relative_error(scene.ours(), expected) < CLOSE and entry_of_patched().misfits == 1
+
+
+def test_what_functions_hand_each_other_survives_a_misfit() -> None:
+    """Forge's options of a block are made when it begins: one patch writes there what the next one reads."""
+    unet, options = shared_ldm_unet(), {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [unmerged]}}
+
+    def longer(tokens: Tensor, extra: Options) -> Tensor:
+        assert extra["kept"]
+        tokens = unmerged(tokens, extra) * (1 + extra["transformer_index"] / 10)
+        return tokens[:1] if extra["block"][0] == "middle" else tokens
+
+    with torch.no_grad():
+        call = a_call(unet)
+        runner, _ = recorded(unet, ours(unet, call, copied(options)))
+        other = {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [longer]}}
+        made = ours(unet, call, copied(other))
+        with pytest.raises(DoesNotFit) as misfit:
+            runner.run(made)
+        resumed = replace(made, patches=ResumedPoints(made.patches, misfit.value.passed))
+        expected = our_output(unet, ours(unet, call, copied(other)))
+        assert relative_error(our_output(unet, resumed), expected) < CLOSE
+
+
+def entry_of_patched() -> Any:
+    [entry] = [one for one in runtime.table.entries() if one.key.backend == NATIVE and one.key.patches]
+    return entry
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """As WebUIs have it."""
+
+
+def raising(*errors: BaseException) -> Callable[[Tensor], Tensor]:
+    """Raises each once."""
+    waiting = list(errors)
+
+    def fails(hidden: Tensor) -> Tensor:
+        if waiting:
+            raise waiting.pop()
+        return hidden
+
+    return fails
+
+
+@pytest.mark.parametrize("error", [ValueError("the extension's own"), Interrupted(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("replays", [True, False])
+def test_an_exception_of_a_function_is_its_own(
+    scene: Scene, error: BaseException, replays: bool, tracebacks: Callable[[], int]
+) -> None:
+    """It is raised as it is, nothing is computed again, and the next call goes as if nothing had been."""
+    if not replays:
+        runtime.release_memory()
+    scene.begin(_2=raising(error))
+    with pytest.raises(type(error)) as raised:
+        scene.ours()
+    assert raised.value is error and scene.extension.calls == 3 and scene.host_runs == 0
+    assert [frame.name for frame in raised.traceback][-2:] == ["__call__", "fails"]
+    assert runtime.guard.faults == [] and tracebacks() == 0 and not runtime.services.is_between_graphs
+    assert entry_of_patched().state.value != "failed"
+    expected, then = scene.expected()
+    scene.begin()
+    assert relative_error(scene.ours(), expected) < CLOSE and numbers() == then
+    assert now() == (NATIVE, "graph" if replays else "plain")
+
+
+def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: Scene) -> None:
+    expected, then = scene.expected()
+    scene.begin(_3=raising(torch.cuda.OutOfMemoryError("CUDA out of memory")))
+    # The host's own pass finds room.
+    output = scene.ours()
+    assert now()[1] == "host" and scene.host_runs == 1
+    assert relative_error(output, expected) < CLOSE and numbers() == then
+
+
+def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_random_numbers(
+    scene: Scene, weather: Weather
+) -> None:
+    runtime.release_memory()
+    expected, then = scene.expected()
+    scene.begin()
+    weather.raises(RuntimeError("CUDA error"))
+    output = scene.ours()
+    assert now()[0] == "cudagraph" and entry_of_patched().state.value == "failed"
+    assert relative_error(output, expected) < CLOSE and numbers() == then
+
+
+def test_a_function_that_fails_within_our_forward_alone_is_the_hosts(pretended: Any) -> None:
+    scene = Scene()
+    with torch.no_grad():
+        runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))
+
+    def fails_before_the_host_runs(hidden: Tensor) -> Tensor:
+        if not scene.host_runs:
+            raise AttributeError("no such thing")
+        return hidden
+
+    expected, then = scene.expected()
+    scene.begin(**{f"_{number}": fails_before_the_host_runs for number in range(99)})
+    output = scene.ours()
+    assert relative_error(output, expected) < CLOSE and numbers() == then and scene.host_runs == 1
+    assert now()[1] == "host" and "fails there: no such thing (somebody)" in reason()
+
+
+def test_what_fails_while_its_graph_is_captured_costs_the_graph_alone(pretended: Any) -> None:
+    scene = Scene()
+    with torch.no_grad():
+        runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))
+    scene.begin()
+    scene.ours()
+    expected, then = scene.expected()
+
+    def fails_once_it_is_answered(hidden: Tensor) -> Tensor:
+        if scene.extension.calls > PLACES:
+            raise ValueError("again")
+        return hidden
+
+    scene.begin(_2=fails_once_it_is_answered)
+    output = scene.ours()
+    assert relative_error(output, expected) < CLOSE and numbers() == then and scene.host_runs == 0
+    assert "the graph could not be captured: again" in entry_of_patched().no_graph
+    assert not runtime.services.is_between_graphs
