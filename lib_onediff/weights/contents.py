@@ -127,7 +127,9 @@ class Sums:
     def __init__(self, places: Sequence[Place], part: int, reader: Reader | None) -> None:
         self._places, self._part, self._device = places, part, places[0].device
         self._launch = reader(places, part) if reader is not None and self._device.type == "cuda" else None
-        self._odd = torch.arange(1, 2 * CHUNKS.get(self._device.type, CHUNK), 2, device=self._device)
+        self._odd = torch.arange(
+            1, 2 * CHUNKS.get(self._device.type, CHUNK), 2, dtype=torch.int64, device=self._device
+        )
 
     def begin(self, are_alive: bool) -> Callable[[], Tensor]:
         """Start the reading. The returned function waits for it, (places,) in int64 on the CPU. Both raise
@@ -140,7 +142,7 @@ class Sums:
             found = self._launch()
         else:
             raise ReferenceError("a tensor's memory is gone")
-        on_cpu = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        on_cpu = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
         on_cpu.copy_(found, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self._device))

@@ -53,7 +53,8 @@ class Animas:
     ) -> Call:
         latent = noise(batch, layout.in_channels, 1, *size)
         context = noise(batch, max(tokens, FEWEST_TOKENS), layout.context_width)
-        return Call(latent, torch.full((batch,), self.first_timestep / 2, device=latent.device), context)
+        timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
+        return Call(latent, timestep, context)
 
     def output(self, layout: AnimaLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """For latents of any size."""
@@ -142,7 +143,7 @@ def turns_of(positions: Positions, rows: int, columns: int, device: torch.device
     """Of rows * columns tokens."""
     angles = []
     for count, width, theta in zip((1, rows, columns), positions.widths, positions.thetas, strict=True):
-        exponents = (torch.arange(0, width, 2, device=device).float() / width).to(positions.rounded)
+        exponents = (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width).to(positions.rounded)
         frequencies = 1.0 / theta ** exponents.to(positions.frequencies)
         angles.append(torch.outer(torch.arange(count, dtype=torch.float32, device=device), frequencies))
     time, down, across = angles

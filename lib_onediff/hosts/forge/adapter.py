@@ -261,8 +261,11 @@ class Forge(WebUI):
         sampling, model = importlib.import_module(self.sampling), patcher.model
         computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
         device, dtype = patcher.load_device, computed or patcher.model_dtype()
-        generator = torch.Generator().manual_seed(0)
-        noise = lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)  # noqa: E731
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+
         with torch.inference_mode():
             call = self.call_to_warm(width, height, batch, tokens, noise)
             # The host plans memory for twice the images: the prompt and the negative prompt.
@@ -282,7 +285,7 @@ class Forge(WebUI):
         vae = checkpoint.forge_objects.vae
         latent = torch.randn(
             (images, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
-            generator=torch.Generator().manual_seed(0),
+            generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu",
         )
         needed = vae.memory_used_decode(latent.shape, vae.vae_dtype) + memory.module_size(vae.first_stage_model)
         # Not where the host would put the UNet aside for it, which would then lie elsewhere when it comes back.

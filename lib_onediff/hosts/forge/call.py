@@ -114,7 +114,9 @@ def unet_call(
     if runs_functions:
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
     context = given.context
-    if isinstance(context, Tensor) and context.dim() == WITH_ANOTHER_DIMENSION:
+    if not all(isinstance(one, Tensor) for one in (given.x, given.timesteps, context)):
+        raise Refusal("the latent, the timestep or the context is no tensor")
+    if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)
     return Call(
         latent=given.x, timestep=given.timesteps, context=context, y=given.y, control=control_of(given.control),
