@@ -130,11 +130,13 @@ def modulations_of(
 def raised(down: Tensor, ups: Affine) -> Tensor:
     """(layers, batch, rank), each by its own rows of the weight: (layers, batch, rows)."""
     product, rank = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT), 0
-    if ups.low_rank is None:
+    low_rank = ups.low_rank
+    if low_rank is None:
         return product
-    for row, up in ups.low_rank.ups:
-        layer, part = row // product.shape[-1], ups.low_rank.down[rank:rank + up.shape[1]]
-        product[layer] += functional.linear(functional.linear(down[layer], part), up)
+    for index, (row, up) in enumerate(low_rank.ups):
+        layer, part = row // product.shape[-1], low_rank.down[rank:rank + up.shape[1]]
+        hidden = functional.linear(down[layer].to(part.dtype), part)
+        product[layer] += low_rank.scaled(index, functional.linear(hidden, up))
         rank += up.shape[1]
     return product
 
