@@ -48,9 +48,9 @@ def test_limits(entry: Entry, allowed: float, passes: float, fails: float) -> No
 
 @pytest.mark.parametrize(("dtype", "moves", "passes", "fails"), [
     # Rounding moves the output by less than what is never asked about, by something between, and by too much.
-    (torch.float32, 1e-7, 4e-6, 6e-6), (torch.float32, 1e-5, 1.9e-5, 2.1e-5), (torch.float32, 1.0, 9e-5, 1.1e-4),
-    (torch.float32, float("nan"), 4e-6, 6e-6), (torch.float16, 4e-3, 7e-3, 9e-3), (torch.float16, 1.0, 9e-3, 1.1e-2),
-    (torch.bfloat16, 2e-2, 3.5e-2, 4.5e-2), (torch.bfloat16, 1.0, 5e-2, 7e-2),
+    (torch.float32, 1e-7, 4e-6, 6e-6), (torch.float32, 1e-5, 2.9e-5, 3.1e-5), (torch.float32, 1.0, 9e-5, 1.1e-4),
+    (torch.float32, float("nan"), 4e-6, 6e-6), (torch.float16, 2e-3, 5.5e-3, 6.5e-3),
+    (torch.float16, 1.0, 9e-3, 1.1e-2), (torch.bfloat16, 1.5e-2, 4e-2, 5e-2), (torch.bfloat16, 1.0, 5e-2, 7e-2),
 ])
 def test_limits_follow_what_rounding_does_in_this_network(
     dtype: torch.dtype, moves: float, passes: float, fails: float
