@@ -70,6 +70,8 @@ def others_like(given: Arguments) -> Iterator[tuple[str, Arguments]]:
     tensors = torch.tensor(417.3), torch.tensor(417), torch.tensor([417.3]), torch.tensor([[1.0], [2.0]])
     for number in (*numbers, *tensors):
         yield f"timestep {number!r}", {**given, "timestep": number}
+    for name in TENSORS[2:4]:
+        yield f"{name} is a number", {**given, name: 3.5}
     for dtype in (torch.float16, torch.float64):
         yield f"everything in {dtype}", {
             name: value.to(dtype) if isinstance(value, Tensor) and name != "timestep" else value

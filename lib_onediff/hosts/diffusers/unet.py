@@ -167,8 +167,9 @@ class DiffusersForward(ModuleForward):
         for name, value in others.items():
             if value is not None and value != {}:
                 raise Refusal(f"the pipeline passes {name}")
-        if not all(isinstance(one, Tensor) for one in (sample, encoder_hidden_states)):
-            raise Refusal("the sample or the context is no tensor")
+        tensors = (sample, encoder_hidden_states, *(() if timestep_cond is None else (timestep_cond,)))
+        if not all(isinstance(one, Tensor) for one in tensors):
+            raise Refusal("the sample, the context or timestep_cond is no tensor")
         refuse_elsewhere(unet, sample)
         attentions, arguments = self._attentions_of(unet), dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)

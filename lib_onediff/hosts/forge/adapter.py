@@ -179,6 +179,7 @@ class Forge(WebUI):
     def _read(self, unet: nn.Module, given: HostCall) -> Call:
         """A call as ours. Raises Refusal where it is the host's."""
         self._check(unet)
+        given.refuse_no_tensors()
         network, changed = self._loaded(unet), self._changed.at_call(unet)
         # The host calls a module with a forward of its own in another way than image prompts would.
         prompts = () if changed else image_prompts_of(unet, given.options, given.x)
