@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 WORD = 4
 # How many words torch's operators take at once, by the type of device.
 CHUNKS, CHUNK = {"cpu": 1 << 17}, 1 << 24
-EMPTY = torch.empty(0, dtype=torch.int64)
+EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 # Words that are read together; of so many such pieces one, where not all are read.
 PIECE, PART = 8, 17
 # Every row of a larger matrix is touched all the same.
@@ -94,7 +94,7 @@ class Contents:
         ]
         order = list(chain.from_iterable(by_device.values()))
         # Where in the sums of one device after the other each place's is.
-        self._order = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64)
+        self._order = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64, device="cpu")
         self.known = self._begin()()
 
     def begin(self, are_alive: bool = False) -> Callable[[], bool]:
