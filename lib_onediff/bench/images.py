@@ -153,7 +153,8 @@ def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
     shape = pipe.unet.config.in_channels, SIDE // pipe.vae_scale_factor, SIDE // pipe.vae_scale_factor
     for start in range(0, len(wanted), at_once):
         part = [wanted[min(start + at, len(wanted) - 1)] for at in range(at_once)]
-        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(each["seed"])) for each in part]
+        generators = [torch.Generator("cpu").manual_seed(each["seed"]) for each in part]
+        noise = [torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generators]
         images = pipe(
             [each["prompt"] for each in part], num_inference_steps=steps, guidance_scale=GUIDANCE, height=SIDE,
             width=SIDE, output_type="pt", latents=torch.stack(noise).to(pipe.device, pipe.unet.dtype),

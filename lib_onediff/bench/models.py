@@ -86,15 +86,15 @@ def unet_named(name: str, device: torch.device) -> nn.Module:
 def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     """Random arguments of one call at width x height pixels, the same for every variant, as a pipeline passes them."""
     device = next(unet.parameters()).device
-    generator = torch.Generator().manual_seed(width * 10000 + height)
+    generator = torch.Generator("cpu").manual_seed(width * 10000 + height)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
     config: Any = unet.config
     arguments: dict[str, Any] = {
         "sample": random(batch, config.in_channels, height // 8, width // 8),
-        "timestep": torch.tensor(601.0, device=device),
+        "timestep": torch.tensor(601.0, dtype=torch.float32, device=device),
         "encoder_hidden_states": random(batch, tokens, config.cross_attention_dim),
     }
     if config.addition_embed_type == "text_time":

@@ -20,10 +20,24 @@ class QuantizedWeight(NamedTuple):
 
 class LowRank(NamedTuple):
     """What LoRAs add to a layer's product: up @ down @ x. down: (ranks, in), or (ranks, in, height, width) of a
-    convolution. ups: the first row of each and its (rows, ranks); they share the ranks of down among them, in order."""
+    convolution. ups: the first row of each and its (rows, ranks); they share the ranks of down among them, in order.
+    scales: of each up, what its product is multiplied by, a number in float32, where LoRAs are computed in a narrower
+    type than the layer, which rounds after each of the three products; () where ups hold it, in the layer's type."""
 
     down: Tensor
     ups: tuple[tuple[int, Tensor], ...]
+    scales: tuple[Tensor, ...] = ()
+
+    def scaled(self, index: int, product: Tensor) -> Tensor:
+        """The product of the up of this index, times its scale, in the product's type."""
+        return (product.float() * self.scales[index]).to(product.dtype) if self.scales else product
+
+    def scaled_ups(self, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
+        """The ups, multiplied by their scales, in a type."""
+        if not self.scales:
+            return list(self.ups)
+        pairs = zip(self.ups, self.scales, strict=True)
+        return [(row, (up.float() * scale).to(dtype)) for (row, up), scale in pairs]
 
 
 class Affine(NamedTuple):
@@ -44,13 +58,16 @@ def merged(affine: Affine) -> Affine:
     """With its LoRAs in its weight, (out, ...), which is rounded as the host's own merged weight is."""
     if affine.low_rank is None:
         return affine
-    weight, (down, ups) = affine.weight.detach().flatten(1), affine.low_rank
-    is_whole = sum(len(up) for _, up in ups) == len(weight)
+    weight, low_rank = affine.weight.detach().flatten(1), affine.low_rank
+    down, ups = low_rank.down.to(weight.dtype), low_rank.scaled_ups(weight.dtype)
+    # Several LoRAs of their own types may have the same rows.
+    is_whole = not low_rank.scales and sum(len(up) for _, up in ups) == len(weight)
     together = torch.empty_like(weight) if is_whole else weight.clone()
     rank, down = 0, down.flatten(1)
     for row, up in ups:
         rows, ranks = up.shape
-        torch.addmm(weight[row:row + rows], up, down[rank:rank + ranks], out=together[row:row + rows])
+        before = weight if is_whole else together
+        torch.addmm(before[row:row + rows], up, down[rank:rank + ranks], out=together[row:row + rows])
         rank += ranks
     return affine._replace(weight=together.view(affine.weight.shape), low_rank=None)
 

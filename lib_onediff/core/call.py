@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .leaves import TransformerBlock
+from .precision import autocast_dtype
 
 INPUT, MIDDLE, OUTPUT, LAST = "input", "middle", "output", "last"
 # A transformer block: in which part and stage, and the how manyth of its spatial transformer.
@@ -191,6 +192,16 @@ class Control:
             for shape in (*(None if residual is None else tuple(residual.shape) for residual in part), ())
         )
 
+    @property
+    def residuals(self) -> list[Tensor]:
+        """Every residual, in slot order."""
+        return [residual for residual in (*self.input, *self.middle, *self.output) if residual is not None]
+
+    @property
+    def kinds(self) -> tuple[tuple[torch.dtype, torch.device], ...]:
+        """Type and device of every residual, in slot order."""
+        return tuple((residual.dtype, residual.device) for residual in self.residuals)
+
 
 @dataclass(frozen=True)
 class ImagePrompt:
@@ -255,13 +266,41 @@ class Call:
 
     @property
     def signature(self) -> Hashable:
-        """What tells calls of one UNet apart by their inputs' shapes and types; microseconds."""
-        latent, y, condition, cut = self.latent, self.y, self.timestep_condition, self.cut
-        return (
-            latent.shape, latent.dtype, self.timestep.shape, self.context.shape, y is None or y.shape,
-            condition is None or condition.shape, self.control.shapes if self.control else (),
-            self.upcast_attention, self.additions, cut and (cut.depth, cut.reads),
+        """Equal for calls of one UNet whose inputs have the same shapes and types and lie on the same devices;
+        microseconds."""
+        latent, timestep, context, y, condition = (
+            self.latent, self.timestep, self.context, self.y, self.timestep_condition,
         )
+        cut, control = self.cut, self.control
+        return (
+            latent.shape, latent.dtype, timestep.shape, timestep.device, context.shape, context.dtype, context.device,
+            y is None or (y.shape, y.dtype, y.device),
+            condition is None or (condition.shape, condition.dtype, condition.device),
+            (control.shapes, control.kinds) if control else (), self.upcast_attention, self.additions,
+            cut and (cut.depth, cut.reads),
+        )
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """The inputs whose type or device is not the latent's, in words for a shape's key: a host may refuse them, or
+        compute with them in another way. Every host casts the timestep to float32, so its type is left out."""
+        latent, control = self.latent, self.control
+        named = ("context", self.context), ("y", self.y), ("timestep condition", self.timestep_condition)
+        tensors: list[tuple[str, Tensor]] = [(name, tensor) for name, tensor in named if tensor is not None]
+        tensors += [("image prompt", prompt.key_values) for prompt in self.image_prompts]
+        if control is not None:
+            tensors += [("residual", residual) for residual in control.residuals]
+        kinds = [(name, tensor.dtype, tensor.device) for name, tensor in tensors]
+        kinds.append(("timestep", latent.dtype, self.timestep.device))
+        found = dict.fromkeys(
+            f"{name} in {str(dtype).removeprefix('torch.')} on {device}"
+            for name, dtype, device in kinds if dtype != latent.dtype or device != latent.device
+        )
+        if not found:
+            return ()
+        # What autocast lets pass, a host refuses without it.
+        autocast = autocast_dtype(latent.device.type)
+        return tuple(found) if autocast is None else (*found, f"autocast to {autocast}")
 
 
 class PromptRows(NamedTuple):

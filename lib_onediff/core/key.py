@@ -39,6 +39,7 @@ EXACT = Lossy()
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
+    inputs: the optional ones that are given, then what tells the call from the usual one; see Call.unusual.
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
     that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
     patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
@@ -77,7 +78,8 @@ class ShapeKey:
         given = (name for name, tensor in optional if tensor is not None)
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
-            dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device, inputs=(*given, *marks),
+            dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device,
+            inputs=(*given, *marks, *call.unusual),
             control=call.control.shapes if call.control else (), upcast_attention=call.upcast_attention,
             lossy=lossy, backend=backend, precision=precision,
             part=cut.name if cut else "", depth=cut.depth if cut else 0,

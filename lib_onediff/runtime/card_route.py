@@ -15,6 +15,7 @@ from ..core.call import Call
 from ..core.device import Candidates, Device, Network
 from ..core.guard import first_line
 from ..core.key import EXACT, Lossy, ShapeKey
+from ..core.operators import Operators
 from ..core.policy import Answer, Host, Served
 from ..core.precision import Flags, flags_for, our_modes
 from ..core.refusal import Refusal
@@ -26,6 +27,7 @@ from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
 from .managed_unet import ManagedUNet
 from .patched_route import WITHIN_FUNCTION, PatchedRoute
+from .rounding import rounds_as, spread
 from .services import Services
 from .session import Session
 from .stepping import Stepping
@@ -106,6 +108,8 @@ class OneCard:
                 entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
                 () if call.patches is None else call.patches.functions, self._times_host,
                 self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
+                # A LoRA's coarse type would explain almost anything, and is no part of the network's own.
+                None if managed.bound.on_the_fly.has_narrow_loras else partial(self._spread, entry.key, served.call),
             )
             if is_news:
                 services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))
@@ -286,6 +290,18 @@ class OneCard:
         ops = self._devices.operators(entry.key.backend, managed.has_wide_norms)
         source = managed.source(lossy, call)
         return self._services.families.output(source.layout, source.weights(), ops, call)
+
+    def _spread(self, key: ShapeKey, call: Call) -> float:
+        """How far rounding moves this output of the UNet alone; see rounding.spread."""
+        managed, plain = self._managed, replace(call, patches=None, cut=None)
+        ops = self._devices.operators(self._devices.reference.name, managed.has_wide_norms)
+
+        def output(ops: Operators) -> Tensor:
+            source = managed.source(EXACT, plain)
+            return self._services.families.output(source.layout, source.weights(), ops, plain)
+
+        with self._services.computing(key.device), our_modes(key.device, key.precision):
+            return spread(output, ops, rounds_as(key.dtype, key.device, key.precision), key.device)
 
     # --- the graph ------------------------------------------------------------------------------------------------
 

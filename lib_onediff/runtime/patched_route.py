@@ -18,8 +18,9 @@ from ..devices.cuda.graphs.segments import DoesNotFit, GraphRunner, PassedPoint,
 from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
 from .managed_unet import ManagedUNet
+from .rounding import no_question
 from .services import Services
-from .verify import computed_twice, relative_error, rounding_limit, state_of
+from .verify import computed_twice, relative_error, state_of
 
 log = logging.getLogger("onediff")
 # A function may return another shape at some of a sampling's steps: graphs are recorded so many times in vain.
@@ -124,6 +125,6 @@ class PatchedRoute:
         if not isinstance(runner, GraphRunner):
             return
         error = relative_error(runner.output.nan_to_num(), result.output.nan_to_num())
-        if error > rounding_limit(entry.key.dtype, entry.key.device, entry.key.precision):
+        if error > no_question(entry.key.dtype, entry.key.device, entry.key.precision):
             entry.no_graph = f"functions of other extensions do something else between graphs ({error:.1e})"
             self._graphs.drop({entry.key})

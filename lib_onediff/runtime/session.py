@@ -8,7 +8,7 @@ import torch
 
 from ..core.call import Call
 from ..core.policy import Served
-from ..core.precision import autocast_dtype, is_autocast_on
+from ..core.precision import autocast_dtype, flags_for, is_autocast_on
 from ..core.settings import Settings
 from ..core.table import Entry, State
 from .call_stats import GRAPH
@@ -20,9 +20,9 @@ class Session:
     """The calls of one UNet, by the same settings, in the same autocast mode, over the same weights in the same places.
 
     It ends with other settings, as those of a generation inside this one, with another autocast mode, with an announced
-    sampling, and with any change that the UNet's look finds (BoundUNet.during). A call of another shape, or with
-    other ControlNet residuals, or cut elsewhere, has another signature. A runner that was purged is not found. Calls
-    that decide anew at each step (Low-bit while it is measured, OneFlow) are never noted.
+    sampling, and with any change that the UNet's look finds (BoundUNet.during). A call of another shape, with inputs of
+    other types or other ControlNet residuals, or cut elsewhere, has another signature. A runner that was purged is not
+    found. Calls that decide anew at each step (Low-bit while it is measured, OneFlow) are never noted.
     """
 
     def __init__(self, services: Services, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:
@@ -65,6 +65,10 @@ class Session:
         if known is None:
             return None
         entry, reason = known
+        key = entry.key
+        if key.precision != flags_for(settings, key.dtype, device, key.upcast_attention):
+            # torch's switches of precision were moved since: another graph computes with them.
+            return None
         with self._turn:
             if services.is_between_graphs or services.generations.apart.is_on or managed.session is not self:
                 # Given back since, the last.

@@ -17,17 +17,13 @@ from torch import Tensor, nn
 
 from ..core.key import EXACT
 from ..core.origins import origin, package, underlying
-from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 from ..core.refusal import Refusal
 from ..core.settings import MOST_LOW_BIT_ERROR
 from ..core.table import ENOUGH, Entry, State
 from ..store.history import History
+from .rounding import explained, no_question, rounding_limit
 
 log = logging.getLogger("onediff")
-# What rounding alone explains between two orders of the same arithmetic, relative to the output's norm. Seen: 1e-6 in
-# float32, 2e-3 in float16, 1e-2 in bfloat16. TF32 keeps ten bits of the inputs, as float16 does.
-ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-ROUNDING_TF32 = 1e-2
 # A generation waits for it, once for every shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
 # Why the host's own output is no yardstick, in one line for the user.
@@ -44,12 +40,12 @@ SCRIPT = ".py"
 def prove(
     entry: Entry, output: Tensor, history: History, host: Callable[[], Tensor],
     yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (), times_host: bool = True,
-    allowed: float = 0.0,
+    allowed: float = 0.0, spread: Callable[[], float] | None = None,
 ) -> bool:
     """Compare a first output with the host's, unless that was done on this machine before.
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
     nobody_waits: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
-    can be compared. allowed: what the backend may differ, where that is more than rounding.
+    can be compared. allowed: what the backend may differ, where that is more than rounding. spread: see judge.
 
     Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be
     used.
@@ -61,7 +57,7 @@ def prove(
         time_host(entry, output.device, host, often=True)
     if not known:
         rewind = state_of(entry.key.device, functions)
-        miss = judge(entry, output, host, yardstick, nobody_waits, times_host, allowed)
+        miss = judge(entry, output, host, yardstick, nobody_waits, times_host, allowed, spread=spread)
         if miss is not None:
             # The host runs once more, for the answer.
             rewind()
@@ -85,11 +81,13 @@ def prove(
 def judge(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
     nobody_waits: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
+    spread: Callable[[], float] | None = None,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
     forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
     there is time to time the host often enough, however long it takes. times_host, allowed: see prove. same_type:
-    whether ours has to have the type of the host's; under autocast, a UNet's need not.
+    whether ours has to have the type of the host's; under autocast, a UNet's need not. spread: measures how far
+    rounding moves this output, where an error is neither usual nor too large; see rounding.spread.
 
     Returns None where they agree, HOST_NOT_FINITE where the host's cannot be compared with, else by how much more than
     rounding ours differs.
@@ -105,10 +103,10 @@ def judge(
         if times_host and not entry.key.patches and (nobody_waits or entry.host.settled_ms is None):
             # A function of another extension may count its calls.
             time_host(entry, output.device, host, nobody_waits)
-    limit = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
-    if entry.key.lossy != EXACT:
-        limit = max(limit, MOST_LOW_BIT_ERROR)
-    limit = max(limit, allowed)
+    computed = entry.key.dtype, output.device, entry.key.precision
+    least, most = no_question(*computed), rounding_limit(*computed)
+    allowed = max(allowed, MOST_LOW_BIT_ERROR if entry.key.lossy != EXACT else 0.0)
+    limit = max(allowed, explained(entry.relative_error, max(least, allowed), most, spread))
     if entry.relative_error <= limit:
         return None
     return f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
@@ -138,7 +136,8 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
     if not bool(torch.isfinite(output).all()):
         return None
     entry.relative_error = relative_error(again, output)
-    limit = rounding_limit(entry.key.dtype, output.device)
+    # The same operators compute the same numbers twice.
+    limit = no_question(entry.key.dtype, output.device)
     if entry.relative_error <= limit:
         entry.state = State.PROVED
         return None
@@ -159,7 +158,7 @@ def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Itera
         again = compute()
     finally:
         rewind()
-    limit = rounding_limit(entry.key.dtype, entry.key.device, entry.key.precision)
+    limit = no_question(entry.key.dtype, entry.key.device, entry.key.precision)
     # What is not finite is found where it is compared with the host's.
     return output if relative_error(again.nan_to_num(), output.nan_to_num()) <= limit else None
 
@@ -188,15 +187,6 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     """||output - expected|| / ||expected||, in float32."""
     difference = (output.float() - expected.float()).norm()
     return float(difference / expected.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
-
-
-def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
-    """flags: with which our output was computed; the host's had those that stand now."""
-    if (HALF_SUMS, True) in flags:
-        return ROUNDING_HALF_SUMS
-    if dtype == torch.float32 and device.type == "cuda" and (tf32_is_on() or any(value for _, value in flags)):
-        return ROUNDING_TF32
-    return ROUNDING[dtype]
 
 
 def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:

@@ -84,7 +84,7 @@ class Painter:
             raise RuntimeError(f"{self._failures} images in a row failed")
 
     def _image(self, request: Request) -> bytes:
-        file, generator = io.BytesIO(), torch.Generator().manual_seed(request.seed or 0)
+        file, generator = io.BytesIO(), torch.Generator("cpu").manual_seed(request.seed or 0)
         self._pipe(
             request.prompt, negative_prompt=request.negative_prompt, width=request.width, height=request.height,
             num_inference_steps=request.steps, guidance_scale=request.guidance, generator=generator,

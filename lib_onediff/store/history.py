@@ -30,6 +30,8 @@ WRITE_AFTER_SECONDS = 2.0
 # The kinds of findings. What users chose holds on every machine, and times are compared between versions.
 VERDICTS, TUNED, CHOSEN, TIMES = KINDS = ("verdict", "tuned", "chosen", "time")
 ON_EVERY_MACHINE = (CHOSEN, TIMES)
+# Which errors a check accepts: another rule is another name, and earlier verdicts are not found any more.
+CHECK = "check 2"
 # What is saved last has the highest rowid, whatever the clock says.
 SAVE = "REPLACE INTO finding VALUES (?, ?, ?, ?)"
 FINDINGS = "SELECT name, value FROM finding WHERE machine IN (?, '') AND kind = ? ORDER BY rowid"
@@ -358,7 +360,8 @@ def verdict_name(entry: Entry) -> str:
     """The name of a verdict: first resolution and architecture, by which it is purged; the digest tells the rest, the
     weights and the card included."""
     key = entry.key
-    digest = hashlib.sha256(f"{key!r} {entry.weights} on {card_name(key.device)}".encode()).hexdigest()[:16]
+    label = f"{key!r} {entry.weights} on {card_name(key.device)}, {CHECK}"
+    digest = hashlib.sha256(label.encode()).hexdigest()[:16]
     dtype = str(key.dtype).removeprefix("torch.")
     return (
         f"{key.resolution} {key.architecture} {key.backend}, batch {key.batch}, {key.tokens} tokens, {dtype}, {digest}"

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 WORD = 4
 # How many words torch's operators take at once, by the type of device.
 CHUNKS, CHUNK = {"cpu": 1 << 17}, 1 << 24
-EMPTY = torch.empty(0, dtype=torch.int64)
+EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 # Words that are read together; of so many such pieces one, where not all are read.
 PIECE, PART = 8, 17
 # Every row of a larger matrix is touched all the same.
@@ -94,7 +94,7 @@ class Contents:
         ]
         order = list(chain.from_iterable(by_device.values()))
         # Where in the sums of one device after the other each place's is.
-        self._order = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64)
+        self._order = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64, device="cpu")
         self.known = self._begin()()
 
     def begin(self, are_alive: bool = False) -> Callable[[], bool]:
@@ -127,7 +127,9 @@ class Sums:
     def __init__(self, places: Sequence[Place], part: int, reader: Reader | None) -> None:
         self._places, self._part, self._device = places, part, places[0].device
         self._launch = reader(places, part) if reader is not None and self._device.type == "cuda" else None
-        self._odd = torch.arange(1, 2 * CHUNKS.get(self._device.type, CHUNK), 2, device=self._device)
+        self._odd = torch.arange(
+            1, 2 * CHUNKS.get(self._device.type, CHUNK), 2, dtype=torch.int64, device=self._device
+        )
 
     def begin(self, are_alive: bool) -> Callable[[], Tensor]:
         """Start the reading. The returned function waits for it, (places,) in int64 on the CPU. Both raise
@@ -140,7 +142,7 @@ class Sums:
             found = self._launch()
         else:
             raise ReferenceError("a tensor's memory is gone")
-        on_cpu = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        on_cpu = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
         on_cpu.copy_(found, non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self._device))

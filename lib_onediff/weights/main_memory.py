@@ -35,7 +35,7 @@ class MainMemory:
             ) from None
         start, self._used = self._used, self._used + size
         # A tensor of the mode that is on now, inference or not, as whoever takes it for its own has to be.
-        piece: Any = torch.empty(0, dtype=dtype)
+        piece: Any = torch.empty(0, dtype=dtype, device="cpu")
         return piece.set_(self._chunk.untyped_storage(), start // dtype.itemsize, (count,))
 
 
@@ -57,7 +57,7 @@ def new_chunk(size: int, pinned: bool) -> Tensor:
         if free < size + SPARE_BYTES:
             raise MemoryError(f"{free >> 20} MiB are left")
     with torch.inference_mode(False):
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def free_main_memory() -> int | None:

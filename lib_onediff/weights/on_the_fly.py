@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -130,6 +131,11 @@ class OnTheFly:
         return self.applied is not None and bool(self.applied.weights or self.applied.biases)
 
     @property
+    def has_narrow_loras(self) -> bool:
+        """Whether LoRAs are computed in a type that rounds more than the network's."""
+        return self.applied is not None and any(one.scales for one in self.applied.low_rank.values())
+
+    @property
     def copies_matrices(self) -> bool:
         return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
@@ -233,6 +239,9 @@ class AppliedFunctions:
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], affines: Weights) -> None:
         """The LoRAs of the layers of a group: one product of all downs."""
+        narrow = {update.down.dtype for one in group.values() for update in one.updates if self._is_narrow(update)}
+        if narrow:
+            return self._fit_narrow_updates(name, group, affines, narrow.pop())
         factors = {path: [balanced(update, self._device) for update in one.updates] for path, one in group.items()}
         downs = torch.cat([down for pairs in factors.values() for _, down in pairs]).to(self.dtype)
         down = self._place("down", name, downs).copy_(downs)
@@ -247,6 +256,40 @@ class AppliedFunctions:
                 first_rank += up.shape[1]
             first_row += len(affines[path].weight)
         self.low_rank[name] = LowRank(down, tuple(ups))
+
+    def _is_narrow(self, update: LowRankUpdate) -> bool:
+        """Whether the host computes a LoRA in a type that rounds more than the layer's."""
+        kind = update.down.dtype
+        return update.in_own_type and torch.finfo(kind).eps > torch.finfo(self.dtype).eps
+
+    def _fit_narrow_updates(
+        self, name: str, group: Mapping[str, WeightFunctions], affines: Weights, dtype: torch.dtype
+    ) -> None:
+        """The LoRAs of the layers of a group, which the host computes in this narrower type, each by itself. Raises
+        Refusal where the group has others too."""
+        updates = [(path, update) for path, one in group.items() for update in one.updates]
+        if any({update.down.dtype, update.up.dtype} != {dtype} for _, update in updates):
+            raise Refusal(f"the LoRAs of {name} are stored in several types")
+        downs = torch.cat([update.down for _, update in updates]).to(self._device)
+        down = self._place("down", name, downs, dtype).copy_(downs)
+        first_rows = dict(zip(group, accumulate((len(affines[path].weight) for path in group), initial=0)))  # noqa: B905
+        ups: list[tuple[int, Tensor]] = []
+        scales: list[Tensor] = []
+        first_rank = 0
+        for path in group:
+            own = [update for where, update in updates if where == path]
+            begin, first = first_rank, len(ups)
+            for index, update in enumerate(own):
+                scale = torch.full((), update.scale, dtype=torch.float32, device=self._device)
+                label = f"{path} {index}"
+                up = self._place("up", label, update.up, dtype).copy_(update.up)
+                scales.append(self._place("scale", label, scale, torch.float32).copy_(scale))
+                ups.append((first_rows[path], up))
+                first_rank += up.shape[1]
+            if own:
+                alone = tuple((0, up) for _, up in ups[first:])
+                self.low_rank[path] = LowRank(down[begin:first_rank], alone, tuple(scales[first:]))
+        self.low_rank[name] = LowRank(down, tuple(ups), tuple(scales))
 
     def _fit_parameters(
         self, kind: str, found: dict[str, Tensor], name: str, group: Mapping[str, WeightFunctions], affines: Weights,
@@ -268,12 +311,13 @@ class AppliedFunctions:
                     raise Refusal(f"what is applied to {path} on the fly changes its size")
             found[path] = piece.copy_(changed)
 
-    def _place(self, kind: str, name: str, like: Tensor) -> Tensor:
-        """Memory for what is laid out like a tensor, where such was before if it fits."""
-        kept = self._before.get((kind, name))
-        layout = like.shape, like.stride(), self.dtype, self._device
+    def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for what is laid out like a tensor, where such was before if it fits. dtype: by default, which is
+        computed in."""
+        kept, dtype = self._before.get((kind, name)), dtype or self.dtype
+        layout = like.shape, like.stride(), dtype, self._device
         if kept is None or (kept.shape, kept.stride(), kept.dtype, kept.device) != layout:
-            kept = torch.empty_like(like, dtype=self.dtype, device=self._device)
+            kept = torch.empty_like(like, dtype=dtype, device=self._device)
         self._made[kind, name] = kept
         return kept
 

@@ -46,11 +46,13 @@ CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_imp
 @dataclass(frozen=True)
 class LowRankUpdate:
     """What a LoRA adds to a weight: scale * up @ down. up: (out, rank). down: (rank, in), or (rank, in, height, width)
-    of a convolution."""
+    of a convolution. in_own_type: whether the host computes it in the type of up and down, and casts its input to that;
+    otherwise it casts up and down to the layer's."""
 
     up: Tensor
     down: Tensor
     scale: float
+    in_own_type: bool = False
 
 
 @dataclass(frozen=True)

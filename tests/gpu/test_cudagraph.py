@@ -132,3 +132,22 @@ def test_twelve_sizes_share_their_memory() -> None:
     over = (torch.cuda.memory_reserved() - peak) / MIB
     print(f"twelve sizes: {over:.0f} MiB over the host's peak")
     assert over < 600
+
+
+def test_a_switch_of_precision_that_is_moved_between_calls_counts_at_the_next_one() -> None:
+    """TF32 keeps ten bits of each factor; without it, float32 is exact to 1e-5."""
+    unet, found = random_unet("tiny-sdxl", torch.device("cuda")).float(), torch.backends.cuda.matmul.allow_tf32
+    given = {
+        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments(unet).items()
+    }
+    compile_unet(unet, backend="cudagraph")
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        ours(unet, given)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        with torch.no_grad():
+            output = unet(**given, return_dict=False)[0]
+        assert relative_error(output, host(unet, given)) < 1e-5
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = found, True

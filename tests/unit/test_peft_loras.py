@@ -81,6 +81,25 @@ def doubles(unet: Any) -> None:
             parameter.data = parameter.data.double()
 
 
+def in_type(unet: Any, dtype: torch.dtype, name: str = "lora_") -> None:
+    """The parameters of LoRAs with this in their path as a file in this type gives them."""
+    for path, parameter in unet.named_parameters():
+        if "lora_" in path and name in path:
+            parameter.data = parameter.data.to(dtype)
+
+
+def in_half(unet: Any, dtype: torch.dtype, **config: Any) -> None:
+    """LoRAs as strong as real ones: stronger ones amplify the rounding of their type, and the check leaves them to the
+    host."""
+    add(unet, [*ATTENTIONS, "conv1", "conv_shortcut"], **{"lora_alpha": 0.3, **config})
+    in_type(unet, dtype)
+
+
+def two_in_half(unet: Any) -> None:
+    two(unet, [0.07, 0.03])
+    in_type(unet, torch.float16)
+
+
 def with_bias(unet: Any) -> None:
     add(unet, ["to_out.0", "conv1", "time_emb_proj"], lora_bias=True)
 
@@ -93,6 +112,9 @@ CASES: dict[str, Callable[[Any], object]] = {
         unet, EVERYTHING, rank_pattern={"to_q": 2, "conv1": 3, "to_v": 9}, alpha_pattern={"to_q": 0, "to_k": 1.5}
     ),
     "another type": doubles,
+    "in float16": lambda unet: in_half(unet, torch.float16),
+    "in bfloat16, of an odd scale": lambda unet: in_half(unet, torch.bfloat16, lora_alpha=0.13),
+    "two in float16": two_in_half,
     "biases": with_bias,
     "dropout": lambda unet: add(unet, lora_dropout=0.5) or unet.eval(),
     "two": lambda unet: two(unet, [0.5, 0.3]),
@@ -268,3 +290,27 @@ def test_fused_projections_are_the_hosts_until_they_are_taken_apart() -> None:
     is_the_hosts(unet, "unfuse_qkv_projections()")
     unet.unfuse_qkv_projections()
     is_ours(unet)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_the_rounding_of_a_narrow_lora_amplifies_is_never_served(dtype: torch.dtype) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    add(unet, EVERYTHING)
+    in_type(unet, dtype)
+    is_the_hosts(unet, "differs from the model's own forward")
+
+
+def test_loras_of_several_types_in_one_layer_are_the_hosts_and_so_is_a_cast_that_peft_leaves_out() -> None:
+    helpers = pytest.importorskip("peft.helpers")
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    two(unet, [0.05, 0.03])
+    is_ours(unet)
+    in_type(unet, torch.float16, ".b.")
+    is_the_hosts(unet, "stored in several types")
+    in_type(unet, torch.float16)
+    is_ours(unet, seed=1)
+    if not hasattr(helpers, "disable_input_dtype_casting"):
+        pytest.skip("this release of peft always casts")
+    with helpers.disable_input_dtype_casting(unet), pytest.raises(RuntimeError, match="same dtype"):
+        served(unet, a_call(unet))
+    is_ours(unet, seed=2)

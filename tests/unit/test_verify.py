@@ -33,17 +33,40 @@ ONEFLOW = OneFlow.traits.errors
 
 
 @pytest.mark.parametrize(("entry", "allowed", "passes", "fails"), [
-    (an_entry(), 0.0, 9e-5, 1.1e-4), (an_entry(torch.float16), 0.0, 9e-3, 1.1e-2),
-    (an_entry(torch.bfloat16), 0.0, 5e-2, 7e-2),
+    (an_entry(), 0.0, 4e-6, 6e-6), (an_entry(torch.float16), 0.0, 3e-3, 5e-3),
+    (an_entry(torch.bfloat16), 0.0, 2e-2, 4e-2),
     # It may sum in half precision, and is not checked again when it is told to.
     (an_entry(torch.float16), ONEFLOW.get(torch.float16, 0.0), 5e-2, 7e-2),
-    (an_entry(), ONEFLOW.get(torch.float32, 0.0), 9e-5, 1.1e-4),
+    (an_entry(), ONEFLOW.get(torch.float32, 0.0), 4e-6, 6e-6),
     (an_entry(torch.float16, lossy=Lossy("fp8")), 0.0, 0.11, 0.13),
 ])
 def test_limits(entry: Entry, allowed: float, passes: float, fails: float) -> None:
     expected = torch.ones(64)
     assert judge(entry, expected * (1 + passes), lambda: expected, allowed=allowed) is None
     assert "rounding explains" in judge(entry, expected * (1 + fails), lambda: expected, allowed=allowed)
+
+
+@pytest.mark.parametrize(("dtype", "moves", "passes", "fails"), [
+    # Rounding moves the output by less than what is never asked about, by something between, and by too much.
+    (torch.float32, 1e-7, 4e-6, 6e-6), (torch.float32, 1e-5, 2.9e-5, 3.1e-5), (torch.float32, 1.0, 9e-5, 1.1e-4),
+    (torch.float32, float("nan"), 4e-6, 6e-6), (torch.float16, 2e-3, 5.5e-3, 6.5e-3),
+    (torch.float16, 1.0, 9e-3, 1.1e-2), (torch.bfloat16, 1.5e-2, 4e-2, 5e-2), (torch.bfloat16, 1.0, 5e-2, 7e-2),
+])
+def test_limits_follow_what_rounding_does_in_this_network(
+    dtype: torch.dtype, moves: float, passes: float, fails: float
+) -> None:
+    expected, entry = torch.ones(64), an_entry(dtype)
+    assert judge(entry, expected * (1 + passes), lambda: expected, spread=lambda: moves) is None
+    assert "rounding explains" in judge(entry, expected * (1 + fails), lambda: expected, spread=lambda: moves)
+
+
+def test_nothing_is_measured_where_an_error_is_usual_or_far_too_large() -> None:
+    def spread() -> float:
+        raise AssertionError("two forwards for nothing")
+
+    expected = torch.ones(64)
+    assert judge(an_entry(), expected * (1 + 1e-6), lambda: expected, spread=spread) is None
+    assert "explains 1e-04" in judge(an_entry(), 2 * expected, lambda: expected, spread=spread)
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])

@@ -90,8 +90,8 @@ class Standalone(WebUI):
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():
             # One image after the other, however many there are.
-            latent = torch.randn((1, vae.config.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL))
-            model.decode(latent.to(vae.device, vae.dtype))
+            shape = 1, vae.config.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL
+            model.decode(torch.randn(shape, dtype=vae.dtype, device=vae.device))
 
 
 def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[str, Any]:

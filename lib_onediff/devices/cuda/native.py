@@ -60,11 +60,13 @@ def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
     counts, steps = [place.nbytes // WORD for place in places], [place.step(part) for place in places]
     pieces = [-(-count // (PIECE * step)) * PIECE for count, step in zip(counts, steps, strict=True)]
     # SDXL's weights make 160,000 stretches: of each, the place to which it belongs and its first word there.
-    stretches = torch.tensor([-(-count // WORDS) for count in pieces], dtype=torch.int64)
-    index = torch.repeat_interleave(torch.arange(len(places)), stretches)
-    start = (torch.arange(len(index)) - (stretches.cumsum(0) - stretches)[index]) * WORDS
+    counted, cpu = torch.int64, torch.device("cpu")
+    stretches = torch.tensor([-(-count // WORDS) for count in pieces], dtype=counted, device=cpu)
+    index = torch.repeat_interleave(torch.arange(len(places), dtype=counted, device=cpu), stretches)
+    before = (stretches.cumsum(0) - stretches)[index]
+    start = (torch.arange(len(index), dtype=counted, device=cpu) - before) * WORDS
     addresses = [place.address for place in places]
-    table = [torch.tensor(numbers, dtype=torch.int64) for numbers in (addresses, counts, steps)]
+    table = [torch.tensor(numbers, dtype=counted, device=cpu) for numbers in (addresses, counts, steps)]
     table = [one.to(device) for one in (*table, index, start)]
 
     def read() -> Tensor:

@@ -104,7 +104,7 @@ def launches_of(
         native_tokens.gelu(make(FEW, norm.width))
 
     def of_heads(one: NormedHeads) -> None:
-        turns = (torch.zeros((FEW, one.width // 2), device=device),) * 2
+        turns = (torch.zeros((FEW, one.width // 2), dtype=torch.float32, device=device),) * 2
         for given in (turns, None):
             normed = Affine(make(one.width), None), RMSNorm("", one.width, EPS)
             for parts in (1, 2):
@@ -163,7 +163,7 @@ def trial_of(
     """How a product can be cut; None where a library cuts it. make: a tensor of a shape; a GPU multiplies zeros faster
     than random numbers. result: see float8.product."""
     rows, width, out = product[:3]
-    one = torch.ones((1, 1), device=device)
+    one = torch.ones((1, 1), dtype=torch.float32, device=device)
     columns = one.expand(1, out).contiguous()
 
     def values(*shape: int) -> Tensor:
@@ -172,13 +172,14 @@ def trial_of(
     if product.size is not None:
         height, across = product.size
         batch = rows // (height * across)
-        image = QuantizedImage(values(batch, height, across, width // KERNEL**2), torch.ones((batch, 1), device=device))
+        scales = one.expand(batch, 1).contiguous()
+        image = QuantizedImage(values(batch, height, across, width // KERNEL**2), scales)
         weight = QuantizedWeight(values(out, width), columns if kind is INT8 else one)
         run = partial(products.convolution, image, weight, dtype)
         shape_class = products.convolution_class(image.values, out)
         return Trial(products.of_card(cuts.CONVOLUTIONS[kind.dtype], device), shape_class, run)
     if kind is INT8:
-        tokens = QuantizedTokens(values(rows, width), torch.ones((rows, 1), device=device), (rows,))
+        tokens = QuantizedTokens(values(rows, width), one.expand(rows, 1).contiguous(), (rows,))
         weight = QuantizedWeight(values(out, width), columns)
         shape_class = products.product_class(rows, out, width)
         run = partial(products.int8_product, tokens, weight, None, dtype)

@@ -176,7 +176,7 @@ def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
     """The forward for calls like this one, as a function of OneFlow's tensors: the weights, then what contiguous gives.
     """
     # The graph stays, and none of this call's tensors with it.
-    nothing: Any = torch.empty(0)
+    nothing: Any = torch.empty(0, dtype=torch.float32, device="cpu")
     like = mapped(call, lambda tensor: nothing)
 
     def build(weights: Weights, *given: Any) -> tuple[Any]:

@@ -36,25 +36,30 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 
 def linear(x: Tensor, affine: Affine) -> Tensor:
     affine = affine._replace(weight=affine.weight.flatten(1))
-    if affine.low_rank is not None and merges(affine.weight, x.numel()):
+    if affine.low_rank is not None and merges(affine, x.numel()):
         affine = merged(affine)
     product = functional.linear(x, affine.weight, affine.bias)
     return product if affine.low_rank is None else add_low_rank(product, x, affine.low_rank)
 
 
-def merges(weight: Tensor, numbers: int) -> bool:
+def merges(affine: Affine, numbers: int) -> bool:
     """Whether LoRAs are less work in a weight (out, in), which is read and written once more, than beside its product
-    with tokens of so many numbers: they are read once more, and what comes out is written or read four times."""
-    out, width = weight.shape
-    return 2 * weight.numel() < numbers + 4 * numbers // width * out
+    with tokens of so many numbers: they are read once more, and what comes out is written or read four times. Those
+    that are computed in a type of their own are never merged: their input is rounded too."""
+    if affine.low_rank is None or affine.low_rank.scales:
+        return False
+    out, width = affine.weight.shape
+    return 2 * affine.weight.numel() < numbers + 4 * numbers // width * out
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
     """What LoRAs add to a linear layer's product (..., out), written into it. x: (..., in)."""
-    hidden, rank = functional.linear(x, low_rank.down.flatten(1)), 0
-    for row, up in low_rank.ups:
+    down, rank = low_rank.down.flatten(1), 0
+    hidden = functional.linear(x.to(down.dtype), down)
+    for index, (row, up) in enumerate(low_rank.ups):
         rows, ranks = up.shape
-        product[..., row:row + rows] += functional.linear(hidden[..., rank:rank + ranks], up)
+        added = functional.linear(hidden[..., rank:rank + ranks], up)
+        product[..., row:row + rows] += low_rank.scaled(index, added)
         rank += ranks
     return product
 
@@ -80,9 +85,13 @@ def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
         image, padding = functional.pad(image, [padding] * 4, mode="circular"), 0
     product = functional.conv2d(image, affine.weight, affine.bias, shape.stride, padding)
     if affine.low_rank is not None:
-        hidden = functional.conv2d(image, affine.low_rank.down, None, shape.stride, padding)
-        for _, up in affine.low_rank.ups:
-            product += functional.conv2d(hidden, up[:, :, None, None])
+        low_rank, rank = affine.low_rank, 0
+        hidden = functional.conv2d(image.to(low_rank.down.dtype), low_rank.down, None, shape.stride, padding)
+        for index, (_, up) in enumerate(low_rank.ups):
+            ranks = up.shape[1]
+            added = functional.conv2d(hidden[:, rank:rank + ranks], up[:, :, None, None])
+            product += low_rank.scaled(index, added)
+            rank += ranks
     return product
 
 

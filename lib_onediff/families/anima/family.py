@@ -53,7 +53,8 @@ class Animas:
     ) -> Call:
         latent = noise(batch, layout.in_channels, 1, *size)
         context = noise(batch, max(tokens, FEWEST_TOKENS), layout.context_width)
-        return Call(latent, torch.full((batch,), self.first_timestep / 2, device=latent.device), context)
+        timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
+        return Call(latent, timestep, context)
 
     def output(self, layout: AnimaLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
         """For latents of any size."""
@@ -129,11 +130,13 @@ def modulations_of(
 def raised(down: Tensor, ups: Affine) -> Tensor:
     """(layers, batch, rank), each by its own rows of the weight: (layers, batch, rows)."""
     product, rank = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT), 0
-    if ups.low_rank is None:
+    low_rank = ups.low_rank
+    if low_rank is None:
         return product
-    for row, up in ups.low_rank.ups:
-        layer, part = row // product.shape[-1], ups.low_rank.down[rank:rank + up.shape[1]]
-        product[layer] += functional.linear(functional.linear(down[layer], part), up)
+    for index, (row, up) in enumerate(low_rank.ups):
+        layer, part = row // product.shape[-1], low_rank.down[rank:rank + up.shape[1]]
+        hidden = functional.linear(down[layer].to(part.dtype), part)
+        product[layer] += low_rank.scaled(index, functional.linear(hidden, up))
         rank += up.shape[1]
     return product
 
@@ -142,7 +145,7 @@ def turns_of(positions: Positions, rows: int, columns: int, device: torch.device
     """Of rows * columns tokens."""
     angles = []
     for count, width, theta in zip((1, rows, columns), positions.widths, positions.thetas, strict=True):
-        exponents = (torch.arange(0, width, 2, device=device).float() / width).to(positions.rounded)
+        exponents = (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width).to(positions.rounded)
         frequencies = 1.0 / theta ** exponents.to(positions.frequencies)
         angles.append(torch.outer(torch.arange(count, dtype=torch.float32, device=device), frequencies))
     time, down, across = angles

@@ -156,7 +156,8 @@ def read_positions(embedder: Any) -> Positions:
 def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
     """Whether these are the even numbers below a width over that width, rounded to this type."""
     width = 2 * len(buffer)
-    return torch.equal(buffer.float().cpu(), (torch.arange(0, width, 2).float() / width).to(rounded).float())
+    exact = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    return torch.equal(buffer.float().cpu(), exact.to(rounded).float())
 
 
 def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:

@@ -52,8 +52,16 @@ class UNets:
             raise Refusal("y is missing" if call.y is None else "y is given, but this UNet takes none")
         if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
             raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")
-        if call.timestep_condition is not None and layout.time.condition is None:
+        if call.timestep_condition is not None:
+            self._refuse_condition(layout, call.timestep_condition, latent.shape[0])
+
+    def _refuse_condition(self, layout: UNetLayout, condition: Tensor, batch: int) -> None:
+        """Raise Refusal for a guidance embedding that this UNet does not take."""
+        if layout.time.condition is None:
             raise Refusal("a guidance embedding is given, but this UNet takes none")
+        width = layout.time.condition.in_features
+        if tuple(condition.shape) != (batch, width):
+            raise Refusal(f"the guidance embedding is {tuple(condition.shape)}, but this UNet takes a width of {width}")
 
     def example(
         self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
@@ -62,7 +70,7 @@ class UNets:
         label = None if layout.label is None else PROMPT_NOISE * noise(batch, layout.y_width)
         latent = noise(batch, layout.in_channels, *size)
         context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
-        timestep = torch.full((batch,), self.first_timestep / 2, device=latent.device)
+        timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
         return Call(latent, timestep, context, label)
 
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:

@@ -135,8 +135,9 @@ class A1111(WebUI):
             return runtime.pressure.run_host(host)
 
         def read() -> Call:
-            if not isinstance(timesteps, Tensor) or not isinstance(context, Tensor):
-                raise Refusal("the UNet is called without a timestep or a context")
+            tensors = (x, timesteps, context) if y is None else (x, timesteps, context, y)
+            if not all(isinstance(one, Tensor) for one in tensors):
+                raise Refusal("the latent, the timestep, the context or y is no tensor")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
                 raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({names})")

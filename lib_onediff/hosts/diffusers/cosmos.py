@@ -22,6 +22,8 @@ def cosmos_call(
         raise Refusal(f"the pipeline passes {', '.join(passed)}")
     if isinstance(encoder_hidden_states, (tuple, list)):
         raise Refusal("the context has several parts")
+    if not all(isinstance(one, Tensor) for one in (hidden_states, timestep, encoder_hidden_states)):
+        raise Refusal("the latent, the timestep or the context is no tensor")
     batch, _, frames, *size = hidden_states.shape
     if timestep.dim() != 1:
         raise Refusal(f"the timestep is {tuple(timestep.shape)}, not one for each image")

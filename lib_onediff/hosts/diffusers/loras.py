@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...core.origins import is_lora, layer_within
@@ -54,7 +55,7 @@ class LoraReader:
             for name, down, up, scaling in factors:
                 weights, swapped = up._parameters, isinstance(scaling, Tensor)
                 parts.objects += (down, up)
-                parts.facts += (name, 0.0 if swapped else scaling)
+                parts.facts += (name, 0.0 if swapped else scaling, casts_inputs(layer))
                 tensors: tuple[Any, ...] = (
                     down._parameters["weight"], weights["weight"], weights["bias"], scaling if swapped else None,
                 )
@@ -69,7 +70,7 @@ class LoraReader:
         for _, down, up, scaling in at_work(layer):
             scale = self.scale * float(scaling)
             one, other = down.weight.detach(), up.weight.detach()
-            updates.append(LowRankUpdate(other.flatten(1), one, scale))
+            updates.append(LowRankUpdate(other.flatten(1), one, scale, in_own_type=True))
             if up.bias is not None:
                 biases.append((up.bias.detach(), scale))
         added: Change = lambda bias: sum((scale * part.to(bias) for part, scale in biases), start=bias)  # noqa: E731
@@ -122,6 +123,15 @@ def refuse_others(layer: Any) -> None:
         if isinstance(within, nn.Conv2d):
             names = GEOMETRY if within.padding == (0, 0) else (*GEOMETRY, "padding_mode")
             fits = fits and all(getattr(down, name) == getattr(within, name) for name in names)
-        # Where a layer has no bias, ours has no place for a LoRA's.
-        if not fits or down.bias is not None or (up.bias is not None and within.bias is None):
+        if one.dtype != within.weight.dtype and not casts_inputs(layer):
+            raise Refusal(f"peft does not cast what the LoRA {name} takes to its type (disable_input_dtype_casting)")
+        # Where a layer has no bias, ours has no place for a LoRA's; one of a narrower type is rounded with the product.
+        is_narrow = torch.finfo(one.dtype).eps > torch.finfo(within.weight.dtype).eps
+        is_odd = up.bias is not None and (within.bias is None or is_narrow)
+        if not fits or down.bias is not None or is_odd:
             raise Refusal(f"the LoRA {name} is built in a way that OneDiff does not know")
+
+
+def casts_inputs(layer: Any) -> bool:
+    """Whether peft casts what a LoRA takes to the LoRA's own type, and does not leave a mismatch to fail."""
+    return bool(getattr(layer, "cast_input_dtype_enabled", True))

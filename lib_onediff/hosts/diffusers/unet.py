@@ -163,6 +163,10 @@ class DiffusersForward(ModuleForward):
         for name, value in others.items():
             if value is not None and value != {}:
                 raise Refusal(f"the pipeline passes {name}")
+        tensors = (sample, encoder_hidden_states, *(() if timestep_cond is None else (timestep_cond,)))
+        if not all(isinstance(one, Tensor) for one in tensors):
+            raise Refusal("the sample, the context or timestep_cond is no tensor")
+        refuse_elsewhere(unet, sample)
         attentions, arguments = self._attentions_of(unet), dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
         inside = Within()
@@ -182,7 +186,7 @@ class DiffusersForward(ModuleForward):
         upcasts = kind is not None and kind.__name__ == UPCASTING and is_plain(kind) and attentions[0].upcast_attention
         return Call(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
-            y=label_of(unet, added_cond_kwargs), timestep_condition=timestep_cond,
+            y=label_of(unet, sample, added_cond_kwargs), timestep_condition=timestep_cond,
             control=control_of(unet, sample, *residuals) if any(one is not None for one in residuals) else None,
             upcast_attention=bool(upcasts), **inside._asdict(),
         )
@@ -235,22 +239,40 @@ def detach(unet: nn.Module) -> None:
 
 
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
-    """(batch,) on the sample's device, from a number, a scalar tensor or a tensor of one or batch values."""
+    """(batch,), from a number, a tensor without dimensions, or one of one or batch values. As
+    UNet2DConditionModel.get_time_embed: a number is rounded as the host rounds it, whatever torch's default type and
+    device are, and only a tensor without dimensions is brought to the sample's device. Raises Refusal for other shapes.
+    """
     if not isinstance(timestep, Tensor):
-        timestep = torch.tensor(timestep)
-    return timestep.to(sample.device).reshape(-1).expand(sample.shape[0])
+        dtype = torch.float64 if isinstance(timestep, float) else torch.int64
+        # Some devices have neither type; the host computes the sinusoids in float32.
+        timestep = torch.tensor([timestep], dtype=dtype, device="cpu").float().to(sample.device)
+    elif timestep.dim() == 0:
+        timestep = timestep[None].to(sample.device)
+    batch = sample.shape[0]
+    if timestep.shape not in ((1,), (batch,)):
+        raise Refusal(f"the timestep is {tuple(timestep.shape)}, and the batch {batch}")
+    return timestep.expand(batch)
 
 
-def label_of(unet: Any, added: dict[str, Tensor] | None) -> Tensor | None:
-    """y of an SDXL-like UNet, (batch, width): pooled text beside the sinusoids of the size numbers. As
-    UNet2DConditionModel.get_aug_embed."""
+def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tensor | None:
+    """y of an SDXL-like UNet, (batch, width) in the sample's dtype: pooled text beside the sinusoids of the size
+    numbers, joined in the wider of their types. As UNet2DConditionModel.get_aug_embed."""
     if unet.config.addition_embed_type is None:
         return None
     if not added or set(added) - {"image_embeds"} != {"text_embeds", "time_ids"}:
         raise Refusal(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
     text, sizes = added["text_embeds"], added["time_ids"]
     waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
-    return torch.cat([text, waves.to(text.dtype)], dim=-1)
+    return torch.cat([text, waves], dim=-1).to(sample.dtype)
+
+
+def refuse_elsewhere(unet: Any, sample: Tensor) -> None:
+    """Raise Refusal where the host would fail, because its weights are not where the sample is, and nothing brings them
+    there during the call."""
+    weights = unet.conv_in.weight.device
+    if weights != sample.device and not only_moves(unet):
+        raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
 
 
 def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:

@@ -179,6 +179,7 @@ class Forge(WebUI):
     def _read(self, unet: nn.Module, given: HostCall) -> Call:
         """A call as ours. Raises Refusal where it is the host's."""
         self._check(unet)
+        given.refuse_no_tensors()
         network, changed = self._loaded(unet), self._changed.at_call(unet)
         # The host calls a module with a forward of its own in another way than image prompts would.
         prompts = () if changed else image_prompts_of(unet, given.options, given.x)
@@ -263,8 +264,11 @@ class Forge(WebUI):
         sampling, model = importlib.import_module(self.sampling), patcher.model
         computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
         device, dtype = patcher.load_device, computed or patcher.model_dtype()
-        generator = torch.Generator().manual_seed(0)
-        noise = lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)  # noqa: E731
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+
         with torch.inference_mode():
             call = self.call_to_warm(width, height, batch, tokens, noise)
             # The host plans memory for twice the images: the prompt and the negative prompt.
@@ -284,7 +288,7 @@ class Forge(WebUI):
         vae = checkpoint.forge_objects.vae
         latent = torch.randn(
             (images, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
-            generator=torch.Generator().manual_seed(0),
+            generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu",
         )
         needed = vae.memory_used_decode(latent.shape, vae.vae_dtype) + memory.module_size(vae.first_stage_model)
         # Not where the host would put the UNet aside for it, which would then lie elsewhere when it comes back.

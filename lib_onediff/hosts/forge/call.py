@@ -56,6 +56,12 @@ class HostCall(NamedTuple):
         x, timesteps, context, y, control, options = (others.pop(name, None) for name in UNET_PARAMETERS)
         return cls(x, timesteps, context, y, control, {} if options is None else options, others)
 
+    def refuse_no_tensors(self) -> None:
+        """Raise Refusal where an input is no tensor."""
+        given = self.x, self.timesteps, self.context
+        if not all(isinstance(one, Tensor) for one in (given if self.y is None else (*given, self.y))):
+            raise Refusal("the latent, the timestep, the context or y is no tensor")
+
     def by(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
         """The output of the host's forward, which empties the lists of control: it may have to run again."""
         control = None if self.control is None else {
@@ -116,7 +122,7 @@ def unet_call(
     if runs_functions:
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
     context = given.context
-    if isinstance(context, Tensor) and context.dim() == WITH_ANOTHER_DIMENSION:
+    if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)
     return Call(
         latent=given.x, timestep=given.timesteps, context=context, y=given.y, control=control_of(given.control),

@@ -90,7 +90,7 @@ def image_prompt(
     start, end = float(first.sigma_start[index]), float(first.sigma_end[index])
     if (start, end) != ANY_SIGMA:
         # Values of 0 add nothing, and nobody waits for the GPU to tell the sigma.
-        sigma = torch.tensor(ANY_SIGMA[0]) if sigmas is None else sigmas[0].double()
+        sigma = torch.tensor(ANY_SIGMA[0], dtype=torch.float64, device="cpu") if sigmas is None else sigmas[0].double()
         key_values = key_values * ((sigma <= start) & (sigma >= end)).to(key_values)
     return ImagePrompt(key_values, columns)
 

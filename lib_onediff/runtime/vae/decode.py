@@ -16,14 +16,16 @@ from ...core.card import on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
 from ...core.key import ShapeKey
+from ...core.operators import Operators
 from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
 from ...families.vae import DecoderLayout, Decoding
 from ...weights.contents import digest_of_values
+from ..rounding import rounding_limit, rounds_as, spread
 from ..services import Services
-from ..verify import HOST_NOT_FINITE, judge, rounding_limit, time_host
+from ..verify import HOST_NOT_FINITE, judge, time_host
 
 log = logging.getLogger("onediff")
 AUTO = "auto"
@@ -155,9 +157,13 @@ class Decode:
             # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
             device, on_gpu = self._latent.device, self._latent.is_cuda
             host = self.host.image if on_gpu else lambda: entry.host.time(device, self.host.image)
-            # Ours may have been computed in another type than the host's.
-            allowed = rounding_limit(self._latent.dtype, device, entry.key.precision)
-            miss = judge(entry, made.image, host, times_host=False, allowed=allowed, same_type=True)
+            # Ours may have been computed in another type than the host's: then the host's rounds more, or less.
+            is_another = entry.key.dtype != self._latent.dtype
+            allowed = rounding_limit(self._latent.dtype, device, entry.key.precision) if is_another else 0.0
+            miss = judge(
+                entry, made.image, host, times_host=False, allowed=allowed, same_type=True,
+                spread=partial(self._spread, entry),
+            )
             if miss == HOST_NOT_FINITE and self._wanted == torch.float32:
                 return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
             if miss == HOST_NOT_FINITE:
@@ -264,6 +270,18 @@ class Decode:
             raise Refusal(entry.reason)
         device.prepare(network)
         return self._computed(device, entry, latent, reason)
+
+    def _spread(self, entry: Entry) -> float:
+        """How far rounding moves this image; see rounding.spread."""
+        key, latent = entry.key, self._latent.to(entry.key.dtype)
+        weights = self.weights if key.dtype == self._latent.dtype else CastWeights(self.weights, key.dtype)
+
+        def image(ops: Operators) -> Tensor:
+            return Decoding(weights, ops, key.upcast_attention, fold_biases=False).run(self.layout, latent)
+
+        ops: Operators = self.services.devices.reference.operators()
+        with on_card(latent.device), our_modes(latent.device, key.precision):
+            return spread(image, ops, rounds_as(key.dtype, latent.device, key.precision), latent.device)
 
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image of a latent in the type to compute in, in the type of the host's."""

@@ -49,7 +49,7 @@ class Pool:
         before, recording = torch.cuda.memory_reserved(device), GraphRecording(self.handle, stream)
         with recording.ended_on_failure():
             recording.begin()
-            self._anchored = torch.zeros(1, device=device)
+            self._anchored = torch.zeros(1, dtype=torch.float32, device=device)
             self._anchor = recording.stop()
         self.grown_since(before)
 

@@ -105,9 +105,14 @@ class NativeOperators:
             pixels.addmm_(rows(first), weight[:, :channels].t())
         if affine.low_rank is not None:
             down, ups = affine.low_rank.down.flatten(1), affine.low_rank.ups
-            torch_ops.add_low_rank(pixels, rows(first), LowRank(down[:, :channels], ups))
-            if second is not None:
-                torch_ops.add_low_rank(pixels, rows(second), LowRank(down[:, channels:], ups))
+            if second is not None and affine.low_rank.scales:
+                # Rounded once, and not each half.
+                together = torch.cat([rows(first), rows(second)], dim=1)
+                torch_ops.add_low_rank(pixels, together, affine.low_rank)
+            else:
+                torch_ops.add_low_rank(pixels, rows(first), affine.low_rank._replace(down=down[:, :channels]))
+                if second is not None:
+                    torch_ops.add_low_rank(pixels, rows(second), LowRank(down[:, channels:], ups))
         batch, _, height, width = first.shape
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
@@ -196,7 +201,7 @@ class NativeOperators:
         if stream.bias is not None:
             stream = Stream(self.materialize(stream))
         tokens = stream.tokens.contiguous()
-        if affine.low_rank is not None and torch_ops.merges(affine.weight, x.numel()):
+        if torch_ops.merges(affine, x.numel()):
             affine = merged(affine)
         tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
         if affine.low_rank is not None:

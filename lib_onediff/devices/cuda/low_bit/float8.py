@@ -109,9 +109,10 @@ def probe_error(device: torch.device, result: torch.dtype) -> float:
     scaled afterwards. Raises what torch raises where it has none."""
     generator = torch.Generator(device).manual_seed(0)
     rows, columns = (
-        torch.randn((count, PROBE_ROWS), generator=generator, device=device) for count in (PROBE_ROWS, 2 * PROBE_ROWS)
+        torch.randn((count, PROBE_ROWS), generator=generator, dtype=torch.float32, device=device)
+        for count in (PROBE_ROWS, 2 * PROBE_ROWS)
     )
-    bias = torch.ones(2 * PROBE_ROWS, device=device)
+    bias = torch.ones(2 * PROBE_ROWS, dtype=torch.float32, device=device)
     scales, one_scale = rows.abs().amax(1, keepdim=True) / FP8.largest, columns.abs().amax().view(1, 1) / FP8.largest
     values, weight = (rows / scales).to(FP8.dtype), QuantizedWeight((columns / one_scale).to(FP8.dtype), one_scale)
     sums = values.float() @ weight.values.float().t() * one_scale

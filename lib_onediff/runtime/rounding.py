@@ -1,0 +1,104 @@
+"""How far two honest outputs of one forward lie apart: each operator rounds, and the network amplifies that.
+
+An error up to NO_QUESTION is accepted, one above MOST is not. What lies between is judged by what rounding explains in
+this network at these inputs: the reference operators compute the forward twice, once with a noise of the type's
+precision on what each of them returns. The two outputs lie as far apart as the host's and ours do: 0.3 to 1.4 times as
+far in every network that was tried, trained or random, also in those that amplify rounding a thousandfold. A fault of
+ours is not amplified rounding, and stands out.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.operators import Operators, Stream
+from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
+
+# Relative errors that need no measurement: five times what is usual in float32, twice what is in the others.
+NO_QUESTION = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Whatever a network amplifies: farther from the host, an image may be another one.
+MOST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+# TF32 keeps ten bits of a product's inputs, as float16 does.
+LIKE_TF32 = torch.float16
+# How many times the measured distance is accepted.
+MARGIN = 3.0
+
+
+def rounds_as(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> torch.dtype:
+    """The type whose rounding tells how far two outputs of a network of this type may lie apart. flags: see
+    rounding_limit."""
+    is_float32_on_gpu = dtype == torch.float32 and device.type == "cuda"
+    return LIKE_TF32 if is_float32_on_gpu and (tf32_is_on() or any(value for _, value in flags)) else dtype
+
+
+def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
+    """The largest error that is ever accepted. flags: with which our output was computed; the host's had those that
+    stand now."""
+    if (HALF_SUMS, True) in flags:
+        return ROUNDING_HALF_SUMS
+    return MOST[rounds_as(dtype, device, flags)]
+
+
+def no_question(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
+    """The largest error that is accepted without a measurement. flags: see rounding_limit."""
+    if (HALF_SUMS, True) in flags:
+        return ROUNDING_HALF_SUMS
+    return NO_QUESTION[rounds_as(dtype, device, flags)]
+
+
+def explained(error: float, least: float, most: float, spread: Callable[[], float] | None) -> float:
+    """The largest error that rounding explains, where one was found: least or, where the error lies between the two,
+    what is measured. spread: see spread; None: it cannot be measured."""
+    if spread is None or not least < error <= most:
+        return least if error <= most else most
+    found = MARGIN * spread()
+    return min(most, max(least, found)) if math.isfinite(found) else least
+
+
+def precision_of(dtype: torch.dtype) -> float:
+    """The noise of one operator. In float32 it comes of the order of its sums; the results of others are rounded, by
+    half of the last digit at most, and their sums are float32's."""
+    return torch.finfo(dtype).eps * (1.0 if dtype == torch.float32 else 0.5)
+
+
+# These round nothing, or round as the host does: to the bit.
+EXACT = frozenset({
+    "sinusoids", "join", "concatenate", "resize", "image_to_tokens", "tokens_to_image", "bias_or_zeros",
+    "channels_last",
+})
+
+
+class RoundingNoise:
+    """Operators whose results are multiplied by 1 + precision * noise, normally distributed and the same each time."""
+
+    def __init__(self, ops: Operators, precision: float, device: torch.device) -> None:
+        self._ops, self._precision = ops, precision
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __getattr__(self, name: str) -> Any:
+        operator = getattr(self._ops, name)
+        if name in EXACT:
+            return operator
+        return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs))
+
+    def _noisy(self, found: Any) -> Any:
+        if isinstance(found, Stream):
+            return found._replace(tokens=self._noisy(found.tokens))
+        if isinstance(found, (tuple, list)):
+            return type(found)(map(self._noisy, found))
+        wide = found.float()
+        noise = torch.randn(wide.shape, generator=self._generator, dtype=torch.float32, device=wide.device)
+        return torch.addcmul(wide, wide, noise, value=self._precision).to(found.dtype)
+
+
+def spread(compute: Callable[[Operators], Tensor], ops: Operators, dtype: torch.dtype, device: torch.device) -> float:
+    """How far rounding moves an output, relative to its norm: compute with these operators, the reference, and with
+    noise on each of their results. dtype: see rounds_as. Takes two forwards and the memory of one."""
+    exact = compute(ops).float()
+    noisy: Any = RoundingNoise(ops, precision_of(dtype), device)
+    moved = (compute(noisy).float() - exact).norm()
+    return float(moved / exact.norm().clamp_min(torch.finfo(torch.float32).tiny))

@@ -1,0 +1,79 @@
+"""Inputs of other types and shapes after a proof: every host's own answer or exception is the answer."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from builders import CONTEXT_WIDTH, relative_error
+from contract_hosts import A1111Host, Host, random
+from torch import Tensor
+
+from lib_onediff.runtime.runtime import runtime
+
+CLOSE = 1e-5
+TYPES = (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool)
+Inputs = dict[str, Any]
+
+
+def usual() -> Inputs:
+    return {
+        "x": random(2, 4, 8, 8, seed=1), "timesteps": torch.tensor([900.25, 150.5]),
+        "context": random(2, 77, CONTEXT_WIDTH, seed=2),
+    }
+
+
+def others() -> Iterator[tuple[str, Inputs]]:
+    """What may come after a usual call."""
+    given = usual()
+    for name, tensor in given.items():
+        for dtype in TYPES:
+            yield f"{name} in {dtype}", {**given, name: tensor.to(dtype)}
+        for other in (
+            tensor[:1], tensor[..., :1], tensor[..., :-1], tensor[None], tensor[..., None], tensor.flatten(),
+            torch.cat([tensor, tensor[:1]]), torch.cat([tensor, tensor], dim=-1), None, 3.5,
+        ):
+            yield f"{name} {tuple(other.shape) if isinstance(other, Tensor) else other}", {**given, name: other}
+    yield "y", {**given, "y": random(2, 5)}
+    yield "y 3.5", {**given, "y": 3.5}
+    yield "all in float16", {name: tensor.half() for name, tensor in given.items()}
+
+
+def outcome(host: Host, given: Inputs) -> Tensor | type[Exception]:
+    options = {} if isinstance(host, A1111Host) else {"control": None, "transformer_options": {}}
+    x, timesteps = given["x"], given["timesteps"]
+    more = {name: given[name] for name in ("context", "y") if name in given}
+    try:
+        with host.no_gradients():
+            output: Tensor = host.unet(x, timesteps, **more, **options)
+            return output.clone()
+    except Exception as error:
+        return type(error)
+
+
+def agree(ours: Any, hosts: Any) -> bool:
+    if isinstance(ours, Tensor) and isinstance(hosts, Tensor):
+        same = ours.dtype == hosts.dtype and ours.shape == hosts.shape
+        return same and (torch.equal(ours, hosts) or relative_error(ours, hosts) < CLOSE)
+    return ours is hosts
+
+
+def test_what_the_host_refuses_it_is_asked(host: Host, tracebacks: Any) -> None:
+    expected = {what: outcome(host, given) for what, given in others()}
+    assert any(isinstance(one, type) for one in expected.values())
+    host.begin()
+    for _ in range(2):
+        outcome(host, usual())
+    assert runtime.status()["route"] == "plain", runtime.status()["reason"]
+    before, found = tracebacks(), []
+    for what, given in others():
+        ours = outcome(host, given)
+        if not agree(ours, expected[what]):
+            tell = lambda one: tuple(one.shape) if isinstance(one, Tensor) else one  # noqa: E731
+            found.append(f"{what}: {tell(ours)}, not {tell(expected[what])}")
+        if tracebacks() > before:
+            found.append(f"{what}: a traceback")
+            before = tracebacks()
+    assert not found, "\n".join(found)
+    outcome(host, usual())
+    assert runtime.status()["route"] == "plain", runtime.status()["reason"]

@@ -1,0 +1,116 @@
+"""Nothing that we compute depends on what a caller has set for its own tensors: torch's default type and device."""
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL, SMALL_XL, a_call, diffusers_arguments, diffusers_unet, relative_error
+from torch import Tensor
+from vae_builders import a_latent, diffusers_vae, host_picture, last, our_picture
+
+import lib_onediff
+
+CLOSE = 1e-5
+DEFAULTS = (torch.bfloat16, torch.float16, torch.float64, "meta")
+
+# Those of torch's functions that make a tensor of no other one.
+MAKERS = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}
+ROOT = Path(lib_onediff.__file__).parent
+
+
+def lacking(call: ast.Call) -> set[str]:
+    """What a call of torch leaves to the caller's defaults."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
+        return set()
+    if function.value.id != "torch" or function.attr not in MAKERS:
+        return set()
+    return {"dtype", "device"} - {keyword.arg for keyword in call.keywords}
+
+
+def test_every_tensor_is_made_with_its_type_and_device() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{call.lineno} leaves out {' and '.join(sorted(lacking(call)))}"
+        for path in sorted(ROOT.rglob("*.py")) for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and lacking(call)
+    ]
+    assert not found, "\n".join(found)
+
+
+@contextlib.contextmanager
+def default(what: Any) -> Iterator[None]:
+    """torch's default type or device."""
+    if isinstance(what, str):
+        torch.set_default_device(what)
+    else:
+        torch.set_default_dtype(what)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def of_unet(config: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    unet = diffusers_unet(**config)
+    given = diffusers_arguments(a_call(unet))
+    if given["added_cond_kwargs"] is not None:
+        numbers = torch.tensor([[512.0, 510.5, 0.0, 0.0, 512.0, 512.0]] * 2)
+        width = given["added_cond_kwargs"]["text_embeds"].shape[1] - 6 * unet.config.addition_time_embed_dim
+        label = given["added_cond_kwargs"]["text_embeds"][:, :width]
+        given["added_cond_kwargs"] = {"text_embeds": label, "time_ids": numbers}
+    return unet, {**given, "timestep": 951.3}
+
+
+def of_cosmos() -> tuple[Any, dict[str, Any]]:
+    test_cosmos = pytest.importorskip("test_cosmos")
+    return test_cosmos.network(), test_cosmos.call()
+
+
+NETWORKS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "SD": partial(of_unet, SMALL), "SDXL": partial(of_unet, SMALL_XL),
+    "LCM": partial(of_unet, {**SMALL, "time_cond_proj_dim": 24}), "Cosmos": of_cosmos,
+}
+
+
+@torch.no_grad()
+def ours(network: Any, given: dict[str, Any]) -> Tensor:
+    output: Tensor = network(**given, return_dict=False)[0]
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    return output
+
+
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize("what", DEFAULTS, ids=str)
+def test_defaults_of_the_caller_change_nothing_after_a_proof_or_before(what: Any, make: Callable[[], Any]) -> None:
+    (network, given), (another, _) = make(), make()
+    lib_onediff.compile_unet(network)
+    before = ours(network, given)
+    with default(what):
+        assert torch.equal(ours(network, given), before)
+        with torch.no_grad():
+            hosts = type(network).forward(network, **given, return_dict=False)[0]
+        assert relative_error(before, hosts) < CLOSE
+    with default(what):
+        lib_onediff.compile_unet(another)
+        assert torch.equal(ours(another, given), before)
+
+
+@pytest.mark.parametrize("what", DEFAULTS, ids=str)
+def test_nor_do_they_of_a_vae(what: Any, fresh_route: Any) -> None:
+    decoder = diffusers_vae().decoder
+    latent = a_latent(decoder)
+    before = our_picture(decoder, latent)
+    with default(what):
+        assert torch.equal(our_picture(decoder, latent), before)
+        assert relative_error(before, host_picture(decoder, latent)) < CLOSE
+    assert last()[0] == "ours", last()

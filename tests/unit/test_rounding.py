@@ -1,0 +1,90 @@
+"""The check of a first use finds small faults of ours, and takes what a network amplifies for what it is."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import LAYOUTS, a_call, diffusers_output, diffusers_unet, served
+from torch import Tensor
+from vae_builders import a_latent, diffusers_vae, host_picture, last, our_picture
+
+import lib_onediff
+from lib_onediff.core.call import Call
+from lib_onediff.families.unet.family import UNets
+from lib_onediff.families.vae import Decoding
+
+Forward = Callable[[Any, Any, Any, Any, Call], Tensor]
+
+
+def scaled(by: float) -> Callable[[Forward], Forward]:
+    """A forward whose output is off by a factor."""
+    return lambda forward: lambda *given: forward(*given) * (1 + by)
+
+
+def of_half_label(forward: Forward) -> Forward:
+    """One that rounds the label."""
+    def output(family: Any, layout: Any, weights: Any, ops: Any, call: Call) -> Tensor:
+        assert call.y is not None
+        return forward(family, layout, weights, ops, replace(call, y=call.y.half().float()))
+
+    return output
+
+
+def sharp(config: dict[str, Any], factor: float, seed: int) -> Any:
+    """A UNet whose softmaxes choose between nearly equal tokens: it amplifies any rounding."""
+    unet = diffusers_unet(seed, **config)
+    with torch.no_grad():
+        for name, parameter in unet.named_parameters():
+            if "to_q" in name or "to_k" in name:
+                parameter.mul_(factor)
+    return unet
+
+
+@pytest.mark.parametrize(("name", "fault"), [
+    *((name, scaled(by)) for name in ("small", "SD1", "SDXL", "refiner") for by in (1e-5, -2e-5, 5e-5)),
+    ("small XL", of_half_label), ("SDXL", of_half_label),
+])
+def test_a_fault_below_a_tenth_of_a_thousandth_is_found(
+    name: str, fault: Callable[[Forward], Forward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**LAYOUTS[name]))
+    call = a_call(unet)
+    monkeypatch.setattr(UNets, "output", fault(UNets.output))
+    for _ in range(2):
+        output = served(unet, call)
+        status = lib_onediff.status()
+        assert status["route"] == "host" and "differs from the model's own forward" in status["reason"]
+        assert torch.equal(output, diffusers_output(unet, call))
+
+
+@pytest.mark.parametrize(("name", "factor", "seed"), [("SD1", 2.1, 0), ("SD1", 2.1, 1), ("SDXL", 1.7, 0)])
+def test_what_a_network_amplifies_is_no_fault(name: str, factor: float, seed: int) -> None:
+    unet = lib_onediff.compile_unet(sharp(LAYOUTS[name], factor, seed))
+    served(unet, a_call(unet))
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
+def test_a_usual_first_use_costs_one_forward_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    forward = UNets.output
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return forward(*given)
+
+    monkeypatch.setattr(UNets, "output", counted)
+    unet = lib_onediff.compile_unet(diffusers_unet(**LAYOUTS["SD1"]))
+    served(unet, a_call(unet))
+    assert lib_onediff.status()["route"] == "plain" and len(calls) == 1
+
+
+@pytest.mark.parametrize("by", [1e-5, 5e-5])
+def test_a_fault_of_a_vae_is_found_too(by: float, fresh_route: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = diffusers_vae().decoder
+    latent, run = a_latent(decoder), Decoding.run
+    monkeypatch.setattr(Decoding, "run", lambda *given: run(*given) * (1 + by))
+    assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
+    assert last()[0] == "host" and "differs from the model's own" in last()[1]
