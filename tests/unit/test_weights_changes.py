@@ -22,11 +22,11 @@ from builders import (
     relative_error,
     served,
 )
+from edits_of_modules import EDITS, edited
 from graph_builders import PretendedGraphs
 from grid import WHOLE, grid
 from ladder_builders import NATIVE, error
 from own_forward import own_forward
-from random_edits import EDITS, edited
 from torch import nn
 
 import lib_onediff
