@@ -387,6 +387,12 @@ class CallStats:
             self._told = {one: at for one, at in self._told.items() if now - at <= SECONDS_UNTIL_TOLD_AGAIN}
             self._told[route, reason] = now
 
+    def explain(self, reason: str) -> None:
+        """Give the last call another reason than it was noted with."""
+        self.reason = reason
+        if self._latest is not None:
+            self._latest.reason = reason
+
     def note_served(self, served: Served) -> None:
         """We have computed the call."""
         self.entry = served.entry

@@ -281,7 +281,7 @@ class Runtime:
         return output
 
     def _give_up(self, hook: str, fault: Exception) -> None:
-        self.call_stats.reason = self.guard.give_up(hook, fault)
+        self.call_stats.explain(self.guard.give_up(hook, fault))
 
     def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
         """Run the host's forward of a call that could not be read."""

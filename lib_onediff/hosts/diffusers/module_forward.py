@@ -37,13 +37,15 @@ COMPILED = "_torchdynamo_orig_callable"
 class ModuleForward(abc.ABC):
     """Answers the calls of one module in place of its class's forward. Holds no reference to the module.
 
-    follows: the function to which what others keep of the module's forward was bound last.
+    kind: the module's class when this was made. follows: the function to which what others keep of the module's forward
+    was bound last.
     """
 
     # What it does, in words that complete "a fault of OneDiff in ...".
     hook = "the forward"
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.kind = kind
         self.follows: Any = None
         # By thread: whether the host's own forward of this module runs now, through hooks that end in the class's.
         self._turn = threading.local()
@@ -151,7 +153,7 @@ def put_on(module: nn.Module, forward: type[ModuleForward], whose: str) -> None:
         )
     if patch.get(module) is None:
         refuse_foreign(module, whose)
-    patch.put(module, patch.get(module) or forward())
+    patch.put(module, patch.get(module) or forward(kind))
     lead_to_ours(module)
     stay_on(module)
 

@@ -96,8 +96,8 @@ class DiffusersForward(ModuleForward):
 
     hook = "the UNet's forward"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__(kind)
         self._attentions: dict[str, weakref.ref[Any]] = {}
         self.loras = LoraReader()
         # The pipeline that calls, where that is known.
@@ -132,7 +132,7 @@ class DiffusersForward(ModuleForward):
         self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments of a call by their names. Raises Refusal where its forward is none that we know."""
-        if not is_served(module):
+        if type(module) is not self.kind:
             raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
         return by_name(module, original, args, kwargs)
 

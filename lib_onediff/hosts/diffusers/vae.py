@@ -32,7 +32,7 @@ class DecoderForward(ModuleForward):
         latent: Any = args[0] if args else kwargs.get(LATENT)
 
         def check() -> None:
-            if not is_diffusers(module):
+            if type(module) is not self.kind:
                 raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
             given = by_name(module, original, args, kwargs)
             if not isinstance(given.pop(LATENT, None), Tensor):
