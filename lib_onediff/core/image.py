@@ -22,6 +22,8 @@ from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
+# Of why the host computed steps of an image, so many reasons are told.
+MOST_TOLD = 2
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
 # How an image ended. FAILED: the host has raised. UNTOLD: nobody says when one begins and ends, as in a pipeline of
 # diffusers.
@@ -134,7 +136,8 @@ class ImageRecord:
     interrupted one, until then. host_seconds: what one like it took with OneDiff off. Both None where not known.
     model, resolution, backend, lossy, route, reason, relative_error: of its last call; the route "" before the first.
     parts: its steps by place, in their order; steps, calls, step_ms, host_ms, ratio: of all of them; see Part.
-    first_uses: at how many calls something was found out for the first time. backends: the backends that computed,
+    by_host: at how many calls the host computed, by why. first_uses: at how many calls something was found out for the
+    first time. backends: the backends that computed,
     each with what of it was less exact. policies: what each step policy did, by its name, in counts; inactive: the
     reason that came last, where it did not apply. vae: the route and the reason of its last decode. inside: the images
     that were made while this one was.
@@ -159,6 +162,7 @@ class ImageRecord:
     step_ms: float | None = None
     host_ms: float | None = None
     ratio: float | None = None
+    by_host: Mapping[str, int] = field(default_factory=dict)
     first_uses: int = 0
     backends: frozenset[tuple[str, str]] = frozenset()
     policies: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -166,6 +170,15 @@ class ImageRecord:
     vae: tuple[str, str] = ("", "")
     inside: tuple[ImageRecord, ...] = ()
     entry: Entry | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def limits(self) -> str:
+        """Why it was not faster, for users: the reason of its last call, below those of the steps that the host has
+        computed before it; "" for nothing."""
+        earlier = [] if self.route == HOST else list(self.by_host.items())[:MOST_TOLD]
+        total = sum(self.steps.values())
+        told = [f"{calls} of {total} steps by the WebUI: {reason}" for reason, calls in earlier]
+        return "; ".join(filter(None, (*told, self.reason)))
 
 
 class ImageLog:
@@ -187,6 +200,7 @@ class ImageLog:
         # Whether the time of every call is known.
         self.is_timed = True
         self.is_interrupted = False
+        self.by_host: Counter[str] = Counter()
         self.policies: dict[str, Counter[str]] = {}
         self.inactive: dict[str, Counter[str]] = {}
         self.vae = "", ""
@@ -236,7 +250,7 @@ class ImageLog:
                 for place in dict.fromkeys(step.place for step in steps)
             ),
             steps=kinds_of(steps), calls=routes_of(steps), step_ms=times.step_ms, host_ms=times.host_ms,
-            ratio=times.ratio, first_uses=self.first_uses,
+            ratio=times.ratio, by_host=dict(self.by_host.most_common()), first_uses=self.first_uses,
             backends=frozenset(
                 (step.entry.key.backend, str(step.entry.key.lossy)) for step in steps if step.entry is not None
             ),

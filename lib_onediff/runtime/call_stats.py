@@ -316,6 +316,8 @@ class CallStats:
         self._latest = current
         if reason is not None:
             current.last, current.reason = step, reason
+        if reason and kind == HOSTS:
+            current.by_host[reason] += 1
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -403,7 +405,7 @@ class CallStats:
         image = image or self.image
         return {
             "model": image.model, "backend": image.backend, "lossy": image.lossy, "resolution": image.resolution,
-            "route": image.route or None, "reason": image.reason, "step_ms": image.step_ms, "host_ms": image.host_ms,
+            "route": image.route or None, "reason": image.limits, "step_ms": image.step_ms, "host_ms": image.host_ms,
             "ratio": image.ratio, "image": values_of(image), "relative_error": image.relative_error,
             "calls": {route: self.calls[route] for route in ROUTES},
         }
@@ -419,6 +421,7 @@ def values_of(image: ImageRecord) -> dict[str, Any]:
     return {
         "state": image.state, "images": image.images, "seconds": image.seconds, "host_seconds": image.host_seconds,
         "spent": asdict(image.spent), "steps": dict(image.steps), "calls": dict(image.calls),
+        "by_host": dict(image.by_host),
         "first_uses": image.first_uses, "parts": [asdict(part) for part in image.parts],
         "inside": [
             {"resolution": one.resolution, "model": one.model, **values_of(one)} for one in image.inside

@@ -205,6 +205,27 @@ def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.Mon
     assert images.row("72x72").step_ms == WHOLE_MS
 
 
+def test_why_the_host_computed_some_steps_is_told_after_later_ones_are_ours() -> None:
+    images = Images()
+    images.make()
+    theirs = iter(range(4))
+
+    def second_pass() -> None:
+        for _ in theirs:
+            images.runtime.note_host("an extension has put a Scaler in the place of input_blocks.2", images.unet)
+        images.sample(steps=STEPS[:2])
+
+    images.make(second_pass=second_pass)
+    status, total = images.status(), sum(images.status()["image"]["steps"].values())
+    assert status["route"] != "host" and status["image"]["by_host"] == {
+        "an extension has put a Scaler in the place of input_blocks.2": 4
+    }
+    told = f"4 of {total} steps by the WebUI: an extension has put a Scaler in the place of input_blocks.2"
+    assert status["reason"].startswith(told) and status["reason"].count("Scaler") == 1
+    images.make()
+    assert "Scaler" not in images.status()["reason"] and images.status()["image"]["by_host"] == {}
+
+
 def test_an_image_made_inside_another_has_a_record_of_its_own() -> None:
     images = Images()
     images.make(second_pass=lambda: images.make(size=9, steps=STEPS[:4], seconds=0.5), seconds=2.0)
