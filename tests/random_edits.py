@@ -1,286 +1,544 @@
-"""Random edits of a UNet, as users, LoRAs, tiling and training scripts make them: what tests hold against the host.
+"""Random edits of networks between their calls, each answer of OneDiff's compared with that of a twin which the host's
+own code runs.
 
-An edit is a function of the UNet and a random generator; it returns what undoes it, or None where it stays.
+    python tests/random_edits.py --edits 2000 --seed 0 [--device cuda] [--dtype float16] [--networks sd1,anima]
+        [--kinds globals,classes] [--seconds 600]
+    python tests/random_edits.py --networks sdxl --replay "default_dtype:12; calls:1:7:told"
+
+The exit status is 1 where an answer was wrong, where OneDiff did not serve again after everything was undone, and where
+it served so few calls that the run shows nothing.
 """
 from __future__ import annotations
 
+import argparse
+import contextlib
+import logging
 import random
-import types
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import all_folders  # noqa: F401
+import edits_of_calls
+import edits_of_code
+import edits_of_modules
+import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from edited_networks import NETWORKS, Given, Pair, forget_everything
+from edits_of_modules import Inapplicable, Undo
+from torch import Tensor
 
-Undo = Callable[[], object]
-Edit = Callable[[Any, random.Random], "Undo | None"]
+from lib_onediff.runtime import verify
+from lib_onediff.runtime.runtime import runtime
+
+# What rounding explains of float32, and of the types with fewer digits; more is measured, see limit_of.
+CLOSE = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+# How many times what the host's own output moves by, where its inputs move by one rounding.
+TIMES_A_ROUNDING = 4
+EDITS_OF_A_PLAN, MOST_STANDING = 30, 3
+# A run in which OneDiff served a smaller part of the calls shows little.
+LEAST_SERVED = 0.25
+OURS = ("graph", "plain")
+# Of one failure: how many shorter sequences are tried.
+MOST_TRIALS = 24
 
 
-def some(unet: nn.Module, chance: random.Random, kinds: Any, of: Callable[[Any], bool] = lambda module: True) -> Any:
-    found = [
-        module for name, module in unet.named_modules()
-        if isinstance(module, kinds) and "lora_" not in name and of(module)
+class Edit(NamedTuple):
+    """make(pair, seed): edits both networks of a pair in the same way; returns what undoes it, None where it stays."""
+
+    kind: str
+    name: str
+    make: Callable[[Pair, int], Undo | None]
+
+
+class EditFailed(Exception):
+    """An edit works on the host's network and not on the one in our care, or the other way round."""
+
+
+def of_both(edit: Callable[[Any, random.Random], Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    def make(pair: Pair, seed: int) -> Undo | None:
+        undos, errors = [], []
+        for network in pair.networks:
+            torch.manual_seed(seed)
+            try:
+                undos.append(edit(network, random.Random(seed)))
+            except Exception as error:
+                errors.append(error)
+        if len(errors) == 2:
+            raise Inapplicable from errors[0]
+        if errors:
+            raise EditFailed(f"{edit.__name__} raises {errors[0]!r} on one of the two networks")
+        return None if undos[0] is None else lambda: [undo() for undo in undos if undo is not None]
+
+    return make
+
+
+def with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    return lambda pair, seed: edit(pair.sites, random.Random(seed))
+
+
+def of_both_with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    def make(pair: Pair, seed: int) -> Undo | None:
+        def one(network: Any, chance: random.Random) -> Undo | None:
+            return edit(network, pair.sites, chance)
+
+        one.__name__ = edit.__name__
+        return of_both(one)(pair, seed)
+
+    return make
+
+
+def on_theirs(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    """An edit of everything, which needs a network to look at."""
+    return lambda pair, seed: edit(pair.theirs, random.Random(seed))
+
+
+def on_pair(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    return lambda pair, seed: edit(pair, random.Random(seed))
+
+
+def edits(kind: str, functions: Sequence[Any], adapt: Callable[[Any], Any]) -> list[Edit]:
+    """Functions that are named twice are chosen twice as often."""
+    by_function = {function: Edit(kind, function.__name__, adapt(function)) for function in functions}
+    return [by_function[function] for function in functions]
+
+
+EDITS: list[Edit] = [
+    *edits("weights", edits_of_modules.WEIGHTS, of_both), *edits("attributes", edits_of_modules.ATTRIBUTES, of_both),
+    *edits("code", edits_of_modules.CODE, of_both), *edits("code", edits_of_modules.EVERYWHERE, on_theirs),
+    *edits("adapters", edits_of_modules.ADAPTERS, of_both),
+    *edits("globals", edits_of_code.GLOBALS, with_sites),
+    *edits("globals of torch", edits_of_code.IN_TORCH, with_sites),
+    *edits("classes", edits_of_code.CLASSES, with_sites),
+    *edits("classes", edits_of_code.OF_A_NETWORK, of_both_with_sites),
+    *edits("bodies", edits_of_code.BODIES, with_sites),
+    *edits("defaults", edits_of_calls.DEFAULTS, on_pair), *edits("modes", edits_of_calls.MODES, on_pair),
+    *edits("copies", edits_of_calls.COPIES, on_pair), *edits("inputs", edits_of_calls.INPUTS, on_pair),
+]
+KINDS = tuple(dict.fromkeys(edit.kind for edit in EDITS))
+BY_NAME = {edit.name: edit for edit in EDITS}
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+class Make(NamedTuple):
+    edit: Edit
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.edit.name}:{self.seed}"
+
+
+class UndoLast(NamedTuple):
+    def __str__(self) -> str:
+        return "undo"
+
+
+class Calls(NamedTuple):
+    """count calls with the inputs of a seed, as steps of an image that the host tells of, or not (told)."""
+
+    count: int
+    seed: int
+    told: bool
+
+    def __str__(self) -> str:
+        return f"calls:{self.count}:{self.seed}:{'told' if self.told else 'untold'}"
+
+
+Step = Make | UndoLast | Calls
+
+
+def random_plan(chance: random.Random, kinds: Sequence[str], count: int) -> list[Step]:
+    """So many edits, each followed by calls, as its undoing is; every kind as often as any other. Most calls have the
+    same inputs, so that some are replayed."""
+    usual = chance.randrange(12)
+
+    def calls() -> Calls:
+        seed = usual if chance.random() < 0.8 else chance.randrange(12)
+        return Calls(chance.choice([1, 1, 4]), seed, chance.random() < 0.7)
+
+    plan: list[Step] = [Calls(4, usual, True)]
+    standing = 0
+    for _ in range(count):
+        kind = chance.choice(kinds)
+        edit = chance.choice([edit for edit in EDITS if edit.kind == kind])
+        plan += [Make(edit, chance.randrange(10**6)), calls()]
+        standing += 1
+        while standing and (standing >= MOST_STANDING or chance.random() < 0.6):
+            plan += [UndoLast(), calls()]
+            standing -= 1
+    for _ in range(standing):
+        plan += [UndoLast(), calls()]
+    return plan
+
+
+def text_of(plan: Sequence[Step]) -> str:
+    return "; ".join(map(str, plan))
+
+
+def plan_of(text: str) -> list[Step]:
+    """What text_of has written."""
+    plan: list[Step] = []
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, *numbers = part.split(":")
+        if name == "undo":
+            plan.append(UndoLast())
+        elif name == "calls":
+            plan.append(Calls(int(numbers[0]), int(numbers[1]), numbers[2] == "told"))
+        else:
+            plan.append(Make(BY_NAME[name], int(numbers[0])))
+    return plan
+
+
+# --- running them -------------------------------------------------------------------------------------------------
+
+class Wrong(Exception):
+    """What is wrong, in one line. kind: of the edits to which it is counted."""
+
+
+class NotAgain(Wrong):
+    """Everything was undone, and OneDiff does not serve."""
+
+
+@dataclass
+class Tally:
+    """Of one kind of edits: how many were made or undone, the calls after them by route, and what was wrong."""
+
+    edits: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    raised: int = 0
+    wrong: int = 0
+    not_again: int = 0
+    worst: float = 0.0
+
+
+Tallies = dict[str, Tally]
+
+
+def tensors_in(given: Given) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in given.values():
+        found += [value] if isinstance(value, Tensor) else tensors_in(value) if isinstance(value, dict) else []
+    return found
+
+
+def attempt(pair: Pair, caller: Any, given: Given) -> Any:
+    """The answer, or the exception; with the same random numbers each time, and where these stand afterwards."""
+    torch.manual_seed(0)
+    try:
+        answer = pair.answer(caller, given)
+    except Exception as error:
+        return error, None
+    return answer, torch.default_generator.get_state() if pair.device.type == "cpu" else None
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Relative to the host's; infinite where one has a number and the other none."""
+    ours, theirs = (one.detach().to("cpu", torch.float64).flatten() for one in (ours, theirs))
+    finite = torch.isfinite(theirs)
+    if not torch.equal(finite, torch.isfinite(ours)):
+        return float("inf")
+    size = float(theirs[finite].square().sum().sqrt())
+    return float((ours[finite] - theirs[finite]).square().sum().sqrt()) / (size or 1.0)
+
+
+def limit_of(pair: Pair, caller: Any, given: Given, theirs: Tensor) -> float:
+    """How far an answer may be from the host's because of rounding: some times what the host's own answer moves by
+    where the latent and the context move by one rounding."""
+    kind = pair.device.type
+    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else theirs.dtype
+    dtypes = [computed, *(one.dtype for one in tensors_in(given) if one.is_floating_point())]
+    dtypes += [next(pair.theirs.parameters()).dtype]
+    close = max(CLOSE.get(dtype, 1e-5) for dtype in dtypes)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    generator, moved = torch.Generator().manual_seed(1), dict(given)
+    for name in (pair.names[0], pair.names[2]):
+        value = given[name]
+        if isinstance(value, Tensor) and value.is_floating_point():
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu")
+            moved[name] = value.detach() + value.detach() * (noise * eps).to(value)
+    other, _ = attempt(pair, caller, moved)
+    if isinstance(other, Exception):
+        return close
+    return max(close, TIMES_A_ROUNDING * distance(other, theirs))
+
+
+def compare(pair: Pair, name: str, ours_by: Any, theirs_by: Any, given: Given, tally: Tally) -> None:
+    """Raise Wrong where the network in our care answers otherwise than its twin."""
+    before = runtime.call_stats.calls.copy()
+    versions = [one._version for one in tensors_in(given) if not one.is_inference()]
+    ours, state = attempt(pair, ours_by, given)
+    taken = runtime.call_stats.calls - before
+    tally.calls.update(taken)
+    if versions != [one._version for one in tensors_in(given) if not one.is_inference()]:
+        raise Wrong(f"{name}: an input was written to")
+    theirs, expected_state = attempt(pair, theirs_by, given)
+    where = f"{name} by {', '.join(taken) or 'nobody'} ({runtime.status()['reason'] or 'no reason'})"
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        if type(ours) is not type(theirs):
+            raise Wrong(f"{where}: {ours!r:.150} where the host's is {theirs!r:.150}")
+        tally.raised += 1
+        return
+    for fact in ("shape", "dtype", "device", "requires_grad"):
+        if getattr(ours, fact) != getattr(theirs, fact):
+            raise Wrong(f"{where}: {fact} {getattr(ours, fact)}, the host's {getattr(theirs, fact)}")
+    if state is not None and not torch.equal(state, expected_state):
+        raise Wrong(f"{where}: other random numbers were drawn")
+    apart = distance(ours, theirs)
+    if apart > 1e-5 and apart > (most := limit_of(pair, theirs_by, given, theirs)):
+        raise Wrong(f"{where}: {apart:.1e} away, rounding explains {most:.0e}")
+    tally.worst = max(tally.worst, apart)
+
+
+def given_now(pair: Pair, seed: int) -> Given:
+    """The inputs of a seed with what edits have made of them. An edit that fails on another's result leaves it."""
+    given = pair.inputs(seed)
+    for change in pair.changes:
+        with contextlib.suppress(Exception):
+            given = change(given, pair.names)
+    return given
+
+
+def run_plan(pair: Pair, plan: Sequence[Step], tallies: Tallies, deadline: float) -> int:
+    """Run the steps. Returns how many edits were made or undone. Raises Wrong at the first wrong answer; its notes are
+    the kind of the edit to blame and the number of steps up to there. Everything is undone at the end."""
+    standing: list[tuple[str, Undo | None]] = []
+    kind, done = "unedited", 0
+    try:
+        for number, step in enumerate(plan):
+            if time.monotonic() > deadline:
+                break
+            try:
+                if isinstance(step, Make):
+                    kind = step.edit.kind
+                    standing.append((kind, made(step, pair)))
+                    done, tallies[kind].edits = done + 1, tallies[kind].edits + 1
+                elif isinstance(step, UndoLast):
+                    if standing:
+                        kind, undo = standing.pop()
+                        if undo is not None:
+                            undo()
+                            done, tallies[kind].edits = done + 1, tallies[kind].edits + 1
+                else:
+                    run_calls(pair, step, tallies[kind], is_edited=any(undo is not None for _, undo in standing))
+            except Wrong as wrong:
+                tallies[kind].wrong += not isinstance(wrong, NotAgain)
+                tallies[kind].not_again += isinstance(wrong, NotAgain)
+                wrong.__notes__ = [kind, str(number + 1)]  # type: ignore[attr-defined]
+                raise
+    finally:
+        for _, undo in reversed(standing):
+            if undo is not None:
+                with contextlib.suppress(Exception):
+                    undo()
+    return done
+
+
+def made(step: Make, pair: Pair) -> Undo | None:
+    try:
+        return step.edit.make(pair, step.seed)
+    except Inapplicable:
+        return None
+    except EditFailed as failed:
+        raise Wrong(str(failed)) from failed
+
+
+def run_calls(pair: Pair, step: Calls, tally: Tally, is_edited: bool) -> None:
+    with pair.image(step.told):
+        for _ in range(step.count):
+            compare(pair, "the network", pair.ours, pair.theirs, given_now(pair, step.seed), tally)
+            for name, ours, theirs in list(pair.callers):
+                compare(pair, name, ours, theirs, given_now(pair, step.seed), tally)
+    if is_edited or not step.told:
+        return
+    with pair.image(True):
+        compare(pair, "the next image", pair.ours, pair.theirs, given_now(pair, step.seed), tally)
+    if runtime.status()["route"] not in OURS:
+        raise NotAgain(f"by {runtime.status()['route']} ({runtime.status()['reason'] or 'no reason'})")
+
+
+def fails(network: str, options: argparse.Namespace, plan: Sequence[Step], how: type[Wrong]) -> Wrong | None:
+    """How a plan fails with networks of their own; None where it does not fail in this way."""
+    with prepared(network, options) as pair:
+        try:
+            run_plan(pair, plan, defaultdict(Tally), time.monotonic() + 60)
+        except Wrong as wrong:
+            return wrong if type(wrong) is how else None
+    return None
+
+
+def shortened(network: str, options: argparse.Namespace, plan: list[Step], wrong: Wrong) -> list[Step]:
+    """As few steps as still fail in the same way: parts are left out, halves first, then smaller ones. An edit is left
+    out with its undoing."""
+    plan = plan[:int(wrong.__notes__[1])]  # type: ignore[attr-defined]
+    units = [
+        {number, undone_at(plan, number)} if isinstance(step, Make) else {number}
+        for number, step in enumerate(plan[:-1]) if not isinstance(step, UndoLast)
     ]
-    return chance.choice(found)
-
-
-def weighted(unet: nn.Module, chance: random.Random) -> Any:
-    return some(unet, chance, (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm))
-
-
-def set_attribute(module: Any, name: str, value: Any) -> Undo:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    return lambda: setattr(module, name, before)
-
-
-def hide(module: Any, name: str, value: Any) -> Undo:
-    """Set on the instance what its class has."""
-    setattr(module, name, value)
-    return lambda: delattr(module, name)
-
-
-# --- weights ------------------------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def multiply(unet: Any, chance: random.Random) -> None:
-    weighted(unet, chance).weight.mul_(chance.uniform(0.5, 1.5))
-
-
-def add_to_data(unet: Any, chance: random.Random) -> None:
-    weight = weighted(unet, chance).weight
-    weight.data += chance.uniform(0.01, 0.1)
-
-
-def edit_one_row(unet: Any, chance: random.Random) -> None:
-    weight = weighted(unet, chance).weight
-    weight.data[chance.randrange(len(weight))] *= 1.5
-
-
-def point_elsewhere(unet: Any, chance: random.Random) -> None:
-    weight = weighted(unet, chance).weight
-    weight.data = weight.data.clone() * 1.1
-
-
-def point_to_transposed(unet: Any, chance: random.Random) -> None:
-    weight = some(unet, chance, nn.Linear, lambda layer: layer.in_features == layer.out_features).weight
-    weight.data = weight.data.t()
-
-
-def exchange(unet: Any, chance: random.Random) -> Undo:
-    """A new Parameter, while the old one lives as a backup."""
-    layer = weighted(unet, chance)
-    old = layer.weight
-    layer.weight = nn.Parameter(old.detach() * 0.9, requires_grad=False)
-    return lambda: setattr(layer, "weight", old)
-
-
-def exchange_for_good(unet: Any, chance: random.Random) -> None:
-    layer = weighted(unet, chance)
-    layer.weight = nn.Parameter(layer.weight.detach() * 1.1, requires_grad=False)
-
-
-def drop_bias(unet: Any, chance: random.Random) -> Undo:
-    layer = some(unet, chance, (nn.Linear, nn.Conv2d), lambda layer: layer.bias is not None)
-    return set_attribute(layer, "bias", None)
-
-
-def load(unet: Any, chance: random.Random) -> None:
-    state = {name: one.clone() * 1.02 for name, one in unet.state_dict().items() if "lora_" not in name}
-    unet.load_state_dict(state, assign=chance.random() < 0.5, strict=False)
-
-
-def parametrise(unet: Any, chance: random.Random) -> Undo:
-    class Louder(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight * 1.2
-
-    layer = some(unet, chance, nn.Linear, lambda layer: "weight" in layer._parameters)
-    nn.utils.parametrize.register_parametrization(layer, "weight", Louder())
-    return lambda: nn.utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-
-
-# --- attributes ---------------------------------------------------------------------------------------------------
-
-def pad_circular(unet: Any, chance: random.Random) -> Undo:
-    return set_attribute(some(unet, chance, nn.Conv2d, lambda one: one.padding == (1, 1)), "padding_mode", "circular")
-
-
-def dilate(unet: Any, chance: random.Random) -> Undo:
-    layer = some(unet, chance, nn.Conv2d, lambda one: one.kernel_size == (3, 3) and one.stride == (1, 1))
-    undos = [set_attribute(layer, "padding", (2, 2)), set_attribute(layer, "dilation", (2, 2))]
-    return lambda: [undo() for undo in undos]
-
-
-def other_eps(unet: Any, chance: random.Random) -> Undo:
-    return set_attribute(some(unet, chance, (nn.GroupNorm, nn.LayerNorm)), "eps", chance.choice([0.5, 0.01]))
-
-
-def other_groups(unet: Any, chance: random.Random) -> Undo:
-    norm = some(unet, chance, nn.GroupNorm, lambda one: one.num_groups > 2)
-    return set_attribute(norm, "num_groups", norm.num_groups // 2)
-
-
-def other_heads(unet: Any, chance: random.Random) -> Undo:
-    return set_attribute(some(unet, chance, nn.Module, lambda one: type(one).__name__ == "Attention"), "heads", 1)
-
-
-def scale_output(unet: Any, chance: random.Random) -> Undo:
-    name = chance.choice(["ResnetBlock2D", "Attention"])
-    which = {"ResnetBlock2D": "output_scale_factor", "Attention": "rescale_output_factor"}[name]
-    return set_attribute(some(unet, chance, nn.Module, lambda one: type(one).__name__ == name), which, 2.0)
-
-
-def flip_sinusoids(unet: Any, chance: random.Random) -> Undo:
-    return set_attribute(unet.time_proj, "flip_sin_to_cos", not unet.time_proj.flip_sin_to_cos)
-
-
-# --- code ---------------------------------------------------------------------------------------------------------
-
-def hook(unet: Any, chance: random.Random) -> Undo:
-    module = chance.choice([unet.mid_block, unet.conv_in, unet.up_blocks[0], weighted(unet, chance)])
-    louder = lambda module, inputs, output: output * 1.1 if isinstance(output, Tensor) else output  # noqa: E731
-    return module.register_forward_hook(louder).remove
-
-
-def hook_before(unet: Any, chance: random.Random) -> Undo:
-    return some(unet, chance, (nn.Conv2d, nn.Linear)).register_forward_pre_hook(
-        lambda module, inputs: (inputs[0] * 1.1, *inputs[1:])
-    ).remove
-
-
-def hook_everywhere(unet: Any, chance: random.Random) -> Undo:
-    def louder(module: nn.Module, inputs: Any, output: Any) -> Any:
-        return output * 1.05 if isinstance(module, nn.SiLU) else None
-
-    return nn.modules.module.register_module_forward_hook(louder).remove
-
-
-def own_forward(unet: Any, chance: random.Random) -> Undo:
-    module = chance.choice([unet.mid_block, unet.conv_in, some(unet, chance, (nn.Linear, nn.GroupNorm, nn.SiLU))])
-    below = type(module).forward
-    return hide(module, "forward", types.MethodType(lambda self, *a, **k: below(self, *a, **k) * 0.9, module))
-
-
-def tile_along_x(self: Any, image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    across = self.padding[1]
-    padded = F.pad(F.pad(image, (across, across, 0, 0), mode="circular"), (0, 0, self.padding[0], self.padding[0]))
-    return F.conv2d(padded, weight, bias, self.stride, 0, self.dilation, self.groups)
-
-
-def tile_instances(unet: Any, chance: random.Random) -> Undo:
-    layers = [one for one in unet.modules() if isinstance(one, nn.Conv2d) and one.padding == (1, 1)]
-    for layer in layers:
-        layer._conv_forward = types.MethodType(tile_along_x, layer)
-    own = types.MethodType(nn.Conv2d._conv_forward, layers[0]) if chance.random() < 0.5 else None
-
-    def undo() -> None:
-        for layer in layers:
-            if own is None:
-                del layer._conv_forward
-            else:
-                layer._conv_forward = types.MethodType(nn.Conv2d._conv_forward, layer)
-
-    return undo
-
-
-def tile_class(unet: Any, chance: random.Random) -> Undo:
-    return set_attribute(nn.Conv2d, "_conv_forward", tile_along_x)
-
-
-def class_forward(unet: Any, chance: random.Random) -> Undo:
-    kind = type(unet.mid_block.resnets[0])
-    below = kind.forward
-    return set_attribute(kind, "forward", lambda self, *a, **k: below(self, *a, **k) * 0.9)
-
-
-def another_class(unet: Any, chance: random.Random) -> Undo:
-    module = chance.choice([unet.mid_block.resnets[0], some(unet, chance, nn.Linear)])
-    kind = type(module)
-    named = {"__module__": kind.__module__} if chance.random() < 0.5 else {}
-    body = {"forward": lambda self, *a, **k: kind.forward(self, *a, **k) * 1.1, **named}
-    module.__class__ = type(kind.__name__, (kind,), body)
-    return lambda: setattr(module, "__class__", kind)
-
-
-def replace_function(unet: Any, chance: random.Random) -> Undo:
-    below = F.scaled_dot_product_attention
-    return set_attribute(F, "scaled_dot_product_attention", lambda *a, **k: below(*a, **k) * 1.1)
-
-
-def exchange_layer(unet: Any, chance: random.Random) -> Undo:
-    block = unet.mid_block.resnets[0]
-    if not isinstance(block.conv1, nn.Conv2d):
-        # It has a LoRA.
-        return lambda: None
-    other = nn.Conv2d(block.conv1.in_channels, block.conv1.out_channels, 3, padding=1)
-    return set_attribute(block, "conv1", other.to(block.conv1.weight).requires_grad_(False))
-
-
-def swap_layers(unet: Any, chance: random.Random) -> Undo:
-    attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
-    key, value = attention.to_k, attention.to_v
-
-    def put(first: Any, second: Any) -> None:
-        attention.to_k, attention.to_v = first, second
-
-    put(value, key)
-    return lambda: put(key, value)
-
-
-# --- adapters -----------------------------------------------------------------------------------------------------
-
-def add_lora(unet: Any, chance: random.Random) -> Undo:
-    from peft import LoraConfig
-
-    name = f"lora{chance.randrange(10**6)}"
-    targets = chance.choice([["to_q", "to_k"], ["to_v", "to_out.0"], ["conv1"], ["proj_in", "ff.net.0.proj"]])
-    unet.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False), adapter_name=name)
-    unet.to(next(unet.parameters()).device)
-    for parameter in unet.parameters():
-        parameter.requires_grad_(False)
-    doing = chance.choice(["plain", "scaled", "disabled", "fused", "edited"])
-    if doing == "scaled":
-        unet.set_adapters([name], [chance.uniform(0.2, 0.8)])
-    elif doing == "disabled":
-        unet.disable_adapters()
-    elif doing == "fused":
-        unet.fuse_lora(adapter_names=[name])
-    elif doing == "edited":
-        for one, parameter in unet.named_parameters():
-            if "lora_A" in one:
-                parameter.data *= 1.3
-
-    def undo() -> None:
-        if doing == "fused":
-            unet.unfuse_lora()
-        unet.unload_lora() if hasattr(unet, "unload_lora") else unet.delete_adapters([name])
-
-    return undo
-
-
-EDITS: tuple[Edit, ...] = (
-    multiply, add_to_data, edit_one_row, point_elsewhere, point_to_transposed, exchange, exchange_for_good, drop_bias,
-    load, parametrise, pad_circular, dilate, other_eps, other_groups, other_heads, scale_output, flip_sinusoids, hook,
-    hook_before, hook_everywhere, own_forward, tile_instances, tile_class, class_forward, another_class,
-    replace_function, exchange_layer, swap_layers, add_lora,
-)
-
-
-def edited(unet: Any, chance: random.Random, count: int) -> Iterator[str]:
-    """Makes so many edits, one after the other, each undone or not before the next but one; what it is called, when it
-    was made or undone."""
-    standing: list[tuple[str, Undo]] = []
-    for number in range(count):
-        edit = EDITS[number % len(EDITS)] if number < len(EDITS) else chance.choice(EDITS)
-        undo = edit(unet, chance)
-        yield edit.__name__
-        if undo is not None:
-            standing.append((edit.__name__, undo))
-        while standing and (len(standing) > 1 or chance.random() < 0.7):
-            name, undo = standing.pop()
-            undo()
-            yield f"{name} undone"
-    while standing:
-        standing.pop()[1]()
+    def without(left: list[set[int]]) -> list[Step]:
+        kept = set().union(*left, {len(plan) - 1}) - {-1}
+        return [step for number, step in enumerate(plan) if number in kept]
+
+    trials, parts = 0, 2
+    while units and trials < MOST_TRIALS:
+        size = -(-len(units) // parts)
+        for first in range(0, len(units), size):
+            left = units[:first] + units[first + size:]
+            trials += 1
+            if fails(network, options, without(left), type(wrong)):
+                units, parts = left, max(parts - 1, 2)
+                break
+            if trials == MOST_TRIALS:
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(2 * parts, len(units))
+    return without(units)
+
+
+def undone_at(plan: Sequence[Step], place: int) -> int:
+    """Where the edit that was made at a place is undone; -1 if nowhere."""
+    depth = 0
+    for number in range(place, len(plan)):
+        depth += isinstance(plan[number], Make) - isinstance(plan[number], UndoLast)
+        if depth == 0:
+            return number
+    return -1
+
+
+@contextlib.contextmanager
+def prepared(network: str, options: argparse.Namespace) -> Iterator[Pair]:
+    forget_everything()
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        # The host is not timed.
+        patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
+        try:
+            with NETWORKS[network](options.device, options.dtype) as pair:
+                pair.key = network
+                yield pair
+        finally:
+            forget_everything()
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """A GPU multiplies float32 in float32; nothing is printed but what this tool prints."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def run(options: argparse.Namespace, tell: Callable[[str], object] = print) -> tuple[dict[str, Tallies], int]:
+    """Random plans on each network in turn until so many edits were made. Returns the tallies by network and kind, and
+    how many failures there were."""
+    chance, began = random.Random(options.seed), time.monotonic()
+    deadline = began + options.seconds
+    tallies: dict[str, Tallies] = {network: defaultdict(Tally) for network in options.networks}
+    done = failures = turn = 0
+    seen: set[tuple[str, str, str]] = set()
+    with exact_products():
+        while done < options.edits and time.monotonic() < deadline:
+            network = options.networks[turn % len(options.networks)]
+            plan = random_plan(chance, options.kinds, min(EDITS_OF_A_PLAN, options.edits - done))
+            turn += 1
+            found: Wrong | None = None
+            with prepared(network, options) as pair:
+                before = sum(tally.edits for tally in tallies[network].values())
+                try:
+                    run_plan(pair, plan, tallies[network], deadline)
+                except Wrong as wrong:
+                    found = wrong
+                done += sum(tally.edits for tally in tallies[network].values()) - before
+            if found is None:
+                continue
+            failures += 1
+            kind, steps = found.__notes__  # type: ignore[attr-defined]
+            last = next((str(step.edit.name) for step in reversed(plan[:int(steps)]) if isinstance(step, Make)), "")
+            tell(f"{'NOT AGAIN' if isinstance(found, NotAgain) else 'WRONG'} {network}, {kind}: {found}")
+            if options.shorten and (network, kind, last) not in seen:
+                seen.add((network, kind, last))
+                shorter = shortened(network, options, plan, found)
+                tell(f'    --networks {network} --replay "{text_of(shorter)}"')
+    return tallies, failures
+
+
+def replay(options: argparse.Namespace) -> int:
+    [network] = options.networks
+    with exact_products(), prepared(network, options) as pair:
+        try:
+            run_plan(pair, plan_of(options.replay), defaultdict(Tally), float("inf"))
+        except Wrong as wrong:
+            print(f"{type(wrong).__name__}: {wrong}")
+            return 1
+    print("right")
+    return 0
+
+
+def report(tallies: dict[str, Tallies], seconds: float, tell: Callable[[str], object] = print) -> bool:
+    """Print the tallies by kind and by network. Returns whether nothing was wrong and OneDiff served enough calls."""
+    def line(name: str, found: Sequence[Tally]) -> tuple[int, float]:
+        calls = sum((tally.calls for tally in found), Counter())
+        total, ours = sum(calls.values()), sum(calls[route] for route in OURS)
+        wrong, again = sum(tally.wrong for tally in found), sum(tally.not_again for tally in found)
+        tell(
+            f"{name:<18}{sum(tally.edits for tally in found):>7} edits {total:>7} calls"
+            f"{100 * ours / (total or 1):>5.0f} % by OneDiff ({100 * calls['graph'] / (total or 1):.0f} % by graph)"
+            f"{sum(tally.raised for tally in found):>6} raised by both {wrong:>5} wrong {again:>5} not again,"
+            f" worst {max((tally.worst for tally in found), default=0):.0e}"
+        )
+        return wrong + again, ours / (total or 1)
+
+    for kind in ("unedited", *KINDS):
+        found = [of_network[kind] for of_network in tallies.values() if kind in of_network]
+        if found:
+            line(kind, found)
+    enough = True
+    for network, of_network in tallies.items():
+        enough = line(network, list(of_network.values()))[1] >= LEAST_SERVED and enough
+    wrong, served = line("all", [tally for of_network in tallies.values() for tally in of_network.values()])
+    verdict = "right" if not wrong else f"{wrong} FAILURES"
+    tell(f"{verdict} in {seconds:.0f} s" + ("" if enough else "; too few calls by OneDiff to show anything"))
+    return not wrong and enough
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = lambda known: lambda text: [one for one in text.split(",") if known.index(one) >= 0]  # noqa: E731
+    made.add_argument("--edits", type=int, default=2000, help="edits made or undone, of all networks together")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32)
+    made.add_argument("--networks", type=names(list(NETWORKS)), default=list(NETWORKS), help=", ".join(NETWORKS))
+    made.add_argument("--kinds", type=names(list(KINDS)), default=list(KINDS), help=", ".join(KINDS))
+    made.add_argument("--seconds", type=float, default=float("inf"), help="stop then")
+    made.add_argument("--no-shorten", dest="shorten", action="store_false", help="print no shorter sequences")
+    made.add_argument("--replay", help="a printed sequence")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.replay:
+        return replay(options)
+    began = time.monotonic()
+    tallies, _ = run(options)
+    return 0 if report(tallies, time.monotonic() - began) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_calls import arguments, called, host
-from random_edits import EDITS, edited
+from edits_of_modules import EDITS, edited
 
 import lib_onediff
 from lib_onediff.bench.models import random_unet

@@ -25,8 +25,8 @@ from builders import (
 from graph_builders import PretendedGraphs
 from grid import WHOLE, grid
 from ladder_builders import NATIVE, error
+from edits_of_modules import EDITS, edited
 from own_forward import own_forward
-from random_edits import EDITS, edited
 from torch import nn
 
 import lib_onediff

@@ -1,0 +1,235 @@
+"""The networks under random edits: each as OneDiff serves it, beside a twin that the host's own code runs."""
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, SMALL, SMALL_XL, diffusers_unet, randomise
+from contract_hosts import FamilyHost, Host, Sampler, running
+from edits_of_code import Addresses, Sites, addresses_of, sites_at, sites_of
+from graph_builders import PretendedGraphs
+from ladder_builders import NATIVE, Weather, pretend_a_gpu
+from torch import Tensor
+
+import lib_onediff
+from lib_onediff.bench.models import CONFIGURATIONS, pooled_width
+from lib_onediff.core.settings import Settings
+from lib_onediff.runtime.runtime import runtime
+
+SIZES = ((8, 8), (8, 8), (8, 12), (16, 8))
+BATCHES, TOKENS = (2, 2, 1), (77, 77, 154)
+Given = dict[str, Any]
+# A caller of a network, as the twin is called too.
+Caller = Callable[..., Any]
+
+
+# By the key of a pair: where its sites are.
+FOUND: dict[str, Addresses] = {}
+
+
+class Pair:
+    """A network that OneDiff serves and its twin, which the host's own code runs; every edit is made to both.
+
+    key: the name in NETWORKS. ours, theirs: the two. names: of the latent, the timestep and the context among the
+    arguments. changes: what edits have made of the inputs. callers: what is called for ours and theirs besides, such
+    as copies; each with a name. grad: the mode of gradients in which it is called.
+    """
+
+    key = ""
+    names = ("x", "timesteps", "context")
+    ours: Any
+    theirs: Any
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.changes: list[Callable[[Given, tuple[str, str, str]], Given]] = []
+        self.callers: list[tuple[str, Caller, Caller]] = []
+        self.grad: Callable[[], Any] = torch.no_grad
+
+    @property
+    def networks(self) -> tuple[Any, Any]:
+        return self.ours, self.theirs
+
+    def inputs(self, seed: int) -> Given:
+        """Of a call; seed decides the values, and the size too."""
+        size, batch, tokens = (choices[seed % len(choices)] for choices in (SIZES, BATCHES, TOKENS))
+        return self.inputs_of(size, batch, tokens, self.random(seed))
+
+    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
+        raise NotImplementedError
+
+    def random(self, seed: int) -> Callable[..., Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self.device)
+
+    def answer(self, caller: Caller, given: Given) -> Any:
+        """What a network answers, without what it is wrapped in."""
+        given = dict(given)
+        positional = [given.pop(name) for name in self.names if given.get("by position")]
+        given.pop("by position", None)
+        with self.grad():
+            made = caller(*positional, **given)
+        made = getattr(made, "sample", made)
+        return made[0] if isinstance(made, tuple) else made
+
+    @contextlib.contextmanager
+    def image(self, told: bool) -> Iterator[None]:
+        """The calls inside are one image's. told: whether the host says so."""
+        raise NotImplementedError
+        yield
+
+    def as_hosts(self, twin: Any) -> Any:
+        """Make a copy of theirs one that the host's own code runs too."""
+        return twin
+
+    @cached_property
+    def sites(self) -> Sites:
+        """Found once for each kind of network: it takes a hundred calls."""
+        if self.key not in FOUND:
+            given = self.inputs(0)
+            FOUND[self.key] = addresses_of(sites_of(lambda: self.answer(self.theirs, given), type(self.theirs)))
+        return sites_at(FOUND[self.key])
+
+
+class DiffusersPair(Pair):
+    """layout: see builders.LAYOUTS. dtype: of the weights. options: see compile_unet."""
+
+    names = ("sample", "timestep", "encoder_hidden_states")
+
+    def __init__(self, layout: dict[str, Any], device: str, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(device)
+        self.ours, self.theirs = (
+            diffusers_unet(**layout).to(self.device, dtype).requires_grad_(False) for _ in range(2)
+        )
+        self.dtype = dtype
+        lib_onediff.compile_unet(self.ours, **options)
+
+    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
+        config = self.theirs.config
+        given: Given = {
+            "sample": random(batch, config.in_channels, *size).to(self.dtype),
+            "timestep": torch.tensor(417.0, device=self.device, dtype=torch.float32),
+            "encoder_hidden_states": random(batch, tokens, config.cross_attention_dim).to(self.dtype),
+        }
+        if config.addition_embed_type == "text_time":
+            ids = torch.tensor([[64.0, 64, 0, 0, 64, 64]] * batch, dtype=self.dtype, device=self.device)
+            pooled = random(batch, pooled_width(config)).to(self.dtype)
+            given["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": ids}
+        return given
+
+    @contextlib.contextmanager
+    def image(self, told: bool) -> Iterator[None]:
+        with lib_onediff.sampling(self.ours) if told else contextlib.nullcontext():
+            yield
+
+
+class WebuiPair(Pair):
+    """The checkpoint of a stand-in of a WebUI, which OneDiff has been loaded into."""
+
+    def __init__(self, host: Host, device: str) -> None:
+        super().__init__(device)
+        self.host, self.ours = host, host.unet
+        self.theirs = copy.deepcopy(host.unet)
+        self._forward = vars(type(self.theirs))["forward"]
+        self.as_hosts(self.theirs)
+        for network in self.networks:
+            network.to(self.device).requires_grad_(False)
+        self.adapter = host.begin()
+        self.grad = host.no_gradients
+
+    def as_hosts(self, twin: Any) -> Any:
+        twin.forward = types.MethodType(self._forward, twin)
+        return twin
+
+    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
+        context = random(batch, tokens, CONTEXT_WIDTH)
+        timesteps = torch.linspace(900.25, 150.5, batch, device=self.device, dtype=torch.float32)
+        return {"x": random(batch, 4, *size), "timesteps": timesteps, "context": context}
+
+    @contextlib.contextmanager
+    def image(self, told: bool) -> Iterator[None]:
+        p = SimpleNamespace(sd_model=self.host.checkpoint, sampler=Sampler(), is_hr_pass=False)
+        runtime.guard.hook("the settings of this generation", in_generation=True)(runtime.guard.resume)()
+        self.adapter.before_sampling(p)
+        yield
+        self.adapter.after_run(p)
+
+
+class ForgePair(WebuiPair):
+    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
+        given = super().inputs_of(size, batch, tokens, random)
+        return {**given, "control": None, "transformer_options": {}}
+
+
+class AnimaPair(ForgePair):
+    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
+        given = super().inputs_of(size, batch, tokens, random)
+        times = torch.linspace(0.9, 0.2, batch, device=self.device, dtype=torch.float32)
+        return {**given, "x": given["x"].unsqueeze(2), "timesteps": times, "context": given["context"].unsqueeze(1)}
+
+
+class AnimaHost(FamilyHost):
+    def new_unet(self, **config: Any) -> Any:
+        return randomise(self.module("backend.nn.anima").Anima(4, 64, CONTEXT_WIDTH, heads=2, rank=16, blocks=2))
+
+    def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
+        image, context = super().noise_and_prompts()
+        return image.unsqueeze(2), context.unsqueeze(1)
+
+
+def forget_everything() -> None:
+    runtime.guard.forget()
+    runtime.tuning_cache.clear()
+    runtime.purge()
+    runtime.configure(Settings())
+    runtime.end_sampling()
+    runtime.webui = None
+
+
+@contextlib.contextmanager
+def with_pretended_graphs() -> Iterator[None]:
+    """A CPU that seems to have a GPU, whose graphs are computed anew from their own inputs."""
+    with pytest.MonkeyPatch.context() as patch:
+        pretend_a_gpu(patch, Weather())
+        graphs = PretendedGraphs()
+        patch.setattr(runtime.services.holdings, "made", graphs)
+        patch.setattr(runtime.services.holdings, "card", graphs.card)
+        yield
+
+
+@contextlib.contextmanager
+def diffusers_pair(layout: dict[str, Any], graphs: bool, device: str, dtype: torch.dtype) -> Iterator[Pair]:
+    is_gpu = torch.device(device).type == "cuda"
+    if is_gpu and graphs:
+        # Its heads and groups have sizes that our kernels know.
+        layout = CONFIGURATIONS["tiny-sdxl"]
+    with with_pretended_graphs() if graphs and not is_gpu else contextlib.nullcontext():
+        pair = DiffusersPair(layout, device, dtype, **{"backend": NATIVE} if graphs else {})
+        yield pair
+        lib_onediff.uncompile_unet(pair.ours)
+
+
+@contextlib.contextmanager
+def webui_pair(name: str, kind: type[WebuiPair], device: str, host_class: type[Host] | None = None) -> Iterator[Pair]:
+    with running(name, host_class) as host:
+        yield kind(host, device)
+
+
+# By name: (device, dtype) -> a pair in a runtime that has seen nothing. The WebUIs' are in float32 alone.
+NETWORKS: dict[str, Callable[[str, torch.dtype], Any]] = {
+    "sd1": lambda device, dtype: diffusers_pair(SMALL, False, device, dtype),
+    "sdxl": lambda device, dtype: diffusers_pair(SMALL_XL, False, device, dtype),
+    "sdxl-graphs": lambda device, dtype: diffusers_pair(SMALL_XL, True, device, dtype),
+    "a1111": lambda device, dtype: webui_pair("a1111", WebuiPair, device),
+    "forge": lambda device, dtype: webui_pair("forge", ForgePair, device),
+    "neo": lambda device, dtype: webui_pair("neo", ForgePair, device),
+    "reforge": lambda device, dtype: webui_pair("reforge", ForgePair, device),
+    "anima": lambda device, dtype: webui_pair("neo", AnimaPair, device, AnimaHost),
+}

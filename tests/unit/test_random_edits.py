@@ -1,0 +1,64 @@
+"""A short run of the random edits' tool, and that the tool finds what is wrong."""
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import random_edits
+from random_edits import Calls, Make, plan_of, random_plan, text_of
+
+from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.weights.watch import Tree
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="stable-diffusion-sdkit is not installed")
+# The issue's promises; what else the tool can do is for a run by hand.
+KINDS = "weights,attributes,code,adapters,globals,classes,defaults,copies,inputs"
+
+
+def options(*arguments: str) -> Any:
+    return random_edits.parser().parse_args(["--no-shorten", *arguments])
+
+
+@pytest.mark.parametrize("network", ["sdxl-graphs", "a1111", "anima"])
+def test_every_answer_is_the_hosts_and_most_are_ours(network: str) -> None:
+    told: list[str] = []
+    tallies, failures = random_edits.run(
+        options("--networks", network, "--kinds", KINDS, "--edits", "50", "--seed", "1"), told.append
+    )
+    is_right = random_edits.report(tallies, 0, told.append)
+    assert is_right and not failures, "\n".join(told)
+
+
+@pytest.mark.parametrize("broken", ["a change that is not seen", "an answer a little off"])
+def test_a_planted_fault_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if broken == "an answer a little off":
+        monkeypatch.setattr(Runtime, "run", lambda *given, run=Runtime.run, **more: 1.00003 * run(*given, **more))
+    else:
+        monkeypatch.setattr(Tree, "stands", lambda tree, root: True)
+    told: list[str] = []
+    tallies, failures = random_edits.run(options("--networks", "sd1", "--kinds", "code", "--edits", "12"), told.append)
+    assert failures and not random_edits.report(tallies, 0, told.append), told
+    assert any(line.startswith("WRONG sd1") for line in told), told
+
+
+def test_a_host_that_serves_everything_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "run", lambda runtime, unet, call, host, *given, **more: host())
+    told: list[str] = []
+    tallies, _ = random_edits.run(options("--networks", "sd1", "--kinds", "weights", "--edits", "4"), told.append)
+    assert not random_edits.report(tallies, 0, told.append) and "too few calls" in told[-1], told
+
+
+def test_a_plan_is_read_as_it_was_written_and_shortened_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = random_plan(random.Random(0), random_edits.KINDS, 40)
+    assert plan_of(text_of(plan)) == plan and len({step.edit.kind for step in plan if isinstance(step, Make)}) > 8
+    culprit = next(step for step in plan if isinstance(step, Make) and step.edit.name == "hook")
+
+    def fails(network: str, options: Any, steps: Any, how: Any) -> Any:
+        return culprit in steps
+
+    monkeypatch.setattr(random_edits, "fails", fails)
+    wrong = random_edits.Wrong("far away")
+    wrong.__notes__ = ["code", str(len(plan))]
+    shorter = random_edits.shortened("sd1", options(), plan, wrong)
+    assert culprit in shorter and len(shorter) <= 3 and isinstance(plan[-1], Calls) and shorter[-1] == plan[-1]
