@@ -462,7 +462,8 @@ def run(options: argparse.Namespace, tell: Callable[[str], object] = print) -> t
                     run_plan(pair, plan, tallies[network], deadline)
                 except Wrong as wrong:
                     found = wrong
-                done += sum(tally.edits for tally in tallies[network].values()) - before
+                # A network that is wrong before any edit ends the run all the same.
+                done += max(sum(tally.edits for tally in tallies[network].values()) - before, 1)
             if found is None:
                 continue
             failures += 1

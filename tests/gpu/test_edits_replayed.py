@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_calls import arguments, called, host
 from edits_of_modules import EDITS, edited
+from gpu_calls import arguments, called, host
 
 import lib_onediff
 from lib_onediff.bench.models import random_unet

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_calls import arguments, called, host
 from edits_of_modules import EDITS, edited
+from gpu_calls import arguments, called, host
 from test_edits_replayed import CLOSE, as_in_images
 from torch import nn
 

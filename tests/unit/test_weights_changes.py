@@ -22,10 +22,10 @@ from builders import (
     relative_error,
     served,
 )
+from edits_of_modules import EDITS, edited
 from graph_builders import PretendedGraphs
 from grid import WHOLE, grid
 from ladder_builders import NATIVE, error
-from edits_of_modules import EDITS, edited
 from own_forward import own_forward
 from torch import nn
 
