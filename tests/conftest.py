@@ -1,6 +1,7 @@
 """What holds for all tests."""
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -12,6 +13,10 @@ import pytest
 
 MOST_WORKERS = 6
 MANY_TESTS = 2000
+# So many tests end long after the first of them has failed.
+TESTS_OF_A_LONG_RUN = 50
+# A busy machine takes many times as long as an idle one, whose slowest test takes two minutes.
+SECONDS_OF_A_HUNG_TEST = float(os.environ.get("ONEDIFF_TEST_HUNG_SECONDS", 3600))
 
 
 def interpret_kernels_without_a_gpu() -> None:
@@ -68,6 +73,47 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     # In the order in which they were collected, and not the files with many tests first.
     config.option.loadscopereorder = False
     return Sharing(config, log)
+
+
+class FailuresAtOnce:
+    """Prints each failure of a long run when it happens, and not only at the end."""
+
+    def __init__(self, reporter: Any) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        session = self._reporter._session
+        # Tests that other processes run are none of this process's items.
+        is_long = session is None or not hasattr(session, "items") or len(session.items) > TESTS_OF_A_LONG_RUN
+        if report.failed and (is_long or hasattr(report, "node")):
+            self._reporter.ensure_newline()
+            self._reporter.write_sep("_", f"{report.nodeid} has failed ({report.when})", red=True)
+            report.toterminal(self._reporter._tw)
+
+
+class HungTests:
+    """Ends the process, with the stacks of its threads, in a test that does not end. A slow test prints nothing."""
+
+    def __init__(self) -> None:
+        # Here, where nothing is captured.
+        self._stderr = os.dup(2)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Iterator[Any]:
+        faulthandler.dump_traceback_later(SECONDS_OF_A_HUNG_TEST, exit=True, file=self._stderr)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+# The reporter is made by the same hook.
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(HungTests())
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        config.pluginmanager.register(FailuresAtOnce(reporter))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
