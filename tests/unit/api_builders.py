@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import base64
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from busy import until
 from fastapi import Depends, FastAPI, HTTPException
 from fastapi.security import HTTPBasic, HTTPBasicCredentials
 from fastapi.testclient import TestClient
@@ -108,8 +108,5 @@ def basic(account: str) -> dict[str, str]:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait until holds(); AssertionError where it does not in SECONDS."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    """Wait until holds()."""
+    until(holds, "a state of the API", SECONDS, 0.01)

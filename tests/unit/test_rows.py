@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +14,8 @@ from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry, State, Verdict
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
+
+SECONDS = 60
 
 
 def an_entry(
@@ -66,15 +67,14 @@ def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
     def call() -> None:
         with runtime.services.lock:
             held.set()
-            done.wait(30)
+            done.wait(SECONDS)
 
     thread = threading.Thread(target=call)
     thread.start()
-    held.wait(30)
-    began = time.perf_counter()
+    held.wait(SECONDS)
     try:
         assert ([row.bytes for row in runtime.rows()], runtime.totals().vram) == before
-        assert time.perf_counter() - began < 1
+        assert thread.is_alive(), "the page had to wait for the end of the call"
     finally:
         done.set()
         thread.join()

@@ -19,7 +19,7 @@ from lib_onediff.serving.queue import Limits, Queue, Request
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(**given: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**given), 30))
+        asyncio.run(asyncio.wait_for(test(**given), 600))
 
     return run
 
@@ -53,6 +53,12 @@ class Replicas:
             return "It failed." if asked.seed in self.fails_at else str(asked.seed).encode()
         finally:
             self.at_once -= 1
+
+
+async def turns() -> None:
+    """Let every task go as far as it comes without another event; a sleep of some time may be over before that."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def answers(queue: Queue, requests: list[Request]) -> list[Any]:
@@ -95,12 +101,12 @@ async def test_a_full_queue_refuses_and_who_hangs_up_leaves_it() -> None:
     queue = Queue(replicas.make, Limits(waiting=3), lanes=1)
     # The first is being made and waits no longer.
     asked = [asyncio.create_task(queue.ask(request(seed))) for seed in range(4)]
-    await asyncio.sleep(0.01)
+    await turns()
     (late,) = await answers(queue, [request(4)])
     assert late.status_code == 429
     asked[1].cancel()
     asked[0].cancel()
-    await asyncio.sleep(0.01)
+    await turns()
     asked.append(asyncio.create_task(queue.ask(request(5))))
     replicas.go.set()
     assert [(await task)[0] for task in asked[2:]] == [b"2", b"3", b"5"] and 1 not in replicas.made
@@ -128,9 +134,9 @@ async def test_the_end_answers_all_that_wait_and_refuses_who_comes_later() -> No
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(), lanes=2)
     asked = asyncio.create_task(answers(queue, [request(seed) for seed in range(12)]))
-    await asyncio.sleep(0.01)
+    await turns()
     ending = asyncio.create_task(queue.end())
-    await asyncio.sleep(0.01)
+    await turns()
     (late,) = await answers(queue, [request(99)])
     assert late.status_code == 503 and not ending.done()
     replicas.go.set()

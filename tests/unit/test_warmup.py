@@ -12,6 +12,7 @@ from typing import Any
 
 import builders
 import pytest
+from busy import until
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sizes import Size
@@ -69,10 +70,7 @@ def queue(webui: SmallWebUI) -> Iterator[WarmUp]:
 
 
 def wait_until_idle(queue: WarmUp) -> None:
-    deadline = time.monotonic() + SECONDS
-    while any(job.pending for job in queue.jobs()):
-        assert time.monotonic() < deadline, queue.jobs()
-        time.sleep(0.01)
+    until(lambda: not any(job.pending for job in queue.jobs()), queue.jobs, SECONDS, 0.01)
 
 
 def finished(queue: WarmUp, job: Job) -> Job:
@@ -215,7 +213,9 @@ def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
         asked = len(webui.calls)
         with webui.lock:
             passed_by.append(len(webui.calls) - asked)
-        time.sleep(0.005)
+            asked = len(webui.calls)
+        # The worker has its turn between two pictures.
+        until(lambda asked=asked: len(webui.calls) > asked, "the warm-up to go on", pause=0.001)
     assert any(job.pending for job in queue.jobs()), "the warm-up was over before the pictures"
     queue.stop(SECONDS)
     diffusers_host.detach(unet)

@@ -3,10 +3,10 @@ without anything that moves away while it changes."""
 from __future__ import annotations
 
 import io
-from time import sleep
 from typing import Any
 
 import pytest
+from busy import attempts
 from grid import WHOLE, grid
 from PIL import Image, ImageStat
 from selenium.webdriver.common.action_chains import ActionChains
@@ -156,8 +156,7 @@ def test_tab_reaches_every_control(page: Any) -> None:
 def settled_boxes(browser: Any) -> Any:
     """BOXES, once two looks 0.2 s apart agree: gradio sizes a textbox after it is drawn."""
     found = browser.run(BOXES)
-    for _ in range(25):
-        sleep(0.2)
+    for _ in attempts(5, 0.2, least=5):
         now = browser.run(BOXES)
         if now == found:
             break

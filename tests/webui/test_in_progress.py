@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from busy import until
 from webui_client import PICTURE, Pictures, WebUI, one_run
 from webui_compare import assert_same, largest_difference, need, on_and_off, run_on
 from webui_models import Models
@@ -27,15 +27,15 @@ class InBackground:
         self.wait_until(lambda progress: progress["state"]["sampling_step"] >= step, f"step {step}")
 
     def wait_until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
-        deadline = time.monotonic() + 180
-        while not condition(self.webui.get("/sdapi/v1/progress", seconds=120)):
-            assert self._thread.is_alive(), f"the generation ended before {what}"
-            assert time.monotonic() < deadline, f"waited in vain for {what}"
-            time.sleep(0.02)
+        def there() -> bool:
+            is_there = condition(self.webui.get("/sdapi/v1/progress"))
+            assert is_there or self._thread.is_alive(), f"the generation ended before {what}"
+            return is_there
+
+        until(there, what, 180, 0.02)
 
     def pictures(self) -> Pictures:
-        self._thread.join(300)
-        assert not self._thread.is_alive()
+        until(lambda: not self._thread.is_alive(), "the generation's end", 300)
         return Pictures(self._answers[0])
 
 

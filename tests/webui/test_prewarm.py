@@ -1,7 +1,6 @@
 """Pre-warming over the REST API: what it makes ready is what the next picture needs, and no picture waits for it."""
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import requests
+from busy import until
 from webui_client import PICTURE, WebUI
 from webui_models import Models
 from webui_process import HostProcess
@@ -41,12 +41,16 @@ class Prewarm:
         wanted = None if asked is None else {job["id"] for job in asked}
         return [job for job in jobs if wanted is None or job["id"] in wanted]
 
-    def wait(self, asked: Iterable[Job], until: Callable[[list[Job]], bool]) -> list[Job]:
+    def wait(self, asked: Iterable[Job], look: Callable[[list[Job]], bool]) -> list[Job]:
         """These jobs when they look as wanted."""
-        asked, deadline = list(asked), time.monotonic() + SECONDS
-        while not until(jobs := self.jobs(asked)):
-            assert time.monotonic() < deadline, jobs
-            time.sleep(0.1)
+        asked = list(asked)
+        jobs: list[Job] = []
+
+        def wanted() -> bool:
+            jobs[:] = self.jobs(asked)
+            return look(jobs)
+
+        until(wanted, lambda: jobs, SECONDS, 0.1)
         return jobs
 
     def finish(self, asked: Iterable[Job]) -> list[Job]:

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import requests
+from busy import until
 from safetensors.torch import load_file, save_file
 from webui_client import PICTURE, WebUI
 from webui_process import ROOT, Ended, HostProcess, run_to_end
@@ -156,7 +156,4 @@ def state(url: str) -> dict[str, Any]:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(holds, "the host", SECONDS, 0.1)

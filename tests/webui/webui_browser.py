@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from busy import attempts, until
 from selenium import webdriver
 from selenium.common.exceptions import (
     ElementClickInterceptedException,
@@ -23,8 +24,8 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--window-size=1500,1200",
 )
 SECONDS_FOR_A_PICTURE = 300
-# A machine that does other work too takes so many times as long as one that does not.
-PATIENCE = 3
+# Of one command to the browser: it may be drawing a whole page on a machine that does other work.
+SECONDS_FOR_A_COMMAND = 900
 # What moves is drawn anew 60 times a second, without a GPU by the cores that the tests share.
 NOTHING_MOVES = """
 document.addEventListener("DOMContentLoaded", () => {
@@ -92,6 +93,12 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+        self.driver.set_script_timeout(SECONDS_FOR_A_COMMAND)
+        self.driver.set_page_load_timeout(SECONDS_FOR_A_COMMAND)
+        config = getattr(self.driver.command_executor, "client_config", None)
+        # Older selenium waits for a command for as long as it takes.
+        if config is not None:
+            config.timeout = SECONDS_FOR_A_COMMAND
         for source in (WATCH_REQUESTS, NOTHING_MOVES):
             self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
         # The browser tells the driver of every request, for its log.
@@ -113,8 +120,9 @@ class Browser:
 
     def _wait_until_open(self) -> None:
         self.wait(lambda: self.driver.find_elements(By.ID, "txt2img_generate"), "the Generate button", 60)
-        # A1111's and Forge's scripts still move parts of the page about then.
-        time.sleep(0.3 if self.driver.title == "OneDiff" else 4)
+        if self.driver.title != "OneDiff":
+            # A1111's and Forge's scripts still move parts of the page about then.
+            time.sleep(4)
         self.wait_for_answers()
 
     def reuse(self, url: str, user: Any) -> None:
@@ -126,12 +134,18 @@ class Browser:
         self.run("scrollTo(0, 0)")
 
     def wait_for_answers(self) -> None:
-        """Wait until the page has been without an open request for a moment: it fills fields when it loads, and what is
-        clicked before is overwritten. Not for ever: something may be asked for again and again."""
-        quiet, deadline = 0, time.monotonic() + 30
-        while quiet < 3 and time.monotonic() < deadline:
-            quiet = 0 if self.run("return window.requestsInProgress") else quiet + 1
-            time.sleep(0.1)
+        """Wait until the page has been without an open request for a moment, and has as many elements as before: it
+        fills fields when it loads, and what is clicked before is overwritten. Not for ever: something may be asked for
+        again and again."""
+        quiet, elements = 0, -1
+        for _ in attempts(10, 0.1, least=30):
+            before = elements
+            waiting, elements = self.run(
+                "return [window.requestsInProgress, document.getElementsByTagName('*').length]"
+            )
+            quiet = 0 if waiting or elements != before else quiet + 1
+            if quiet == 3:
+                return
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -187,9 +201,13 @@ class Browser:
         self.wait(clicked, f"a {elem_id} that nothing lies over", 20)
 
     def point_at(self, elem_id: str) -> None:
-        """Put the pointer on an element, and wait until its colours have changed."""
+        """Put the pointer on an element, and wait until the page is drawn so."""
         ActionChains(self.driver).move_to_element(self.driver.find_element(By.ID, elem_id)).perform()
-        time.sleep(0.3)
+        self.draw()
+
+    def draw(self) -> None:
+        """Wait until the page is drawn as it is now: at the second of two frames the first is on the screen."""
+        self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
 
     def choose_tab(self, title: str) -> None:
         def find() -> Any:
@@ -229,13 +247,7 @@ class Browser:
 
         seconds: on a machine with nothing else to do.
         """
-        deadline = time.monotonic() + seconds * PATIENCE
-        while time.monotonic() < deadline:
-            value = condition()
-            if value:
-                return value
-            time.sleep(0.1)
-        raise AssertionError(f"waited {seconds:g} s in vain for {what}")
+        return until(condition, what, seconds, 0.1)
 
     def wait_for_text(self, elem_id: str, part: str, seconds: float = SECONDS_FOR_A_PICTURE) -> str:
         says = ""

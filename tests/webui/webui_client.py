@@ -46,7 +46,7 @@ class WebUI:
         """Whether it is this project's own small host."""
         return self.kind == "standalone"
 
-    def get(self, path: str, seconds: float = 30) -> Any:
+    def get(self, path: str, seconds: float = 300) -> Any:
         answer = requests.get(self.url + path, timeout=seconds)
         answer.raise_for_status()
         return answer.json()
@@ -56,7 +56,7 @@ class WebUI:
 
     def has(self, path: str) -> bool:
         """Whether it answers GET path."""
-        return requests.get(self.url + path, timeout=30).status_code == 200
+        return requests.get(self.url + path, timeout=300).status_code == 200
 
     # --- pictures -------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from busy import patience
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.support.expected_conditions import alert_is_present
-from selenium.webdriver.support.ui import WebDriverWait
 from webui_client import WebUI
 from webui_page import show_inner_page
 
@@ -124,7 +124,7 @@ class Panel:
                         option.click()
                         return True
             nonlocal opened
-            if time.monotonic() - opened > SECONDS_FOR_A_LIST:
+            if time.monotonic() - opened > SECONDS_FOR_A_LIST * patience():
                 # Seen twice, on machines that were very busy: the choice never came. Why is not known.
                 self.open_list(name)
                 opened = time.monotonic()
@@ -158,7 +158,7 @@ class Panel:
 
     def answer(self, question: str, confirm: bool = True) -> None:
         """Answer what the browser asks."""
-        asked = WebDriverWait(self.page.driver, SECONDS_TO_TELL).until(alert_is_present())
+        asked = self.page.wait(lambda: alert_is_present()(self.page.driver), "the browser's question", SECONDS_TO_TELL)
         assert question in asked.text
         asked.accept() if confirm else asked.dismiss()
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any, NoReturn
 from unittest import mock
+
+from busy import attempts, patience
 
 ROOT = Path(__file__).resolve().parents[2]
 AS_A_USER = [sys.executable, "-m", "lib_onediff.demo"]
@@ -131,8 +132,7 @@ class HostProcess:
 
     def url(self) -> str:
         """Wait until the host prints its address. AssertionError, with what it printed, when it does not."""
-        deadline = time.monotonic() + SECONDS_TO_START
-        while time.monotonic() < deadline:
+        for _ in attempts(SECONDS_TO_START, pause=0):
             try:
                 line = self._arrived.get(timeout=1)
             except queue.Empty:
@@ -163,10 +163,10 @@ class HostProcess:
         """Ask the host to stop and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(30)
+            return self.process.wait(30 * patience())
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait(30)
+            return self.process.wait(30 * patience())
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,6 @@ class Ended:
 def run_to_end(*arguments: str, from_nothing: bool = False) -> Ended:
     """Run the host with arguments under which it must not start."""
     host = HostProcess(*arguments, from_nothing=from_nothing)
-    returncode = host.process.wait(SECONDS_TO_START)
+    returncode = host.process.wait(SECONDS_TO_START * patience())
     host.reader.join()
     return Ended(returncode, host.output)
