@@ -62,3 +62,15 @@ def test_of_which_model_and_in_what_order() -> None:
     assert cache_table.models_of([*rows, decode]) == ["All models", "SD1", "SDXL"]
     for model, shown in (("All models", ["72x64", "64x64", "512x768"]), ("SDXL", ["72x64"]), ("SD2", [])):
         assert [row.resolution for row in cache_table.selected(rows, model)] == shown
+
+
+def test_the_queue_counts_the_sizes_that_wait_or_are_being_made_ready() -> None:
+    states = ("done", "failed", "cancelled", "queued", "running", "queued")
+    jobs = [Job(number, Size(64, 64), "panel", state) for number, state in enumerate(states)]
+    for last, said in ((3, "Queue empty"), (4, "Queue 1 size"), (5, "Queue 2 sizes"), (6, "Queue 3 sizes")):
+        line = text_of(cache_table.totals_html(TOTALS, [], jobs[:last], None))
+        assert said in line, line
+    unknown = text_of(cache_table.totals_html(replace(TOTALS, hit_rate=None), [], [], None))
+    assert "Served by a graph –" in unknown and "Served by a graph 0 %" in text_of(
+        cache_table.totals_html(replace(TOTALS, hit_rate=0.0), [], [], None)
+    )

@@ -82,3 +82,35 @@ def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
     with lib_onediff.sampling(unet):
         served(unet, a_call(unet))
         assert bound().identity() != before
+
+
+def test_each_change_is_told_once() -> None:
+    tensors = [torch.arange(12.0).reshape(3, 4), torch.ones(5), torch.ones(3, dtype=torch.uint8)]
+    contents = Contents([Place.of(tensor) for tensor in tensors])
+    assert not contents.begin()()
+    for tensor in tensors:
+        for row in tensor:
+            row.data += 1
+            assert contents.begin()() and not contents.begin()()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_memory_that_is_gone_has_changed(place: int) -> None:
+    tensors = [torch.ones(4), torch.ones(5), torch.ones(6)]
+    contents = Contents([Place.of(tensor) for tensor in tensors])
+    begun = contents.begin()
+    del tensors[place]
+    assert begun() is True
+    assert contents.begin()() is True, "and it stays so"
+
+
+def test_two_words_that_change_places_are_a_change() -> None:
+    tensor = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    contents = Contents([Place.of(tensor)])
+    tensor.data[:2] = tensor[:2].flip(0).clone()
+    assert contents.begin()()
+
+
+def test_no_places_never_change() -> None:
+    contents = Contents([Place.of(torch.ones(2, device="meta"))])
+    assert contents.begin()() is False

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from store_builders import FILE, NEXT_FILE, opened, row, uses
 
-from lib_onediff.store.store import SCHEMA
+from lib_onediff.store.store import SCHEMA, Store
 
 Damage = Callable[[Path], object]
 
@@ -168,3 +168,28 @@ def test_a_log_of_0_2_0_is_taken_over(tmp_path: Path, healthy: Path) -> None:
     history = opened(moved)
     assert history.trouble is None and uses(history)["7x8"] == 7 and len(history.rows()) == 200
     assert [file.name for file in moved.iterdir()] == [FILE]
+
+
+def test_a_transaction_that_fails_half_way_is_taken_back_by_a_journal_beside_the_file(tmp_path: Path) -> None:
+    """Without a journal a killed process, or a full disk, would leave half of an image's rows, or a damaged file."""
+    store = Store(tmp_path)
+    store.add("INSERT INTO finding VALUES (?, ?, ?, ?)", "here", "pin", "kept", "1")
+    store.commit()
+    seen: list[tuple[str, bool]] = []
+
+    def half(connection: sqlite3.Connection) -> None:
+        # Pages go to the disk before the end, as those of a large transaction do.
+        connection.execute("PRAGMA cache_size = 1")
+        for number in range(300):
+            connection.execute("INSERT INTO finding VALUES (?, ?, ?, ?)", ("here", "pin", f"{number}", "x" * 1000))
+        [mode] = connection.execute("PRAGMA journal_mode").fetchone()
+        seen.append((mode, store.path.with_name(f"{store.path.name}-journal").exists()))
+        raise KeyError("interrupted")
+
+    with pytest.raises(KeyError):
+        store.commit(half)
+    assert seen == [("delete", True)]
+    connection = sqlite3.connect(store.path)
+    assert connection.execute("SELECT name, value FROM finding").fetchall() == [("kept", "1")]
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()

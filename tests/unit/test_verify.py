@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lib_onediff.core.key import Lossy, ShapeKey
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.core.table import Entry
+from lib_onediff.core.table import ENOUGH, Entry, State
 from lib_onediff.devices.oneflow.route import OneFlow
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove, rewinder_of
@@ -113,3 +113,62 @@ def test_numbers_of_the_extensions_own_objects_are_set_back(module: str, is_set_
     counter.name = "changed"
     rewind()
     assert forward() == (2 if is_set_back else 3) and counter.name == "changed"
+
+
+class Recalled(History):
+    """A store in which the verdict on every entry stands, or on none."""
+
+    def __init__(self, is_known: bool) -> None:
+        super().__init__()
+        self.is_known = is_known
+
+    def recall(self, entry: Entry) -> bool:
+        return self.is_known
+
+
+@pytest.mark.parametrize(("recalled", "state", "patches", "nobody_waits", "is_compared"), [
+    (False, State.COLD, False, False, True), (True, State.COLD, False, False, False),
+    (True, State.PROVED, False, True, False), (False, State.PROVED, False, True, False),
+    # Noise alone has proved it, or nothing has: a call of an image is compared, and so is what is cold.
+    (False, State.PROVED, False, False, True), (False, State.COLD, False, True, True),
+    # Functions of other extensions may do something else each time.
+    (True, State.PROVED, True, False, True), (True, State.PROVED, True, True, True),
+])
+def test_what_is_compared(recalled: bool, state: State, patches: bool, nobody_waits: bool, is_compared: bool) -> None:
+    entry, calls = an_entry(**(PATCHED if patches else {})), []
+    entry.state = state
+
+    def host() -> Tensor:
+        calls.append(1)
+        return torch.ones(8)
+
+    prove(entry, torch.ones(8), Recalled(recalled), host, None, nobody_waits, times_host=False)
+    assert bool(calls) == is_compared and entry.state is State.PROVED
+
+
+@pytest.mark.parametrize(("nobody_waits", "times_host", "is_settled", "is_timed"), [
+    (True, True, False, True), (False, True, False, False), (True, False, False, False), (True, True, True, False),
+])
+def test_a_host_whose_output_is_known_is_timed_often_where_nobody_waits(
+    nobody_waits: bool, times_host: bool, is_settled: bool, is_timed: bool
+) -> None:
+    entry, calls = an_entry(), []
+    if is_settled:
+        entry.host.remembered = 5.0
+
+    def host() -> Tensor:
+        calls.append(1)
+        return torch.ones(8)
+
+    prove(entry, torch.ones(8), Recalled(True), host, None, nobody_waits, times_host=times_host)
+    assert (len(calls) >= ENOUGH) if is_timed else not calls
+    assert (entry.host.settled_ms is not None) == (is_timed or is_settled)
+
+
+def test_where_the_hosts_output_is_not_finite_ours_is_used_if_it_is() -> None:
+    black = lambda: torch.full((8,), float("nan"))  # noqa: E731
+    entry = an_entry()
+    prove(entry, torch.ones(8), History(), black, None, False)
+    assert entry.state is State.PROVED
+    with pytest.raises(Refusal, match=HOST_NOT_FINITE):
+        prove(an_entry(), black(), History(), black, None, False)

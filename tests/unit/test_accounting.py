@@ -1,0 +1,96 @@
+"""What graphs may hold, what is left for more, and what comes back without some."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lib_onediff.core.table import ShapeTable
+from lib_onediff.devices.cuda.graphs.device_memory import UNLIMITED
+from lib_onediff.runtime.graphs import accounting
+from lib_onediff.runtime.graphs.accounting import LEAST_GAIN, LEAST_SHARE, MEBIBYTE, PAGE, HeldGraph, memory_of, shrinks
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def graphs(*needs: int) -> list[Any]:
+    """Of shapes that are called by their places."""
+    return [HeldGraph(place, size, 0) for place, size in enumerate(needs)]  # type: ignore[arg-type]
+
+
+def gone(*places: int) -> Any:
+    return set(places)
+
+
+def test_a_memory_shrinks_to_the_largest_that_stays_where_that_is_worth_it() -> None:
+    small = 8 * PAGE
+    rest = memory_of(small)
+    assert shrinks(1000, graphs(small, small), gone(0, 1)) == 1000, "nothing stays in it"
+    assert shrinks(10**9, graphs(small, small), gone()) == 0, "nothing goes"
+    assert shrinks(rest + LEAST_GAIN, graphs(small, 5 * small), gone(1)) == LEAST_GAIN
+    assert shrinks(rest + LEAST_GAIN - 1, graphs(small, 5 * small), gone(1)) == 0
+    # The largest of those that stay, wherever it stands.
+    for needs in ((small, PAGE, 99 * small), (PAGE, small, 99 * small)):
+        assert shrinks(rest + 2 * LEAST_GAIN, graphs(*needs), gone(2)) == 2 * LEAST_GAIN
+    # Of a large memory, one part in sixteen.
+    size = 160 * LEAST_GAIN
+    worth = int(LEAST_SHARE * size)
+    needs = size - worth - memory_of(0)
+    assert worth > LEAST_GAIN and memory_of(needs) == size - worth
+    assert shrinks(size, graphs(needs, size), gone(1)) == worth
+    assert shrinks(size, graphs(needs + PAGE, size), gone(1)) == 0
+
+
+class Card:
+    """Of 1000 MiB, of which 700 are free and torch keeps 60 unused, 50 of these being the graphs'."""
+
+    def total(self, device: Any = None) -> int:
+        return 1000 * MEBIBYTE
+
+    def free(self, device: Any) -> int:
+        return 700 * MEBIBYTE
+
+    def unused(self, device: Any) -> int:
+        return 60 * MEBIBYTE
+
+    def spare(self, device: Any) -> int:
+        return 200 * MEBIBYTE
+
+
+def holdings(card: Any = None, applied: int = 0) -> Any:
+    bound = SimpleNamespace(bytes=applied, binding=SimpleNamespace(device=CPU), runners={})
+    managed: Any = {1: SimpleNamespace(bound=bound, runners={})}
+    kind = next(
+        kind for kind in vars(accounting).values() if isinstance(kind, type) and hasattr(kind, "allowed")
+    )
+    made: Any = kind(ShapeTable(), managed, lambda: (), lambda *given: None)
+    made.made = SimpleNamespace(bytes=lambda device, *given: 50 * MEBIBYTE, devices=lambda: [CUDA])
+    made.card = card or Card()
+    return made
+
+
+@pytest.mark.parametrize(("budget", "allowed"), [(0, 250), (100, 100), (999, 999), (1000, 1000), (5000, 1000)])
+def test_a_budget_is_within_the_card_and_a_quarter_of_it_by_default(budget: int, allowed: int) -> None:
+    assert holdings().allowed(budget, CUDA) == allowed * MEBIBYTE
+
+
+def test_without_a_gpu_no_graph_is_allowed() -> None:
+    card = SimpleNamespace(total=lambda device=None: 0)
+    assert holdings(card).allowed(0) == 0 and holdings(card).allowed(100) == 0
+
+
+@pytest.mark.parametrize(("budget", "room"), [
+    # 50 MiB are held.
+    (100, 50), (50, 0), (40, -10), (0, 200),
+    # 700 free, and 10 unused outside of the graphs; 200 are for others.
+    (5000, 510), (561, 511 - 1), (560, 510), (559, 509),
+])
+def test_room_is_what_the_budget_and_the_card_leave(budget: int, room: int) -> None:
+    assert holdings().room(budget, CUDA) == room * MEBIBYTE
+
+
+def test_without_a_gpu_a_budget_counts_what_is_applied() -> None:
+    assert holdings(applied=7).room(0, CPU) == UNLIMITED
+    assert holdings(applied=7).room(3, CPU) == 3 * MEBIBYTE - 7

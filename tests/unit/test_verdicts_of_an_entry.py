@@ -1,0 +1,40 @@
+"""What a shape's entry keeps of each network's weights."""
+from __future__ import annotations
+
+import pytest
+import torch
+from builders import a_call, shared_unet
+
+from lib_onediff.core.key import ShapeKey
+from lib_onediff.core.table import MOST_VERDICTS, Entry, State
+from lib_onediff.families.registry import FAMILIES
+
+
+@pytest.fixture
+def entry() -> Entry:
+    unet = shared_unet("small")
+    return Entry(ShapeKey.of(FAMILIES.read(unet).architecture, torch.float32, a_call(unet), "eager"))
+
+
+def test_the_verdicts_of_so_many_weights_are_kept_and_the_oldest_goes_first(entry: Entry) -> None:
+    names = [f"weights {number}" for number in range(MOST_VERDICTS + 2)]
+    for name in names:
+        entry.of_weights(name).state = State.PROVED
+    # One is in use, and the empty one that an entry begins with has gone before any of these.
+    for name, state in ((names[0], State.COLD), (names[2], State.PROVED), (names[-1], State.PROVED)):
+        assert entry.of_weights(name).state is state, name
+
+
+def test_who_comes_back_finds_the_verdict_but_no_graph(entry: Entry) -> None:
+    entry.of_weights("one").state = State.READY
+    assert entry.of_weights("one").state is State.READY
+    assert entry.of_weights("two").state is State.COLD
+    assert entry.of_weights("one").state is State.PROVED
+
+
+def test_what_failed_once_is_tried_in_another_sampling_and_what_failed_twice_is_not(entry: Entry) -> None:
+    entry.of_weights("one", "first").blame("it fell", "first", is_final=False)
+    assert entry.of_weights("one", "first").state is State.FAILED
+    assert entry.of_weights("one", "second").state is State.COLD
+    entry.blame("it fell", "second", is_final=False)
+    assert entry.of_weights("one", "third").state is State.FAILED and "it fell" in entry.reason
