@@ -38,3 +38,8 @@ def test_what_failed_once_is_tried_in_another_sampling_and_what_failed_twice_is_
     assert entry.of_weights("one", "second").state is State.COLD
     entry.blame("it fell", "second", is_final=False)
     assert entry.of_weights("one", "third").state is State.FAILED and "it fell" in entry.reason
+
+
+def test_what_failed_outside_of_any_sampling_is_tried_at_the_next_call(entry: Entry) -> None:
+    entry.of_weights("one").blame("it fell", None, is_final=False)
+    assert entry.of_weights("one").state is State.COLD
