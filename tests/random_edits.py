@@ -509,6 +509,9 @@ def report(tallies: dict[str, Tallies], seconds: float, tell: Callable[[str], ob
             line(kind, found)
     enough = True
     for network, of_network in tallies.items():
+        if not of_network:
+            tell(f"{network}: not reached by so few edits")
+            continue
         enough = line(network, list(of_network.values()))[1] >= LEAST_SERVED and enough
     wrong, served = line("all", [tally for of_network in tallies.values() for tally in of_network.values()])
     verdict = "right" if not wrong else f"{wrong} FAILURES"
