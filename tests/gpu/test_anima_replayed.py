@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from exact_operators import relative_error
+from gpu_calls import last_call
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
-from lib_onediff.public import status
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime", "exact_products")]
@@ -60,7 +60,7 @@ def served(network: nn.Module, given: tuple[Tensor, Tensor, Tensor], **options: 
     runtime.adopt(network)
     for _ in range(3):
         output = runtime.run(network, Call(*given), lambda: network(*given))
-    assert (status()["backend"], status()["route"]) == ("native", "graph"), status()["reason"]
+    assert (last_call()["backend"], last_call()["route"]) == ("native", "graph"), last_call()["reason"]
     return output
 
 
@@ -93,5 +93,5 @@ def test_eight_bits(make: Any, dtype: torch.dtype, option: str, monkeypatch: pyt
     network, given = make(dtype), inputs(dtype, *SIZES[0])
     expected = exact(network, given)
     output = served(network, given, low_bit=option, low_bit_budget=NEAR["fp8"])
-    assert status()["lossy"] == "8-bit" and status()["low_bit_layers"] == 12
+    assert last_call()["lossy"] == "8-bit" and last_call()["low_bit_layers"] == 12
     assert 1e-4 < relative_error(output, expected) < NEAR[option]

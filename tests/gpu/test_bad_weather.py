@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from exact_operators import relative_error
-from gpu_calls import arguments, host
+from gpu_calls import arguments, host, last_call
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.devices.cuda.kernels import tokens as native_tokens
-from lib_onediff.public import compile_unet, status
+from lib_onediff.public import compile_unet
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
@@ -35,8 +35,8 @@ def use(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, st
     """Several calls, each of which must have the right output: what fails is tried twice. Returns who served."""
     for _ in range(calls):
         output = unet(**given, return_dict=False)[0]
-        assert relative_error(output, host(unet, given)) < CLOSE, status()
-    return status()["backend"], status()["route"]
+        assert relative_error(output, host(unet, given)) < CLOSE, last_call()
+    return last_call()["backend"], last_call()["route"]
 
 
 def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
@@ -54,7 +54,7 @@ def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
         patch.setattr(native_tokens, "geglu", geglu)
         assert use(unet, arguments(unet)) == ("native", "plain")
     [entry] = [entry for entry in runtime.table.entries() if entry.key.resolution == "128x128"]
-    assert status()["reason"] == entry.no_graph and entry.no_graph.startswith("the graph could not be captured: ")
+    assert last_call()["reason"] == entry.no_graph and entry.no_graph.startswith("the graph could not be captured: ")
     torch.cuda.synchronize()
     assert torch.randn(8, device="cuda").isfinite().all(), "random numbers work after a failed capture"
     assert use(unet, arguments(unet, 64, 64), 2) == ("native", "graph"), "another entry lives on"
@@ -90,7 +90,7 @@ def test_a_card_that_is_really_full(unet: nn.Module) -> None:
                         outputs.append(unet(**large, return_dict=False)[0])
                 except torch.cuda.OutOfMemoryError:
                     # Then the model's own forward does not fit either.
-                    assert status()["route"] == "host"
+                    assert last_call()["route"] == "host"
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert all(relative_error(output, expected) < CLOSE for output in outputs)

@@ -13,12 +13,11 @@ from torch import nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import host
+from gpu_calls import host, last_call
 
 from lib_onediff.bench.models import inputs
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.device_memory import Card
-from lib_onediff.public import status
 from lib_onediff.runtime.graphs.accounting import memory_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -38,7 +37,7 @@ def use(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
     given = inputs(unet, *size, 2, 77, torch.float16)
     for _ in range(calls):
         output = unet(**given).sample
-    assert relative_error(output, host(unet, given)) < CLOSE, status()
+    assert relative_error(output, host(unet, given)) < CLOSE, last_call()
 
 
 def reserved() -> int:
@@ -68,7 +67,8 @@ def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[in
         assert set(states()) == set(rest)
         for width, height in map(SIDES.__getitem__, rest):
             use(unet, (width, height), 2)
-            assert status()["route"] == "graph", "what stays is replayed and right, captured again where it had to be"
+            # What stays is replayed and right, captured again where it had to be.
+            assert last_call()["route"] == "graph", last_call()["reason"]
         fell = before - reserved()
         assert abs(fell - said) <= 0.1 * said + WORKSPACE, f"{said / MIB:.1f} MiB said, {fell / MIB:.1f} fell"
     assert runtime.totals().vram == 0
@@ -90,11 +90,11 @@ def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
         given = inputs(unet, width, height, 2, 77, torch.float16)
         for _ in range(3):
             unet(**given)
-        assert status()["route"] in ("graph", "plain"), status()["reason"]
+        assert last_call()["route"] in ("graph", "plain"), last_call()["reason"]
         assert runtime.totals().vram <= allowed * MIB
     assert row(SMALL).pinned and reserved() - before <= (allowed + 64) * MIB
     use(unet, SMALL, 2)
-    assert status()["route"] == "graph"
+    assert last_call()["route"] == "graph"
 
 
 def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Module) -> None:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import arguments, host, residual_shapes
+from gpu_calls import arguments, host, last_call, residual_shapes
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.core.call import Call
 from lib_onediff.families.registry import FAMILIES
-from lib_onediff.public import compile_unet, status, uncompile_unet
+from lib_onediff.public import compile_unet, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 from lib_onediff.weights.bound import BoundUNet
@@ -29,7 +29,7 @@ def ours(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
     with torch.no_grad():
         for _ in range(calls):
             output = unet(**given, return_dict=False)[0]
-    assert status()["route"] == "graph", status()["reason"]
+    assert last_call()["route"] == "graph", last_call()["reason"]
     return output
 
 

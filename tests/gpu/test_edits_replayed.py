@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from edits_of_modules import EDITS, edited
-from gpu_calls import arguments, called, host
+from gpu_calls import arguments, called, host, last_call
 
 import lib_onediff
 from lib_onediff.bench.models import random_unet
@@ -61,10 +61,10 @@ def test_a_thousand_edits_count_at_the_next_call() -> None:
                 with loop:
                     for _ in range(chance.choice([1, 1, 4])):
                         output = called(unet, given)
-                        routes[runtime.status()["route"]] += 1
+                        routes[last_call()["route"]] += 1
                         error = relative_error(output.float(), host(unet, given).float())
                         if not error < CLOSE:
-                            wrong.append(f"seed {seed}, {what}: {error:.1e} by {runtime.status()['route']}")
+                            wrong.append(f"seed {seed}, {what}: {error:.1e} by {last_call()['route']}")
         lib_onediff.uncompile_unet(unet)
         seed += 1
     print(f"{done} edits, {len(wrong)} wrong, calls by {dict(routes)}")
@@ -79,7 +79,7 @@ def test_low_bit_weights_follow(option: str) -> None:
     with as_in_images():
         for _ in range(3):
             called(unet, given)
-        assert runtime.services.managed.get(unet).low_bit is not None, runtime.status()["reason"]
+        assert runtime.services.managed.get(unet).low_bit is not None, last_call()["reason"]
         for kind in ("in place", "by data", "one matrix", "in place", "by data", "one matrix"):
             with torch.no_grad():
                 for name, parameter in unet.named_parameters():
@@ -90,5 +90,5 @@ def test_low_bit_weights_follow(option: str) -> None:
                     elif "mid_block.attentions.0.proj_in.weight" in name or ".ff.net.2.weight" in name:
                         parameter.data[: len(parameter) // 2] *= -1
             error = relative_error(called(unet, given).float(), host(unet, given).float())
-            assert error < NEAR, (kind, error, runtime.status()["route"], runtime.status()["reason"])
+            assert error < NEAR, (kind, error, last_call()["route"], last_call()["reason"])
     lib_onediff.uncompile_unet(unet)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import arguments
+from gpu_calls import arguments, last_call
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.public import compile_unet, status, uncompile_unet
+from lib_onediff.public import compile_unet, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
@@ -50,16 +50,16 @@ def test_sdxl_is_within_its_budget(sdxl: nn.Module, option: str) -> None:
     with runtime.wait_for_compile():
         for _ in range(3):
             called(sdxl, given, FIRST)
-    assert status()["low_bit"] == [], "no image yet"
+    assert last_call()["low_bit"] == [], "no image yet"
     for timestep in (FIRST, LATER, LATER, LATER, MIDDLE, LATER, LATER):
         called(sdxl, given, timestep)
-    [errors] = status()["low_bit"]
+    [errors] = last_call()["low_bit"]
     output = called(sdxl, given, MIDDLE)
-    assert status()["route"] == "graph", status()["reason"]
+    assert last_call()["route"] == "graph", last_call()["reason"]
     compile_unet(sdxl)
     with runtime.wait_for_compile():
         found = relative_error(output, called(sdxl, given, MIDDLE))
-        assert not status()["lossy"], status()["reason"]
+        assert not last_call()["lossy"], last_call()["reason"]
     print(f"\nSDXL 1024x1024, batch 2, {option}, budget {BUDGET}: {found:.2e}, by the runtime {errors['error']}")
     if errors["error"] is None:
         assert not any(one["is_used"] for one in errors["classes"]) and found < 2e-3

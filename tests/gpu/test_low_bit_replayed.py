@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import arguments, called, host
+from gpu_calls import arguments, called, host, last_call
 
-from lib_onediff.public import compile_unet, status
+from lib_onediff.public import compile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import low_bit
 
@@ -45,7 +45,7 @@ def every_product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def replayed(unet: nn.Module, given: dict[str, Any], lossy: str, calls: int = 3) -> Tensor:
     output = [called(unet, given) for _ in range(calls)][-1]
-    assert (status()["lossy"], status()["route"]) == (lossy, "graph"), status()["reason"]
+    assert (last_call()["lossy"], last_call()["route"]) == (lossy, "graph"), last_call()["reason"]
     return output
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import arguments, host
+from gpu_calls import arguments, host, last_call
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.devices.cuda.kernels.launching import loaded
-from lib_onediff.public import compile_unet, status, uncompile_unet
+from lib_onediff.public import compile_unet, uncompile_unet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 SIZES = [(512, 512), (960, 720), (72, 88)]
@@ -27,8 +27,8 @@ def ours(unet: nn.Module, given: dict[str, Any], backend: str = "native") -> Ten
     """The output of the last of three calls: plain, plain and captured afterwards, replayed."""
     for _ in range(3):
         output = unet(**given, return_dict=False)[0]
-    assert status()["backend"] == backend, status()["reason"]
-    assert status()["route"] == "graph", status()["reason"]
+    assert last_call()["backend"] == backend, last_call()["reason"]
+    assert last_call()["route"] == "graph", last_call()["reason"]
     return output
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exact_operators import relative_error
+from gpu_calls import last_call
 from own_forward import own_forward
 from torch import Tensor, nn
 from torch.nn import functional
@@ -149,7 +150,7 @@ def served(
     with torch.no_grad():
         for _ in range(calls):
             output = runtime.run(unet, call, forward(unet, call))
-    status = runtime.status()
+    status = last_call()
     assert status["route"] == ("plain" if backend == "eager" else "graph"), status["reason"]
     assert status["backend"] == backend, status["reason"]
     return output
@@ -174,14 +175,14 @@ def test_no_farther_from_float32_than_the_host(name: str, side: int, stored: tor
     print(f"{name} {stored} {backend}: {mine:.2e}, the host {theirs:.2e}")
     assert mine <= WORST_RATIO * theirs
     # Another strength is checked once; then the same graph serves it, in the same memory.
-    before = runtime.status()["calls"]["graph"]
+    before = last_call()["calls"]["graph"]
     for entries in patches.values():
         entries[0][0] = -0.25
     exact, host = exact_output(unet, call), forward(unet, call)()
     mine, theirs = relative_error(served(unet, call, backend, calls=2), exact), relative_error(host, exact)
     print(f"another strength: {mine:.2e}, the host {theirs:.2e}")
     assert mine <= WORST_RATIO * theirs
-    assert runtime.status()["calls"]["graph"] == before + (backend != "eager")
+    assert last_call()["calls"]["graph"] == before + (backend != "eager")
 
 
 def peak(work: Callable[[], object]) -> int:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_calls import last_call
 
 pytest.importorskip("diffusers")
 
 from tiny_model import tiny_vae
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.public import compile_pipe, status, uncompile_pipe
+from lib_onediff.public import compile_pipe, uncompile_pipe
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
@@ -63,7 +64,7 @@ def test_a_picture_is_the_pipelines_own_to_within_half_precision(name: str) -> N
     with runtime.wait_for_compile():
         latents(pipe, **size)
     ours = latents(pipe, **size)
-    assert status()["route"] == "graph", status()["reason"]
+    assert last_call()["route"] == "graph", last_call()["reason"]
     distance = lambda output: float((output - reference).norm() / reference.norm())  # noqa: E731
     assert distance(ours) <= 1.25 * distance(own)
     assert torch.equal(latents(pipe, **size), latents(pipe, **size)), "the same seed gives the same picture"
@@ -86,7 +87,7 @@ def with_kernels(pipe: Any) -> Any:
 
 
 def counted() -> tuple[int, int, int]:
-    now = status()
+    now = last_call()
     return now["calls"]["graph"], now["deepcache"]["full"], now["deepcache"]["cached"]
 
 

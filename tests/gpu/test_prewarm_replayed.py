@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import arguments
+from gpu_calls import arguments, last_call
 
 from lib_onediff.bench.models import random_unet
 from lib_onediff.core.settings import Settings
@@ -74,4 +74,4 @@ def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
         for latents in (2 * size.batch, size.batch):
             before = runtime.call_stats.calls["graph"]
             host.warm(size.width, size.height, latents, 77)
-            assert runtime.call_stats.calls["graph"] == before + 1, runtime.status()
+            assert runtime.call_stats.calls["graph"] == before + 1, last_call()

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_calls import last_call
 from own_forward import own_forward
 from torch import Tensor, nn
 
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import inputs, random_unet
-from lib_onediff.public import compile_unet, status
+from lib_onediff.public import compile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
@@ -36,7 +37,7 @@ def call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted
     with torch.no_grad():
         torch.manual_seed(seed)
         output = unet(**given, return_dict=False)[0]
-        assert {name: status()[name] for name in wanted} == wanted, status()["reason"]
+        assert {name: last_call()[name] for name in wanted} == wanted, last_call()["reason"]
         torch.manual_seed(seed)
         return relative_error(output, own_forward(unet)(**given, return_dict=False)[0])
 

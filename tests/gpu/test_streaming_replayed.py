@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from edits_of_modules import EDITS, edited
-from gpu_calls import arguments, called, host
+from gpu_calls import arguments, called, host, last_call
 from test_edits_replayed import CLOSE, as_in_images
 from torch import nn
 
@@ -72,7 +72,7 @@ def test_it_is_as_exact_as_the_host_and_leaves_ordinary_weights(share: float, na
         for _ in range(5):
             output = called(unet, given)
             assert relative_error(output, exact) <= 1.1 * relative_error(expected, exact)
-        status = lib_onediff.status()
+        status = last_call()
         assert (status["backend"], status["route"]) == ("native", "graph") and "main memory" in status["reason"]
         assert managed.bound.streaming.bytes < 2**29
         parameter = next(one for one in unet.parameters() if one.device == MAIN and one.dim() > 1)
@@ -108,7 +108,7 @@ def test_edits_count_at_the_next_call() -> None:
                 done += 1
                 brought(unet)
                 if not relative_error(called(unet, given), host(unet, given)) < CLOSE:
-                    wrong.append((seed, what, lib_onediff.status()["route"]))
+                    wrong.append((seed, what, last_call()["route"]))
         lib_onediff.uncompile_unet(unet)
         seed += 1
     assert not wrong
@@ -123,7 +123,7 @@ def test_what_is_kept_in_eight_bits_is_not_copied(option: Any) -> None:
     with as_in_images():
         for _ in range(5):
             output = called(unet, given)
-    status = lib_onediff.status()
+    status = last_call()
     assert "only" in status["lossy"] and status["route"] == "graph", status["reason"]
     assert 1e-3 < relative_error(output, expected) < 0.12
     whole = managed.bound.streaming.copied()
@@ -144,5 +144,5 @@ def test_group_offloading(kind: str) -> None:
     with as_in_images():
         for _ in range(5):
             assert relative_error(called(unet, given), expected) < CLOSE
-    assert lib_onediff.status()["route"] == "graph", lib_onediff.status()["reason"]
+    assert last_call()["route"] == "graph", last_call()["reason"]
     assert not any(one.is_cuda for one in unet.parameters())

@@ -11,11 +11,10 @@ from torch import nn
 
 pytest.importorskip("diffusers")
 
-from gpu_calls import host
+from gpu_calls import host, last_call
 
 from lib_onediff.bench.models import inputs, random_unet
 from lib_onediff.hosts.diffusers.unet import attach
-from lib_onediff.public import status
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +45,7 @@ def test_two_threads_with_streams_of_their_own(unets: list[nn.Module], shared: b
         for unet, one in zip(users, given, strict=True):
             for _ in range(3):
                 unet(**one)
-    assert status()["route"] == "graph"
+    assert last_call()["route"] == "graph"
     torch.cuda.synchronize()
     errors: list[list[float]] = [[], []]
     start = threading.Barrier(2)

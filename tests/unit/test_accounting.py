@@ -10,7 +10,15 @@ import torch
 from lib_onediff.core.table import ShapeTable
 from lib_onediff.devices.cuda.graphs.device_memory import UNLIMITED
 from lib_onediff.runtime.graphs import accounting
-from lib_onediff.runtime.graphs.accounting import LEAST_GAIN, LEAST_SHARE, MEBIBYTE, PAGE, HeldGraph, memory_of, shrinks
+from lib_onediff.runtime.graphs.accounting import (
+    LEAST_GAIN,
+    LEAST_SHARE,
+    MEBIBYTE,
+    PAGE,
+    HeldGraph,
+    SharedMemory,
+    memory_of,
+)
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -27,20 +35,19 @@ def gone(*places: int) -> Any:
 def test_a_memory_shrinks_to_the_largest_that_stays_where_that_is_worth_it() -> None:
     small = 8 * PAGE
     rest = memory_of(small)
-    assert shrinks(1000, graphs(small, small), gone(0, 1)) == 1000, "nothing stays in it"
-    assert shrinks(10**9, graphs(small, small), gone()) == 0, "nothing goes"
-    assert shrinks(rest + LEAST_GAIN, graphs(small, 5 * small), gone(1)) == LEAST_GAIN
-    assert shrinks(rest + LEAST_GAIN - 1, graphs(small, 5 * small), gone(1)) == 0
+    assert SharedMemory(1000, graphs(small, small)).shrinks(gone(0, 1)) == 1000, "nothing stays in it"
+    assert SharedMemory(rest + LEAST_GAIN, graphs(small, 5 * small)).shrinks(gone(1)) == LEAST_GAIN
+    assert SharedMemory(rest + LEAST_GAIN - 1, graphs(small, 5 * small)).shrinks(gone(1)) == 0
     # The largest of those that stay, wherever it stands.
     for needs in ((small, PAGE, 99 * small), (PAGE, small, 99 * small)):
-        assert shrinks(rest + 2 * LEAST_GAIN, graphs(*needs), gone(2)) == 2 * LEAST_GAIN
+        assert SharedMemory(rest + 2 * LEAST_GAIN, graphs(*needs)).shrinks(gone(2)) == 2 * LEAST_GAIN
     # Of a large memory, one part in sixteen.
     size = 160 * LEAST_GAIN
     worth = int(LEAST_SHARE * size)
     needs = size - worth - memory_of(0)
     assert worth > LEAST_GAIN and memory_of(needs) == size - worth
-    assert shrinks(size, graphs(needs, size), gone(1)) == worth
-    assert shrinks(size, graphs(needs + PAGE, size), gone(1)) == 0
+    assert SharedMemory(size, graphs(needs, size)).shrinks(gone(1)) == worth
+    assert SharedMemory(size, graphs(needs + PAGE, size)).shrinks(gone(1)) == 0
 
 
 class Card:

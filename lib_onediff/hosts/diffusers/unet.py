@@ -268,10 +268,12 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
 
 
 def refuse_elsewhere(unet: Any, sample: Tensor) -> None:
-    """Raise Refusal where the host would fail, because its weights are not where the sample is, and nothing brings them
+    """Raise Refusal where the host would fail: its weights are not on the sample's device, and no hook brings them
     there during the call."""
-    weights = unet.conv_in.weight.device
-    if weights != sample.device and not only_moves(unet):
+    first: Any = unet.conv_in
+    weights = first.weight.device
+    is_brought = bool(first._forward_pre_hooks) or only_moves(unet)
+    if weights != sample.device and not is_brought:
         raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
 
 
