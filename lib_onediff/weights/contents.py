@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 WORD = 4
-# How many words torch's operators take at once, by the type of device.
-CHUNKS, CHUNK = {"cpu": 1 << 17}, 1 << 24
+# How many words torch's operators take at once, by the type of device: what is made of them takes 16 bytes a word.
+CHUNKS, CHUNK = {"cpu": 1 << 17}, 1 << 20
 EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 # Words that are read together; of so many such pieces one, where not all are read.
 PIECE, PART = 8, 17
@@ -127,9 +127,8 @@ class Sums:
     def __init__(self, places: Sequence[Place], part: int, reader: Reader | None) -> None:
         self._places, self._part, self._device = places, part, places[0].device
         self._launch = reader(places, part) if reader is not None and self._device.type == "cuda" else None
-        self._odd = torch.arange(
-            1, 2 * CHUNKS.get(self._device.type, CHUNK), 2, dtype=torch.int64, device=self._device
-        )
+        words = 0 if self._launch is not None else CHUNKS.get(self._device.type, CHUNK)
+        self._odd = torch.arange(1, 2 * words, 2, dtype=torch.int64, device=self._device)
 
     def begin(self, are_alive: bool) -> Callable[[], Tensor]:
         """Start the reading. The returned function waits for it, (places,) in int64 on the CPU. Both raise

@@ -309,8 +309,11 @@ class Tree:
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
         self._sizes = list(map(len, states))
-        # An attention's processor is no module, and computes as its class does too.
-        processors = (type(state["processor"]) for state in states if "processor" in state)
+        # An attention's processor is no module, and computes as its class does too. One of another package is called as
+        # it is, at every call, so its code and what it remembers between calls are no part of what was proved.
+        packages = {package(kind.__module__) for kind in self._classes}
+        kinds = (type(state["processor"]) for state in states if "processor" in state)
+        processors = [kind for kind in kinds if package(kind.__module__) in packages]
         set_on_instances = [
             one for state in states for name, one in state.items()
             if isinstance(one, FUNCTIONS) and name not in FORWARDS

@@ -265,7 +265,10 @@ def test_a_mode_that_every_operator_goes_through_has_a_verdict_of_its_own(
         assert route_of(unet) == "plain" and len(found) == 1
 
 
-@pytest.mark.parametrize("decorate", [torch.inference_mode(), torch.no_grad(), torch.compiler.disable], ids=str)
+@pytest.mark.parametrize(
+    "decorate", [torch.inference_mode(), torch.no_grad(), torch.compiler.disable],
+    ids=["inference_mode", "no_grad", "disable"],
+)
 def test_a_decorator_of_torchs_is_whose_it_decorates(decorate: Any) -> None:
     def foreign() -> None:
         pass
@@ -273,3 +276,28 @@ def test_a_decorator_of_torchs_is_whose_it_decorates(decorate: Any) -> None:
     assert origin(decorate(foreign)) == __name__
     assert origin(functools.wraps(torch.nn.Linear.forward)(decorate(foreign))) == __name__
     assert origin(decorate(EMBEDDINGS.get_timestep_embedding)) == EMBEDDINGS.__name__
+
+
+def test_a_processor_of_another_package_may_remember_between_calls() -> None:
+    """It is called as it is, so a change of what it remembers is no reason to compare a size anew."""
+    class Counting:
+        calls: list[int] = []
+
+        def __init__(self, own: Any) -> None:
+            self._own = own
+
+        def __call__(self, *given: Any, **named: Any) -> Tensor:
+            self.calls.append(len(self.calls))
+            return self._own(*given, **named)
+
+    unet = diffusers_unet(**SMALL_XL)
+    processors = unet.attn_processors
+    unet.set_attn_processor({name: Counting(one) for name, one in processors.items()})
+    lib_onediff.compile_unet(unet)
+    called = []
+    for seed in range(4):
+        before = len(Counting.calls)
+        served(unet, a_call(unet, seed=seed))
+        called.append(len(Counting.calls) - before)
+    assert called[2:] == [len(processors)] * 2 and called[0] > len(processors), "compared once, with the first call"
+    assert runtime.status()["route"] == "plain", runtime.status()["reason"]
