@@ -128,7 +128,7 @@ class Sums:
         self._places, self._part, self._device = places, part, places[0].device
         self._launch = reader(places, part) if reader is not None and self._device.type == "cuda" else None
         words = 0 if self._launch is not None else CHUNKS.get(self._device.type, CHUNK)
-        self._odd = torch.arange(1, 2 * words, 2, dtype=torch.int64, device=self._device)
+        self._odd = torch.arange(1, 2 * words + 1, 2, dtype=torch.int64, device=self._device)
 
     def begin(self, are_alive: bool) -> Callable[[], Tensor]:
         """Start the reading. The returned function waits for it, (places,) in int64 on the CPU. Both raise
