@@ -37,6 +37,7 @@ BOOKKEEPING = frozenset({
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 })
+PROCESSOR = "processor"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 # Equal values are the same to whoever computes with them.
@@ -119,6 +120,14 @@ def token(value: Any, depth: int = 0) -> Any:
         return same
     state = getattr(value, "__dict__", {})
     return same, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None
+
+
+def same(value: Any) -> Any:
+    """What equals that of the same object alone; of an object to which there can be no weak reference, its class."""
+    try:
+        return Same(value)
+    except TypeError:
+        return type(value)
 
 
 def no_object() -> None:
@@ -299,7 +308,17 @@ class Tree:
         self._classes = list(map(type, modules))
         states = list(map(state_of, modules))
         unread = BOOKKEEPING.union(ignored)
-        self._attributes = Names(states, [[name for name in state if name not in unread] for state in states])
+        packages = {package(kind.__module__) for kind in self._classes}
+        # An attention's processor is no module. One of another package is called as it is, at every call: which object
+        # it is counts, and neither its code nor what it remembers between calls is part of what was proved.
+        self._foreign = {
+            place: same(state[PROCESSOR]) for place, state in enumerate(states)
+            if PROCESSOR in state and package(type(state[PROCESSOR]).__module__) not in packages
+        }
+        self._attributes = Names(states, [
+            [name for name in state if name not in unread and not self._is_foreign(place, name)]
+            for place, state in enumerate(states)
+        ])
         # The places of the modules that have children, and of each child; behind the last stands None.
         self._parents = places_with(of_children, states)
         places = {id(one): place for place, one in enumerate((*modules, None))}
@@ -309,11 +328,10 @@ class Tree:
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
         self._sizes = list(map(len, states))
-        # An attention's processor is no module, and computes as its class does too. One of another package is called as
-        # it is, at every call, so its code and what it remembers between calls are no part of what was proved.
-        packages = {package(kind.__module__) for kind in self._classes}
-        kinds = (type(state["processor"]) for state in states if "processor" in state)
-        processors = [kind for kind in kinds if package(kind.__module__) in packages]
+        processors = [
+            type(state[PROCESSOR]) for place, state in enumerate(states)
+            if PROCESSOR in state and place not in self._foreign
+        ]
         set_on_instances = [
             one for state in states for name, one in state.items()
             if isinstance(one, FUNCTIONS) and name not in FORWARDS
@@ -351,6 +369,7 @@ class Tree:
             and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
             and all(token(states[place][name]) == known for place, name, known in self._hooks)
             and self._attributes.stand(states)
+            and all(same(states[place][PROCESSOR]) == known for place, known in self._foreign.items())
             and self.reached.stands()
         )
 
@@ -363,10 +382,15 @@ class Tree:
         digests = Digests(self._tokens, paths)
         called = [
             (place, name, digests.of_data(value)) for place, module in enumerate(modules)
-            for name, value in vars(module).items() if self._is_called(name, value)
+            for name, value in vars(module).items()
+            if self._is_called(name, value) and not self._is_foreign(place, name)
         ]
         found = self.reached.digest, self._attributes.digest(self._placed), list(map(name_of, self._classes)), called
         return short(repr(found))
+
+    def _is_foreign(self, place: int, name: str) -> bool:
+        """Whether an attribute of the module at a place is a processor of another package."""
+        return name == PROCESSOR and place in self._foreign
 
     def _is_called(self, name: str, value: Any) -> bool:
         """Whether an attribute of a module is a function, or an object, that the network's code calls by this name."""

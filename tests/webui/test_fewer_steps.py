@@ -40,12 +40,11 @@ def made(webui: WebUI, options: dict[str, Any], **request: Any) -> Counted:
     pictures = webui.make({**PICTURE, **THIRTEEN, **request, **one_run(**options)})
     after = webui.status()
     assert after["faults"] == before["faults"]
-    counts = {
-        (part, name): after[part][name] - before[part][name]
-        for part, name in (("deepcache", "full"), ("deepcache", "cached"), ("forecast", "calls"),
-                           ("guidance", "without_negative"))
-    }
-    return Counted(pictures, *counts.values(), reasons={part: after[part]["reason"] for part in PARTS})
+    counts = [
+        after[part][name] for part, name in (("deepcache", "full"), ("deepcache", "cached"), ("forecast", "calls"),
+                                             ("guidance", "without_negative"))
+    ]
+    return Counted(pictures, *counts, reasons={part: after[part]["reason"] for part in PARTS})
 
 
 def distance(one: Counted, other: Counted) -> float:
