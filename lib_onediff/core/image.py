@@ -174,8 +174,10 @@ class ImageRecord:
     @property
     def limits(self) -> str:
         """Why it was not faster, for users: the reason of its last call, below those of the steps that the host has
-        computed before it; "" for nothing."""
-        earlier = [] if self.route == HOST else list(self.by_host.items())[:MOST_TOLD]
+        computed before it; "" for nothing. Outside of a generation nobody says which calls are of one image: there it
+        is the last call's alone."""
+        is_one_image = self.state != UNTOLD
+        earlier = list(self.by_host.items())[:MOST_TOLD] if is_one_image and self.route != HOST else []
         total = sum(self.steps.values())
         told = [f"{calls} of {total} steps by the WebUI: {reason}" for reason, calls in earlier]
         return "; ".join(filter(None, (*told, self.reason)))

@@ -112,14 +112,11 @@ def token(value: Any, depth: int = 0) -> Any:
         return Place.of(value), edit_count(value)
     if isinstance(value, types.MethodType):
         return types.MethodType, token(value.__func__, depth + 1), token(value.__self__, depth + 1)
-    try:
-        same: Any = Same(value)
-    except TypeError:  # there can be no reference to it
-        same = None
+    one_object = same(value)
     if isinstance(value, BY_IDENTITY):
-        return same
+        return one_object
     state = getattr(value, "__dict__", {})
-    return same, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None
+    return one_object, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None
 
 
 def same(value: Any) -> Any:

@@ -134,9 +134,8 @@ def test_so_do_our_kernels(case: str) -> None:
 @pytest.mark.parametrize(("options", "read"), [
     ({PATCHES: {"attn3_patch": [free_u]}}, READ),
     ({REPLACED: {"ff": {("middle", 0): mean_value}}}, READ),
-    ({"block_inner_modifiers": [blockwise]}, READ),
-    # A host whose forward never asks for them would not call them.
-    ({MODIFIERS: [blockwise]}, READ - {MODIFIERS}),
+    ({"block_inner_modifiers": [blockwise]}, READ | {"block_inner_modifiers"}),
+    # A host whose forward never asks for it would not call it.
     ({PATCHES: {"emb_patch": [free_u]}}, READ - {"emb_patch"}),
 ])
 def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: frozenset[str]) -> None:
@@ -144,6 +143,12 @@ def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: fro
     with pytest.raises(Refusal, match="another extension changes the UNet for this call: "):
         ours(unet, a_call(unet), options, read)
     assert ours(unet, a_call(unet), {PATCHES: {"attn1_patch": []}, REPLACED: {"attn1": {}}}).patches is None
+
+
+@pytest.mark.parametrize("name", [MODIFIERS, "block_inner_modifiers"])
+def test_a_function_that_the_hosts_forward_never_calls_is_left_alone(name: str) -> None:
+    unet = shared_ldm_unet()
+    assert ours(unet, a_call(unet), {name: [blockwise]}, READ - {name}).patches is None
 
 
 def test_it_is_told_how_many_blocks_a_function_stands_in() -> None:
