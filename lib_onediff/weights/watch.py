@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.origins import package
-from .code import Code, Named
+from .code import NOT_READ, Code, Named, objects_in
 from .contents import Contents, Place
-from .values import Digests, Tokens, name_of, short
+from .values import FUNCTIONS, Digests, Tokens, name_of, short
 
 Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
@@ -50,7 +50,6 @@ PLAIN = frozenset(ATOMS)
 # What a class says of types: nobody computes with it, and it takes as long to compare as all the rest.
 ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
 SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 FORWARDS = ("forward", "_forward")
 # A closure may hold a model. What it holds is compared where its code is reached.
 BY_IDENTITY = (types.FunctionType, nn.Module)
@@ -118,7 +117,16 @@ def token(value: Any, depth: int = 0) -> Any:
     if isinstance(value, BY_IDENTITY):
         return same
     state = getattr(value, "__dict__", {})
-    return same, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None
+    held = {name: token_of_held(one, depth) for name, one in state.items()} if state and depth <= DEEPEST else None
+    return same, type(value), held
+
+
+def token_of_held(value: Any, depth: int) -> Any:
+    """Of an attribute of an object that is no module: plain values and code. What else it holds is known by its
+    type."""
+    if is_atom(value):
+        return value
+    return token(value, depth + 1) if isinstance(value, FUNCTIONS) else type(value)
 
 
 def no_object() -> None:
@@ -309,18 +317,21 @@ class Tree:
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
         self._sizes = list(map(len, states))
-        # An attention's processor is no module, and computes as its class does too. One of another package is called as
-        # it is, at every call, so its code and what it remembers between calls are no part of what was proved.
+        # Objects that are no modules, as an attention's processor is, compute as their classes do. A processor of another
+        # package is called as it is, at every call, so its code and what it remembers between calls are no part of what
+        # was proved.
         packages = {package(kind.__module__) for kind in self._classes}
         kinds = (type(state["processor"]) for state in states if "processor" in state)
         processors = [kind for kind in kinds if package(kind.__module__) in packages]
-        set_on_instances = [
-            one for state in states for name, one in state.items()
-            if isinstance(one, FUNCTIONS) and name not in FORWARDS
-        ]
-        sources = list(dict.fromkeys((*self._classes, *processors)))
+        held = list(chain.from_iterable(
+            held_by(one) for state in states for name, one in state.items()
+            if type(one) not in PLAIN and name not in unread and name not in FORWARDS and name != "processor"
+        ))
+        set_on_instances = [one for one in held if isinstance(one, FUNCTIONS)]
+        objects = [type(one) for one in held if not isinstance(one, FUNCTIONS)]
         # The packages of the host's own classes.
-        self.hosts = frozenset(package(kind.__module__) for kind in sources)
+        self.hosts = frozenset(package(kind.__module__) for kind in (*self._classes, *processors))
+        sources = list(dict.fromkeys((*self._classes, *processors, *objects)))
         self._ignored, self._placed, self._tokens = unread, placed, tokens or Tokens()
         known = None if before is None or set_on_instances else before.reached
         self.reached: Reached
@@ -361,18 +372,34 @@ class Tree:
         modules = [reference() for reference in self._modules]
         paths = {id(module): str(place) for place, module in enumerate(modules)}
         digests = Digests(self._tokens, paths)
-        called = [
+        read = [
             (place, name, digests.of_data(value)) for place, module in enumerate(modules)
-            for name, value in vars(module).items() if self._is_called(name, value)
+            for name, value in vars(module).items() if type(value) not in PLAIN and self._is_read(name, value)
         ]
-        found = self.reached.digest, self._attributes.digest(self._placed), list(map(name_of, self._classes)), called
+        found = self.reached.digest, self._attributes.digest(self._placed), list(map(name_of, self._classes)), read
         return short(repr(found))
 
-    def _is_called(self, name: str, value: Any) -> bool:
-        """Whether an attribute of a module is a function, or an object, that the network's code calls by this name."""
+    def _is_read(self, name: str, value: Any) -> bool:
+        """Whether an attribute of a module is a function, an object or a plain container, and the network's code has
+        its name. Containers of other classes (diffusers' configurations) note where a network is from."""
         if name not in self.reached.names or name in self._ignored or name in self._placed or name in FORWARDS:
             return False
-        return callable(value) and not isinstance(value, (nn.Module, type))
+        if isinstance(value, CONTAINERS):
+            return type(value) in CONTAINERS
+        return not isinstance(value, (nn.Module, Tensor, type))
+
+
+def held_by(value: Any) -> list[Any]:
+    """The functions and objects that an attribute of a module is, or contains."""
+    found = objects_in(value) if isinstance(value, CONTAINERS) else [value]
+    return [one for one in found if isinstance(one, FUNCTIONS) or has_code(one)]
+
+
+def has_code(value: Any) -> bool:
+    """Whether an object is of a class whose methods are read."""
+    if isinstance(value, (*ATOMS, *CONTAINERS, Tensor, nn.Module)):
+        return False
+    return package(type(value).__module__) not in NOT_READ
 
 
 def ambient() -> tuple[Any, ...]:
