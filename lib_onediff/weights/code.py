@@ -111,10 +111,10 @@ class Code:
     def _read_ours(self) -> None:
         for function in our_functions():
             names, space = names_in(function.__code__), function.__globals__
-            for name in names & space.keys():
-                value = space[name]
-                if isinstance(value, types.ModuleType) and package(value.__name__) == TORCH and computes(value.__name__):
-                    self._look_up_in(vars(value), value.__name__, names)
+            modules = (space[name] for name in names & space.keys() if isinstance(space[name], types.ModuleType))
+            for module in modules:
+                if package(module.__name__) == TORCH and computes(module.__name__):
+                    self._look_up_in(vars(module), module.__name__, names)
 
     def _read(self, function: types.FunctionType) -> None:
         space = function.__globals__

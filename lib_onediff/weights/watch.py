@@ -10,7 +10,6 @@ id() may come again.
 """
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
 import types

@@ -42,6 +42,10 @@ class Backend:
         return x
 
 
+def times(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: factor * x
+
+
 def double(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
@@ -144,11 +148,11 @@ BY_DATA: dict[str, tuple[Callable[[Any, Any], object], Callable[[Any, Any], Any]
     "an object in a table on the module": (
         lambda network, kind: network.many.update(first=kind()), lambda network, kind: (kind, "scale", triple)),
     "a function of an object": (
-        lambda network, kind: setattr(REGISTRY, "scale", lambda x: network and double(x)),
-        lambda network, kind: (REGISTRY, "scale", lambda x: network and triple(x))),
+        lambda network, kind: setattr(REGISTRY, "scale", times(2)),
+        lambda network, kind: (REGISTRY, "scale", times(3))),
     "a method hidden by an object's own": (
         lambda network, kind: None,
-        lambda network, kind: (network.bound, "scale", lambda x: network and triple(x))),
+        lambda network, kind: (network.bound, "scale", times(3))),
 }
 
 
