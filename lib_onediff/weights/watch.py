@@ -316,15 +316,16 @@ class Tree:
             (place, name, token(state[name])) for place, state in enumerate(states) for name in HOOKS if state[name]
         ]
         self._sizes = list(map(len, states))
-        # Objects that are no modules, as an attention's processor is, compute as their classes do. A processor of another
-        # package is called as it is, at every call, so its code and what it remembers between calls are no part of what
-        # was proved.
+        # Objects that are no modules, as an attention's processor is, compute as their classes do. A processor of
+        # another package is called as it is, at every call, so its code and what it remembers between calls are no part
+        # of what was proved.
         packages = {package(kind.__module__) for kind in self._classes}
         kinds = (type(state["processor"]) for state in states if "processor" in state)
         processors = [kind for kind in kinds if package(kind.__module__) in packages]
         held = list(chain.from_iterable(
             held_by(one) for state in states for name, one in state.items()
-            if type(one) not in PLAIN and name not in unread and name not in FORWARDS and name != "processor"
+            if type(one) not in PLAIN and name not in unread and name not in FORWARDS
+            and (name != "processor" or isinstance(one, FUNCTIONS))
         ))
         set_on_instances = [one for one in held if isinstance(one, FUNCTIONS)]
         objects = [type(one) for one in held if not isinstance(one, FUNCTIONS)]
