@@ -2,8 +2,9 @@
 
 A forward pass reaches functions by the names in its code: globals of its file (`get_timestep_embedding`), attributes of
 modules that the file imports (`torch.cat`, `F.dropout`, `comfy_kitchen.apply_rope`), and methods (`Tensor.chunk`). Any
-of them may be replaced, and the host then computes something else. This module lists all of them, as pairs of a
-namespace and a name.
+of them may be replaced, and the host then computes something else. So does our own forward where what it finds in torch
+is replaced, and a host that has imported the same function by name goes on as before. This module lists all of these
+names, as pairs of a namespace and a name.
 """
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.origins import OURS, TORCH, beneath_ours, callables_within, package
+from ..core.origins import HOLDERS, OURS, TORCH, beneath_ours, callables_within, package
 
 # Classes of torch whose methods a forward pass calls on every tensor.
 TENSORS = (torch.Tensor, nn.Parameter)
+# Values that have no code.
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 # Methods that Python and torch call without their names being in anybody's code.
 CALLED_BY_PYTHON = frozenset({
     "forward", "_forward", "__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__",
@@ -28,6 +31,10 @@ CALLED_BY_PYTHON = frozenset({
 })
 # Where functions of torch that compute are; what else torch's functions name is loaded when it is first used.
 OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch._C", "torch._VF", "torch.fft", "torch.linalg")
+# The parts of our own package whose code computes.
+OF_OURS = tuple(f"{OURS}.{room}." for room in ("core", "families", "weights", "devices", "steps"))
+# Of a container: what is in a longer one is not looked at.
+MOST_ENTRIES = 256
 STANDARD_LIBRARY = sys.stdlib_module_names
 NOT_READ = STANDARD_LIBRARY | {TORCH}
 Space = Mapping[str, Any]
@@ -50,7 +57,8 @@ class Named(NamedTuple):
 
 
 class Code:
-    """Everything that some code reaches by name. It keeps all of that alive: drop it.
+    """Everything that some code reaches by name, and what our own code finds in torch. It keeps all of that alive: drop
+    it.
 
     kinds: the classes whose methods are called, and their bases. functions: the Python functions reached. named: the
     names that these look up in modules. absent: names that a module lacks and could hide something by: builtins, and
@@ -75,6 +83,7 @@ class Code:
             else:
                 self._waiting.append(root)
         self._name(CALLED_BY_PYTHON)
+        self._read_ours()
         while self._waiting:
             self._follow(self._waiting.pop())
 
@@ -95,6 +104,17 @@ class Code:
         if isinstance(value, types.FunctionType):
             self._read(value)
         self._waiting.extend(callables_within(value))
+        self._waiting.extend(objects_in(value))
+        if package(kind.__module__) not in NOT_READ and not isinstance(value, (type, nn.Module)):
+            self._add_members(getattr(value, "__dict__", {}))
+
+    def _read_ours(self) -> None:
+        for function in our_functions():
+            names, space = names_in(function.__code__), function.__globals__
+            modules = (space[name] for name in names & space.keys() if isinstance(space[name], types.ModuleType))
+            for module in modules:
+                if package(module.__name__) == TORCH and computes(module.__name__):
+                    self._look_up_in(vars(module), module.__name__, names)
 
     def _read(self, function: types.FunctionType) -> None:
         space = function.__globals__
@@ -111,6 +131,9 @@ class Code:
         """Note what these names stand for in a namespace, and in the modules that they stand for there."""
         hidden = (names & vars(builtins).keys()) - space.keys()
         self._note_absent(space, hidden)
+        self._look_up_in(space, owner, names)
+
+    def _look_up_in(self, space: Space, owner: str, names: frozenset[str]) -> None:
         reads_data = package(owner) not in NOT_READ
         waiting, seen = [(space, owner)], {id(space)}
         while waiting:
@@ -140,20 +163,45 @@ class Code:
             if base in self.kinds or package(base.__module__) in STANDARD_LIBRARY or base is torch._C.TensorBase:
                 continue
             self.kinds[base] = None
-            for name, value in list(vars(base).items()):
-                if name == "__init__" and issubclass(base, nn.Module):
-                    # No forward pass makes modules.
-                    continue
-                if name in self.names:
-                    self._waiting.append(value)
-                else:
-                    self._unnamed.setdefault(name, []).append(value)
+            # No forward pass makes modules.
+            left_out = {"__init__"} if issubclass(base, nn.Module) else set()
+            self._add_members({name: value for name, value in vars(base).items() if name not in left_out})
+
+    def _add_members(self, space: Space) -> None:
+        """Those of a class or an object are reached where code has their names, now or later."""
+        for name, value in list(space.items()):
+            if name in self.names:
+                self._waiting.append(value)
+            else:
+                self._unnamed.setdefault(name, []).append(value)
 
     def _name(self, names: Collection[str]) -> None:
         """Code has these names: methods that are called so are reached."""
         for name in frozenset(names) - self.names:
             self.names.add(name)
             self._waiting.extend(self._unnamed.pop(name, ()))
+
+
+def objects_in(container: Any) -> list[Any]:
+    """The objects in a container, of which code calls methods."""
+    if not isinstance(container, (dict, list, tuple, set, frozenset)) or len(container) > MOST_ENTRIES:
+        return []
+    found = container.values() if isinstance(container, dict) else container
+    return [one for one in found if not isinstance(one, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType))]
+
+
+def our_functions() -> Iterator[types.FunctionType]:
+    """Those of our own files that compute, as far as they are loaded: all of them are before a network is attached."""
+    files = [module for name, module in sorted(sys.modules.items()) if name.startswith(OF_OURS)]
+    for module in files:
+        waiting = [one for one in vars(module).values() if getattr(one, "__module__", None) == module.__name__]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, type):
+                waiting.extend(vars(one).values())
+            for function in (one, *callables_within(one)) if callable(one) or isinstance(one, HOLDERS) else ():
+                if isinstance(function, types.FunctionType):
+                    yield function
 
 
 def found_elsewhere(module: types.ModuleType, names: Collection[str]) -> set[str]:

@@ -29,8 +29,8 @@ from ..core.origins import (
 )
 from ..core.refusal import Refusal
 from .code import NOT_READ, Code, Named, names_in
-from .values import Digests, Tokens
-from .watch import FUNCTIONS, Reached, edit_counts, layout_of
+from .values import FUNCTIONS, Digests, Tokens
+from .watch import Reached, edit_counts, layout_of
 
 Change = Callable[[Tensor], Tensor]
 # Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged. Its adapter

@@ -27,6 +27,7 @@ NATIVE = (
     types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
     types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType,
 )
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 CONTAINERS = (dict, list, tuple, set, frozenset)
 # Of a tensor; of a container; of containers within containers, as watch.token compares them; of anything. What exceeds
 # these has no digest by value.
@@ -102,11 +103,14 @@ class Digests:
         return found
 
     def of_data(self, value: Any) -> str:
-        """The same, but an object that is neither code nor plain is known by its class and its plain attributes."""
-        is_object = not isinstance(value, (*SAME_IN_ANY_PROCESS, *NATIVE, *CONTAINERS, type))
-        if not is_object or isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        """The same, but an object that is neither code nor plain is known by its class, its plain attributes and its
+        functions."""
+        is_object = not isinstance(value, (*SAME_IN_ANY_PROCESS, *NATIVE, *CONTAINERS, type, types.ModuleType))
+        if not is_object or isinstance(value, FUNCTIONS):
             return self.of(value)
-        return f"{name_of(type(value))} {plain_in(value)}"
+        state = getattr(value, "__dict__", {})
+        functions = {name: self.of(one) for name, one in state.items() if isinstance(one, FUNCTIONS)}
+        return f"{name_of(type(value))} {plain_in(value)} {functions or ''}"
 
     def _of(self, value: Any) -> str:
         kind = type(value)

@@ -10,7 +10,6 @@ id() may come again.
 """
 from __future__ import annotations
 
-import functools
 import hashlib
 import operator
 import types
@@ -25,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.origins import package
-from .code import Code, Named
+from .code import NOT_READ, Code, Named, objects_in
 from .contents import Contents, Place
-from .values import Digests, Tokens, name_of, short
+from .values import FUNCTIONS, Digests, Tokens, name_of, short
 
 Result = TypeVar("Result")
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
@@ -51,7 +50,6 @@ PLAIN = frozenset(ATOMS)
 # What a class says of types: nobody computes with it, and it takes as long to compare as all the rest.
 ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
 SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
-FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 FORWARDS = ("forward", "_forward")
 # A closure may hold a model. What it holds is compared where its code is reached.
 BY_IDENTITY = (types.FunctionType, nn.Module)
@@ -116,7 +114,16 @@ def token(value: Any, depth: int = 0) -> Any:
     if isinstance(value, BY_IDENTITY):
         return one_object
     state = getattr(value, "__dict__", {})
-    return one_object, type(value), {name: one for name, one in state.items() if is_atom(one)} if state else None
+    held = {name: token_of_held(one, depth) for name, one in state.items()} if state and depth <= DEEPEST else None
+    return one_object, type(value), held
+
+
+def token_of_held(value: Any, depth: int) -> Any:
+    """Of an attribute of an object that is no module: plain values and code. What else it holds is known by its
+    type."""
+    if is_atom(value):
+        return value
+    return token(value, depth + 1) if isinstance(value, FUNCTIONS) else type(value)
 
 
 def same(value: Any) -> Any:
@@ -329,13 +336,16 @@ class Tree:
             type(state[PROCESSOR]) for place, state in enumerate(states)
             if PROCESSOR in state and place not in self._foreign
         ]
-        set_on_instances = [
-            one for state in states for name, one in state.items()
-            if isinstance(one, FUNCTIONS) and name not in FORWARDS
-        ]
-        sources = list(dict.fromkeys((*self._classes, *processors)))
+        # Objects that are no modules compute as their classes do.
+        held = list(chain.from_iterable(
+            held_by(one) for state in states for name, one in state.items()
+            if type(one) not in PLAIN and name not in unread and name not in FORWARDS and name != PROCESSOR
+        ))
+        set_on_instances = [one for one in held if isinstance(one, FUNCTIONS)]
+        objects = [type(one) for one in held if not isinstance(one, FUNCTIONS)]
         # The packages of the host's own classes.
-        self.hosts = frozenset(package(kind.__module__) for kind in sources)
+        self.hosts = frozenset(package(kind.__module__) for kind in (*self._classes, *processors))
+        sources = list(dict.fromkeys((*self._classes, *processors, *objects)))
         self._ignored, self._placed, self._tokens = unread, placed, tokens or Tokens()
         known = None if before is None or set_on_instances else before.reached
         self.reached: Reached
@@ -377,23 +387,39 @@ class Tree:
         modules = [reference() for reference in self._modules]
         paths = {id(module): str(place) for place, module in enumerate(modules)}
         digests = Digests(self._tokens, paths)
-        called = [
+        read = [
             (place, name, digests.of_data(value)) for place, module in enumerate(modules)
             for name, value in vars(module).items()
-            if self._is_called(name, value) and not self._is_foreign(place, name)
+            if type(value) not in PLAIN and self._is_read(name, value) and not self._is_foreign(place, name)
         ]
-        found = self.reached.digest, self._attributes.digest(self._placed), list(map(name_of, self._classes)), called
+        found = self.reached.digest, self._attributes.digest(self._placed), list(map(name_of, self._classes)), read
         return short(repr(found))
 
     def _is_foreign(self, place: int, name: str) -> bool:
         """Whether an attribute of the module at a place is a processor of another package."""
         return name == PROCESSOR and place in self._foreign
 
-    def _is_called(self, name: str, value: Any) -> bool:
-        """Whether an attribute of a module is a function, or an object, that the network's code calls by this name."""
+    def _is_read(self, name: str, value: Any) -> bool:
+        """Whether an attribute of a module is a function, an object or a plain container, and the network's code has
+        its name. Containers of other classes (diffusers' configurations) note where a network is from."""
         if name not in self.reached.names or name in self._ignored or name in self._placed or name in FORWARDS:
             return False
-        return callable(value) and not isinstance(value, (nn.Module, type))
+        if isinstance(value, CONTAINERS):
+            return type(value) in CONTAINERS
+        return not isinstance(value, (nn.Module, Tensor, type))
+
+
+def held_by(value: Any) -> list[Any]:
+    """The functions and objects that an attribute of a module is, or contains."""
+    found = objects_in(value) if isinstance(value, CONTAINERS) else [value]
+    return [one for one in found if isinstance(one, FUNCTIONS) or has_code(one)]
+
+
+def has_code(value: Any) -> bool:
+    """Whether an object is of a class whose methods are read."""
+    if isinstance(value, (*ATOMS, *CONTAINERS, Tensor, nn.Module)):
+        return False
+    return package(type(value).__module__) not in NOT_READ
 
 
 def ambient() -> tuple[Any, ...]:

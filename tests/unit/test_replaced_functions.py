@@ -63,6 +63,7 @@ REPLACED: dict[str, Change] = {
     "torch.nn.functional.dropout": lambda patch: patch.setattr(F, "dropout", louder(F.dropout)),
     "torch.nn.functional.silu": lambda patch: patch.setattr(F, "silu", louder(F.silu)),
     "torch.group_norm": lambda patch: patch.setattr(torch, "group_norm", louder(torch.group_norm)),
+    "torch.baddbmm": lambda patch: patch.setattr(torch, "baddbmm", louder(torch.baddbmm)),
     "torch.Tensor.chunk": lambda patch: patch.setattr(Tensor, "chunk", louder_first(Tensor.chunk), raising=False),
     "torch.Tensor.view": lambda patch: patch.setattr(Tensor, "view", louder(Tensor.view), raising=False),
     "torch.Tensor.__add__": lambda patch: patch.setattr(Tensor, "__add__", louder(Tensor.__add__), raising=False),

@@ -33,6 +33,47 @@ class Block(nn.Module):
         return self.norm(self.second(self.first(x)))
 
 
+class Backend:
+    """What code reaches through data, and no name stands for."""
+
+    factor = 1.0
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def times(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: factor * x
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.backend, self.scale = Backend(), double
+
+
+TABLE, REGISTRY = {"torch": [Backend()]}, Registry()
+
+
+class ByData(nn.Module):
+    """Its code calls methods of objects in a table, in an object and in its own attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.many, self.act, self.bound = Backend(), {"first": Backend()}, {"double": double}, Backend()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = TABLE["torch"][0].scale(REGISTRY.backend.scale(REGISTRY.scale(x)))
+        return self.bound.scale(self.own.scale(self.act["double"](self.many["first"].scale(x))))
+
+
 class Other(nn.Linear):
     pass
 
@@ -95,3 +136,54 @@ def test_code_that_is_replaced_is_noticed_and_so_is_its_return(
         patch.setattr(owner, name, lambda *args, **kwargs: args[0])
         assert not tree.stands(network)
     assert tree.stands(network)
+
+
+BY_DATA: dict[str, tuple[Callable[[Any, Any], object], Callable[[Any, Any], Any]]] = {
+    "a table of the file": (
+        lambda network, kind: TABLE["torch"].__setitem__(0, kind()), lambda network, kind: (kind, "scale", triple)),
+    "an object in an object": (
+        lambda network, kind: setattr(REGISTRY, "backend", kind()), lambda network, kind: (kind, "scale", triple)),
+    "an object on the module": (
+        lambda network, kind: setattr(network, "own", kind()), lambda network, kind: (kind, "scale", triple)),
+    "an object in a table on the module": (
+        lambda network, kind: network.many.update(first=kind()), lambda network, kind: (kind, "scale", triple)),
+    "a function of an object": (
+        lambda network, kind: setattr(REGISTRY, "scale", times(2)),
+        lambda network, kind: (REGISTRY, "scale", times(3))),
+    "a method hidden by an object's own": (
+        lambda network, kind: None,
+        lambda network, kind: (network.bound, "scale", times(3))),
+}
+
+
+@pytest.mark.parametrize("name", BY_DATA)
+def test_code_that_is_reached_through_data_is_part_of_the_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, (put, replacement) = ByData(), BY_DATA[name]
+    monkeypatch.setitem(TABLE, "torch", [Backend()])
+    monkeypatch.setattr(REGISTRY, "backend", Backend())
+    monkeypatch.setattr(REGISTRY, "scale", double)
+    # Its methods are reached in this way alone.
+    kind = type("Alone", (), {"__module__": __name__, "scale": Backend.scale})
+    put(network, kind)
+    tree = Tree(network, frozenset(), frozenset())
+    digest = tree.digest
+    with monkeypatch.context() as patch:
+        patch.setattr(*replacement(network, kind), raising=False)
+        assert not tree.stands(network)
+        assert Tree(network, frozenset(), frozenset(), before=tree).digest != digest
+    assert tree.stands(network) and Tree(network, frozenset(), frozenset()).digest == digest
+
+
+def test_a_function_in_a_table_on_the_module_is_part_of_the_digest() -> None:
+    network = ByData()
+    tree = Tree(network, frozenset(), frozenset())
+    digest, network.act["double"] = tree.digest, triple
+    assert not tree.stands(network) and Tree(network, frozenset(), frozenset()).digest != digest
+
+
+def test_what_our_own_operators_call_is_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Block()
+    tree = Tree(network, frozenset(), frozenset())
+    digest, real = tree.digest, nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: real(*args, **kwargs))
+    assert not tree.stands(network) and Tree(network, frozenset(), frozenset()).digest != digest
