@@ -22,9 +22,9 @@ from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
-# Of why the host computed steps of an image, so many reasons are told.
-MOST_TOLD = 2
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
+# How many reasons are told of why the host computed steps of an image.
+MOST_TOLD = 2
 # How an image ended. FAILED: the host has raised. UNTOLD: nobody says when one begins and ends, as in a pipeline of
 # diffusers.
 OPEN, DONE, INTERRUPTED, FAILED, UNTOLD = "in progress", "done", "interrupted", "failed", "untold"
