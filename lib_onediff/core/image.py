@@ -22,9 +22,9 @@ from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
-# Of why the host computed steps of an image, so many reasons are told.
-MOST_TOLD = 2
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
+# How many reasons are told of why the host computed steps of an image.
+MOST_TOLD = 2
 # How an image ended. FAILED: the host has raised. UNTOLD: nobody says when one begins and ends, as in a pipeline of
 # diffusers.
 OPEN, DONE, INTERRUPTED, FAILED, UNTOLD = "in progress", "done", "interrupted", "failed", "untold"
@@ -103,7 +103,8 @@ class Part:
     """The steps of an image at one place: a second pass, a refiner, or a face that an extension draws anew has its own.
 
     steps: how many there were of each kind; calls: of the UNet, by route. step_ms, host_ms: means over all steps; see
-    Times. ratio: None too where all of them are the host's own.
+    Times. ratio: None too where all of them are the host's own. entry: the shape of the last call here, for questions
+    about later times; None for the host's own.
     """
 
     model: str | None
@@ -113,6 +114,7 @@ class Part:
     step_ms: float | None
     host_ms: float | None
     ratio: float | None
+    entry: Entry | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_hosts(self) -> bool:
@@ -196,7 +198,9 @@ class ImageLog:
         self.replays: Counter[Stopwatch] = Counter()
         # Of the host's own calls in this image.
         self.host = Stopwatch()
+        # The last call, and the last one at each place.
         self.last: Step | None = None
+        self.last_at: dict[Place, Step] = {}
         self.reason = ""
         self.first_uses = self.images = 0
         # Whether the time of every call is known.
@@ -207,6 +211,10 @@ class ImageLog:
         self.inactive: dict[str, Counter[str]] = {}
         self.vae = "", ""
         self.inside: list[ImageRecord] = []
+
+    def note_last(self, step: Step, reason: str) -> None:
+        """A call was made, the last one until now. reason: why it went by no faster route."""
+        self.last, self.last_at[step.place], self.reason = step, step, reason
 
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
         """What a step policy did at a call, and why it did not apply to it; "" where it did, or is off."""
@@ -248,7 +256,7 @@ class ImageLog:
             route="" if last is None else last.route, reason=self.reason,
             relative_error=None if entry is None else entry.relative_error,
             parts=tuple(
-                part_of(place, {step: count for step, count in steps.items() if step.place == place})
+                part_of(place, {step: n for step, n in steps.items() if step.place == place}, self.last_at.get(place))
                 for place in dict.fromkeys(step.place for step in steps)
             ),
             steps=kinds_of(steps), calls=routes_of(steps), step_ms=times.step_ms, host_ms=times.host_ms,
@@ -278,9 +286,10 @@ class ImageLog:
         return Spent(unet, first_use, slower, vae, inside, rest)
 
 
-def part_of(place: Place, steps: Mapping[Step, int]) -> Part:
-    times = times_of(steps)
-    return Part(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio)
+def part_of(place: Place, steps: Mapping[Step, int], last: Step | None) -> Part:
+    """The part of an image with these steps. last: its last call."""
+    times, entry = times_of(steps), None if last is None else last.entry
+    return Part(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio, entry)
 
 
 def kinds_of(steps: Mapping[Step, int]) -> Mapping[str, int]:

@@ -315,7 +315,7 @@ class CallStats:
         current.steps[step] += 1
         self._latest = current
         if reason is not None:
-            current.last, current.reason = step, reason
+            current.note_last(step, reason)
         if reason and kind == HOSTS:
             current.by_host[reason] += 1
 
@@ -416,13 +416,21 @@ def differ(one: Place, other: Place) -> bool:
     return any(None not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True))
 
 
+def values_of_part(part: Part) -> dict[str, Any]:
+    """What a status has of a part of an image, as plain values for JSON."""
+    return {
+        "model": part.model, "resolution": part.resolution, "steps": dict(part.steps), "calls": dict(part.calls),
+        "step_ms": part.step_ms, "host_ms": part.host_ms, "ratio": part.ratio,
+    }
+
+
 def values_of(image: ImageRecord) -> dict[str, Any]:
     """What a status has of an image, as plain values for JSON."""
     return {
         "state": image.state, "images": image.images, "seconds": image.seconds, "host_seconds": image.host_seconds,
         "spent": asdict(image.spent), "steps": dict(image.steps), "calls": dict(image.calls),
         "by_host": dict(image.by_host),
-        "first_uses": image.first_uses, "parts": [asdict(part) for part in image.parts],
+        "first_uses": image.first_uses, "parts": [values_of_part(part) for part in image.parts],
         "inside": [
             {"resolution": one.resolution, "model": one.model, **values_of(one)} for one in image.inside
         ],

@@ -184,10 +184,12 @@ def resolution_row(
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
     shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
-    usual = entries[shapes.index(usual_shape(shapes))]
+    timed = entries[shapes.index(usual_shape(shapes))]
     if part is not None:
         row = replace(row, step_ms=part.step_ms, host_ms=part.host_ms, ratio=part.ratio)
-    if step_times is not None and (slower := step_times.slower(usual)) is not None:
+        # Another shape's times say nothing of this image's.
+        timed = part.entry or timed
+    if step_times is not None and (slower := step_times.slower(timed)) is not None:
         reason = "; ".join(filter(None, (row.reason, slower.reason)))
         row = replace(row, reason=reason, ratio=None if slower.is_load else row.ratio)
     return replace(row, bytes=gives_back({entry.key for entry in entries}))

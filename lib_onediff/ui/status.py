@@ -52,7 +52,10 @@ def current_status(webui: Any) -> dict[str, Any]:
         return status
     nothing = {**CallStats().status(), "backend": "", "calls": status["calls"]}
     steps = {name: {key: type(value)() for key, value in status[name].items()} for name in OF_THE_STEPS}
-    return {**status, **nothing, **steps, "route": "host", "reason": reason}
+    if not runtime.settings.enabled:
+        # The VAE of a model that is not served may be.
+        steps["vae"] = {**status["vae"], "route": None, "reason": ""}
+    return {**status, **nothing, **steps, "slower": "", "route": "host", "reason": reason}
 
 
 def summary_html(status: dict[str, Any]) -> str:

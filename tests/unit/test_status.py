@@ -1,6 +1,8 @@
 """The status, as it is put on a page: what it says, escaped, and of whose model."""
 from __future__ import annotations
 
+import html
+
 import pytest
 
 pytest.importorskip("gradio")
@@ -10,6 +12,7 @@ pytest.importorskip("fastapi")
 from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
 from lib_onediff.hosts.contract import WebUI
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.vae.route import OURS
 from lib_onediff.ui import status
 
 STATUS = {
@@ -54,6 +57,18 @@ def test_it_says_where_onediff_is_switched_off() -> None:
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
     runtime.configure(Settings())
     assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
+
+
+def test_where_onediff_is_switched_off_nothing_is_shown_of_the_last_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image that was made since is the WebUI's own, its decode too."""
+    last = {**runtime.status(), **STATUS, "slower": "slower than usual", "vae": {"route": OURS, "reason": ""}}
+    monkeypatch.setattr(runtime, "status", lambda: last)
+    shown = status.status_html(status.current_status(WebUI("UI", "")))
+    assert "VAE: accelerated" in shown and "slower than usual" in shown
+    runtime.configure(Settings(enabled=False))
+    shown = status.status_html(status.current_status(WebUI("UI", "")))
+    runtime.configure(Settings())
+    assert OFF_IN_SETTINGS in html.unescape(shown) and "VAE" not in shown and "slower" not in shown
 
 
 def test_an_image_says_how_fast_it_was_where_steps_cannot_and_nothing_does_under_another_load() -> None:
