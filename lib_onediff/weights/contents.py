@@ -182,18 +182,6 @@ def is_dense(tensor: Tensor) -> bool:
     return extent == tensor.numel()
 
 
-def digest_of_contents(label: str, tensors: Sequence[Tensor], reader: Reader | None = None) -> str:
-    """A digest of every number of some tensors and of how they lie, the same in any process. label: what else counts.
-
-    Reads them where they lie, and waits for their devices. reader: see Contents.
-    """
-    dense = [tensor for tensor in tensors if is_dense(tensor)]
-    strided = [tensor.contiguous() for tensor in tensors if not is_dense(tensor)]
-    layouts = [(tuple(tensor.shape), tensor.stride(), str(tensor.dtype)) for tensor in tensors]
-    sums = Contents([Place.of(tensor) for tensor in dense], reader=reader).known.tolist()
-    return digest_of_values(f"{label} {layouts} {sums}", strided)
-
-
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
     """What tells these values from others of the same label, wherever they lie. Copies them from each device in one
     piece for each type, and waits for it."""

@@ -22,7 +22,7 @@ from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
 from ...families.vae import DecoderLayout, Decoding
-from ...weights.contents import digest_of_contents
+from ...weights.contents import digest_of_values
 from ..rounding import rounding_limit, rounds_as, spread
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, judge, time_host
@@ -35,6 +35,8 @@ SLOW_ON_CPU = frozenset({"fp16"})
 COLOURS = 3
 # What was seen of a decode, as people read it after "its image is".
 NOT_FINITE = "not finite"
+# Of a weight (out, ...), (out,): a view, however it lies in memory.
+OF_EACH_ROW = (slice(None), 0, 0, 0)
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
 # An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
@@ -192,11 +194,11 @@ class Decode:
 
     @cached_property
     def _digest(self) -> str:
-        """Tells the VAE from every other of its architecture by all of its numbers. Waits for the device."""
-        found = [tensor for affine in self.weights.values() for tensor in (affine.weight, affine.bias)]
-        reader = self.services.devices.contents_reader(self._latent.device)
-        given = [tensor for tensor in found if tensor is not None]
-        return digest_of_contents(self.layout.architecture, given, reader)
+        """Tells the VAE from every other of its architecture by a value of each of a layer's channels, and every bias.
+        It copies some 50 KB from the device and waits for it: about a millisecond."""
+        some = [affine.weight[OF_EACH_ROW[:affine.weight.dim()]] for affine in self.weights.values()]
+        some += [affine.bias for affine in self.weights.values() if affine.bias is not None]
+        return digest_of_values(self.layout.architecture, some)
 
     @property
     def _overflow_name(self) -> str:
