@@ -70,6 +70,10 @@ class BoundUNet:
         # What the host's code was when this was seen first; the trees that were met, and how many new ones in a row.
         self._first: dict[str, str] | None = None
         self._met: dict[str, None] = {}
+        # The digest of the code that graphs and copies of weights were made under; "" before the first.
+        self._code = ""
+        # Whether OneDiff itself has failed to read the tree.
+        self._has_failed = False
         self._new_ones = 0
         self.replaced: tuple[str, ...] = ()
         # The code that was judged last, and who has put a function there whose state cannot be seen.
@@ -147,6 +151,9 @@ class BoundUNet:
         """The host says that a new sampling starts."""
         self.samplings += 1
         self.in_sampling = True
+        if self._has_failed:
+            # Another image may go well.
+            self._has_failed, self._tree, self._refusal = False, None, None
 
     def end_sampling(self) -> None:
         """The host says that it is over."""
@@ -340,11 +347,17 @@ class BoundUNet:
                 # Its text alone: an exception keeps the UNet alive.
                 self._refusal = str(refusal)
             except Exception as error:
-                # A fault of ours. The same tree is not read again.
+                # A fault of ours. The same tree is not read again within this image.
                 self._tree, self._refusal = tree, f"OneDiff has failed to read this network: {error}"
+                self._has_failed = True
                 self._drop_binding()
                 raise
             self._tree = tree
+            if self._code not in ("", tree.reached.digest):
+                # Our operators call torch's functions by name too: what was captured or made of the weights while
+                # others stood there is of those.
+                self._note_moved()
+            self._code = tree.reached.digest
             self._new_ones = 0 if tree.reached.digest in self._met else self._new_ones + 1
             self._met[tree.reached.digest] = None
             while len(self._met) > MOST_MET:

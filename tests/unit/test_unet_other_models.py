@@ -58,7 +58,9 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = 
 
 @pytest.mark.parametrize(("build", "reason"), MODELS.values(), ids=MODELS)
 @torch.no_grad()
-def test_it_answers_as_if_it_had_not_been_compiled(build: Callable, reason: str) -> None:
+def test_it_answers_as_if_it_had_not_been_compiled(
+    build: Callable, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, given = build()
     attributes = dict(randomise(model).__dict__)
     expected = model(**given)
@@ -69,9 +71,12 @@ def test_it_answers_as_if_it_had_not_been_compiled(build: Callable, reason: str)
     for output in outputs:
         assert type(output) is type(expected)
         assert torch.equal(output[0], expected[0])
-    status = lib_onediff.status()
-    assert status["route"] == "host" and reason in status["reason"], status["reason"]
-    assert "\n" not in status["reason"]
+    # A class that OneDiff does not know is left alone: no hook is there to count its calls.
+    assert reason in caplog.text
+    if build is with_image_prompt:
+        status = lib_onediff.status()
+        assert status["route"] == "host" and reason in status["reason"], status["reason"]
+        assert "\n" not in status["reason"]
     lib_onediff.uncompile_unet(model)
     assert model.__dict__ == attributes
 

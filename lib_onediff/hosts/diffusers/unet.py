@@ -272,8 +272,7 @@ def refuse_elsewhere(unet: Any, sample: Tensor) -> None:
     there during the call."""
     first: Any = unet.conv_in
     weights = first.weight.device
-    is_brought = bool(first._forward_pre_hooks) or only_moves(unet)
-    if weights != sample.device and not is_brought:
+    if weights != sample.device and not (first._forward_pre_hooks or only_moves(unet)):
         raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
 
 

@@ -1,0 +1,34 @@
+"""A graph holds what torch's functions were when it was captured, so it belongs to the code that stood then."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from builders import SMALL_XL, a_call, diffusers_unet, served
+from ladder_builders import Weather, error
+
+import lib_onediff
+from lib_onediff.runtime.runtime import runtime
+
+CLOSE = 1e-5
+
+
+def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(weather: Weather) -> None:
+    """The host and our operators both call torch.nn.functional.silu by that name, so both follow what replaces it."""
+    unet = diffusers_unet(**SMALL_XL)
+    lib_onediff.compile_unet(unet, backend="cudagraph")
+    bound: Any = None
+    silu = F.silu
+    with torch.no_grad():
+        for name in ("own", "replaced", "own", "replaced"):
+            with pytest.MonkeyPatch.context() as patch:
+                if name == "replaced":
+                    patch.setattr(F, "silu", lambda given, inplace=False: 0.9 * silu(given))
+                for seed in range(4):
+                    before = None if bound is None else bound.generation
+                    assert error(unet, a_call(unet, seed=seed)) < CLOSE, (name, seed)
+                    bound = runtime.services.managed.get(unet).bound
+                    assert before is None or (bound.generation != before) == (seed == 0), (name, seed)
+    assert served(unet, a_call(unet)).isfinite().all()
