@@ -10,7 +10,10 @@ from builders import SMALL_XL, a_call, diffusers_unet, served
 from ladder_builders import Weather, error
 
 import lib_onediff
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.mirror import MirrorUNet, empty_copy
 
 CLOSE = 1e-5
 
@@ -32,3 +35,25 @@ def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(
                     bound = runtime.services.managed.get(unet).bound
                     assert before is None or (bound.generation != before) == (seed == 0), (name, seed)
     assert served(unet, a_call(unet)).isfinite().all()
+
+
+def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = diffusers_unet(**SMALL_XL)
+    call, source = a_call(unet), BoundUNet(unet, FAMILIES.read)
+    source.refresh(call)
+    copy = empty_copy(source.binding, torch.device("cpu"))
+    mirror = MirrorUNet(source, copy)
+
+    def generation() -> int:
+        source.refresh(call)
+        mirror.refresh(call)
+        return mirror.generation
+
+    before = generation()
+    assert generation() == before
+    silu = F.silu
+    monkeypatch.setattr(F, "silu", lambda given, inplace=False: 0.9 * silu(given))
+    replaced = generation()
+    assert replaced != before and generation() == replaced
+    monkeypatch.undo()
+    assert generation() not in (before, replaced)
