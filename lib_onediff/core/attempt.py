@@ -53,6 +53,9 @@ class HostError(BaseException):
 class HostFunction(partial):  # type: ignore[type-arg]
     """A host's own function as a hook calls it. What it raises becomes a HostError."""
 
+    # See as_host.
+    raises_host_errors = True
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().__call__(*args, **kwargs)
@@ -60,6 +63,14 @@ class HostFunction(partial):  # type: ignore[type-arg]
             raise
         except BaseException as error:
             raise HostError(error)  # noqa: B904
+
+
+def as_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one from which the host's own exceptions come as HostErrors.
+
+    Code of ours around a HostFunction says so by raises_host_errors: any other exception of it is a fault of ours.
+    """
+    return function if getattr(function, "raises_host_errors", False) else HostFunction(function)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.attempt import Attempt, HostFunction, Outcome, attempted
+from ..core.attempt import Attempt, Outcome, as_host, attempted
 from ..core.call import Call
 from ..core.device import Device
 from ..core.family import Family
@@ -221,9 +221,9 @@ class Runtime:
             compute = self.stepping.around(compute, True, managed, settings, guidance)
         except Exception as error:
             tried: Attempt[Any] = Attempt.of(error, around)
-            work: Callable[[], Tensor] = partial(self.by_host, unet, tried, "looking a UNet up", HostFunction(host))
+            work: Callable[[], Tensor] = partial(self.by_host, unet, tried, "looking a UNet up", as_host(host))
         else:
-            work = lambda: compute(call, HostFunction(host)).output  # noqa: E731
+            work = lambda: compute(call, as_host(host)).output  # noqa: E731
         with self.guard.beside("timing a call", self.call_stats.call_of(call.latent)):
             return self.guard.as_raised(work)
 
@@ -319,13 +319,13 @@ class OursOrHosts:
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
-        host = HostFunction(host)
+        host = as_host(host)
         made = attempted(partial(self._ours, call, host), beside_host=True)
         if made.is_ours:
             return made.given()
         return Answer(self._runtime.by_host(self._unet, made, "the UNet's forward", host))
 
-    def _ours(self, call: Call, host: HostFunction) -> Answer:
+    def _ours(self, call: Call, host: Host) -> Answer:
         """Raises what CardRoute.answer raises."""
         two_gpus, call_stats, settings = self._runtime.two_gpus, self._runtime.call_stats, self._settings
         if settings.second_gpu != ONE_GPU:

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 
-from ..core.attempt import HostError, HostFunction, Outcome, attempted
+from ..core.attempt import HostError, Outcome, as_host, attempted
 from ..core.call import Call
 from ..core.guard import Guard
 from ..core.policy import Answer, Compute, Guidance, Host, Moment, Served, StepPolicy
@@ -66,7 +66,7 @@ class Around:
     def __call__(self, call: Call, host: Host | None) -> Answer:
         """A policy's own fault costs its effect. What is inside of it answers for its own, and computes nothing twice.
         """
-        host = None if host is None else HostFunction(host)
+        host = None if host is None else as_host(host)
         moment = self._moment_of(call, host)
         before = self._policy.status.copy()
         try:
@@ -76,7 +76,7 @@ class Around:
                 note = partial(moment.times.note_policy, self._policy.name, before, self._policy.status)
                 self._guard.attempt("counting a policy's steps", note)
 
-    def _answer(self, moment: Moment, call: Call, host: HostFunction | None) -> Answer:
+    def _answer(self, moment: Moment, call: Call, host: Host | None) -> Answer:
         policy = self._policy
         planned = attempted(lambda: policy.plan(moment))
         if planned.outcome is Outcome.REFUSED:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.attempt import HostFunction, Outcome, attempted
+from ..core.attempt import Outcome, as_host, attempted
 from ..core.call import Call, why_not_taken
 from ..core.inputs import mapped, take_rows
 from ..core.policy import Answer, Host, Served
@@ -155,7 +155,7 @@ class TwoGpusRoute:
             return None
         allowed.given()
         rests, unet = managed.bound.in_sampling, managed.bound.module
-        made = attempted(lambda: self._serve(managed, settings, call, HostFunction(host)))
+        made = attempted(lambda: self._serve(managed, settings, call, as_host(host)))
         if made.is_ours:
             served, split = made.given()
             self._services.guard.attempt("counting a call", lambda: self._count(served, split))
@@ -201,7 +201,7 @@ class TwoGpusRoute:
             raise Refusal(lack)
 
     def _serve(
-        self, managed: ManagedUNet, settings: Settings, call: Call, host: HostFunction
+        self, managed: ManagedUNet, settings: Settings, call: Call, host: Host
     ) -> tuple[Served, str]:
         """The output, and how the cards have shared the call. Raises Refusal where one card has to compute it.
 
@@ -241,7 +241,7 @@ class TwoGpusRoute:
         return served, f"{first_card} + {pair.device}, {rows}"
 
     def _second(
-        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: Call, rows: slice, host: HostFunction
+        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: Call, rows: slice, host: Host
     ) -> Served:
         """The second card's rows, with everything found out."""
 

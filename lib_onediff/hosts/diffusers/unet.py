@@ -66,6 +66,9 @@ class HostsAnswer:
     host returned last; None before. sample: the sample in it.
     """
 
+    # See core.attempt.as_host.
+    raises_host_errors = True
+
     def __init__(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._host, self._module, self._args, self._kwargs = host, module, args, kwargs
         self.answer: Any = None
