@@ -36,7 +36,8 @@ OF_OURS = tuple(f"{OURS}.{room}." for room in ("core", "families", "weights", "d
 # Of a container: what is in a longer one is not looked at.
 MOST_ENTRIES = 256
 STANDARD_LIBRARY = sys.stdlib_module_names
-NOT_READ = STANDARD_LIBRARY | {TORCH}
+# torch reasons about shapes by the last two, and computes nothing of an image with them.
+NOT_READ = STANDARD_LIBRARY | {TORCH, "sympy", "mpmath"}
 Space = Mapping[str, Any]
 
 
