@@ -193,7 +193,11 @@ def objects_in(container: Any) -> list[Any]:
 
 def our_functions() -> Iterator[types.FunctionType]:
     """Those of our own files that compute, as far as they are loaded: all of them are before a network is attached."""
-    files = [module for name, module in sorted(sys.modules.items()) if name.startswith(OF_OURS)]
+    # Anything may lie in sys.modules.
+    files = [
+        module for name, module in sorted(sys.modules.items())
+        if name.startswith(OF_OURS) and isinstance(module, types.ModuleType)
+    ]
     for module in files:
         waiting = [one for one in vars(module).values() if getattr(one, "__module__", None) == module.__name__]
         while waiting:
