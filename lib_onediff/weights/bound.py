@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -70,8 +70,9 @@ class BoundUNet:
         # What the host's code was when this was seen first; the trees that were met, and how many new ones in a row.
         self._first: dict[str, str] | None = None
         self._met: dict[str, None] = {}
-        # The digest of the code that graphs and copies of weights were made under; "" before the first.
-        self._code = ""
+        # The facts of the code that graphs and copies of weights were made under, and how often those have changed.
+        self._code: Mapping[str, str] = {}
+        self.code_changes = 0
         # Whether OneDiff itself has failed to read the tree.
         self._has_failed = False
         self._new_ones = 0
@@ -353,11 +354,13 @@ class BoundUNet:
                 self._drop_binding()
                 raise
             self._tree = tree
-            if self._code not in ("", tree.reached.digest):
+            facts = tree.reached.facts
+            if any(facts.get(label, fact) != fact for label, fact in self._code.items()):
                 # Our operators call torch's functions by name too: what was captured or made of the weights while
                 # others stood there is of those.
+                self.code_changes += 1
                 self._note_moved()
-            self._code = tree.reached.digest
+            self._code = facts
             self._new_ones = 0 if tree.reached.digest in self._met else self._new_ones + 1
             self._met[tree.reached.digest] = None
             while len(self._met) > MOST_MET:

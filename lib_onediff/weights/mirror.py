@@ -41,10 +41,10 @@ class MirrorUNet(BoundUNet):
         self.samplings, self.in_sampling = self._source.samplings, self._source.in_sampling
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
-        if self._code not in ("", self._source._code):
+        if self.code_changes != self._source.code_changes:
             # What was captured here is of the code that stood then.
+            self.code_changes = self._source.code_changes
             self._note_moved()
-        self._code = self._source._code
         if channels_last != self.channels_last or not self.unmoved():
             self._bind(channels_last)
         self._copy_changes()
