@@ -182,7 +182,7 @@ def test_what_becomes_of_loras_between_calls() -> None:
     load(unet, seed=1, rank=3)
     outputs = [is_ours(unet, call=call)]
     moved = runtime.services.managed.get(unet).bound.generation
-    assert moved == generation + 1
+    assert moved > generation
     steps: list[Callable[[], object]] = [
         lambda: unet.set_adapters("a", 0.5),
         # In place: no weak reference of ours may be in the way of swap_tensors, which takes another rank too.
