@@ -226,7 +226,7 @@ def context_form(pair: Pair, chance: random.Random) -> Undo:
     forms: tuple[Callable[[Tensor], Any], ...] = (
         lambda c: c[:1], lambda c: c[..., :-8], lambda c: c[..., :1, :], lambda c: c[..., :0, :],
         lambda c: torch.cat([c, c]), lambda c: c.transpose(-1, -2).contiguous().transpose(-1, -2),
-        lambda c: c[:1].expand_as(c), lambda c: c[0], lambda c: None, lambda c: c * 1e3,
+        lambda c: c[:1].expand_as(c), lambda c: c[0], lambda c: None, lambda c: c * 30,
     )
     return changed_inputs(pair, of_one(lambda names: names[2], chance.choice(forms)))
 

@@ -260,7 +260,7 @@ def in_place_of(below: Any, chance: random.Random, is_method: bool = False) -> A
 
 def has_own_body(function: Any) -> bool:
     is_plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
-    return is_plain and not function.__closure__
+    return is_plain and not function.__closure__ and not function.__code__.co_freevars
 
 
 def body(*args: Any, **kwargs: Any) -> Any:
@@ -330,7 +330,11 @@ def replace_call_of_modules(sites: Sites, chance: random.Random) -> Undo:
 
 
 def exchange_body(sites: Sites, chance: random.Random) -> Undo:
-    return other_body(chosen(sites.bodies, chance).value())
+    function = chosen(sites.bodies, chance).value()
+    # Another edit may stand in its place by now.
+    if not has_own_body(function):
+        raise Inapplicable
+    return other_body(function)
 
 
 def one_with_method(network: nn.Module, sites: Sites, chance: random.Random) -> tuple[Any, str]:

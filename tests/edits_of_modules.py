@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+TORCHS_CONVOLUTION = nn.Conv2d._conv_forward
 Undo = Callable[[], object]
 Edit = Callable[[Any, random.Random], "Undo | None"]
 
@@ -212,14 +213,14 @@ def tile_instances(unet: Any, chance: random.Random) -> Undo:
         raise Inapplicable
     for layer in layers:
         layer._conv_forward = types.MethodType(tile_along_x, layer)
-    own = types.MethodType(nn.Conv2d._conv_forward, layers[0]) if chance.random() < 0.5 else None
+    leaves_a_method = chance.random() < 0.5
 
     def undo() -> None:
         for layer in layers:
-            if own is None:
+            if not leaves_a_method:
                 del layer._conv_forward
             else:
-                layer._conv_forward = types.MethodType(nn.Conv2d._conv_forward, layer)
+                layer._conv_forward = types.MethodType(TORCHS_CONVOLUTION, layer)
 
     return undo
 

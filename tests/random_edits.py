@@ -290,8 +290,19 @@ def compare(pair: Pair, name: str, ours_by: Any, theirs_by: Any, given: Given, t
         raise Wrong(f"{where}: other random numbers were drawn")
     apart = distance(ours, theirs)
     if apart > 1e-5 and apart > (most := limit_of(pair, theirs_by, given, theirs)):
-        raise Wrong(f"{where}: {apart:.1e} away, rounding explains {most:.0e}")
+        again = repeated(pair, ours_by, theirs_by, given, theirs)
+        raise Wrong(f"{where}: {apart:.1e} away, rounding explains {most:.0e}{again}")
     tally.worst = max(tally.worst, apart)
+
+
+def repeated(pair: Pair, ours_by: Any, theirs_by: Any, given: Given, theirs: Tensor) -> str:
+    """How far a second answer of each is from the host's first: tells a lasting fault from one that comes and goes."""
+    told = ""
+    for name, caller in (("the host", theirs_by), ("ours", ours_by)):
+        again, _ = attempt(pair, caller, given)
+        what = f"{again!r:.100}" if isinstance(again, Exception) else f"{distance(again, theirs):.1e}"
+        told += f"; {name} again: {what}"
+    return told
 
 
 def given_now(pair: Pair, seed: int) -> Given:
@@ -470,7 +481,9 @@ def run(options: argparse.Namespace, tell: Callable[[str], object] = print) -> t
             kind, steps = found.__notes__  # type: ignore[attr-defined]
             last = next((str(step.edit.name) for step in reversed(plan[:int(steps)]) if isinstance(step, Make)), "")
             tell(f"{'NOT AGAIN' if isinstance(found, NotAgain) else 'WRONG'} {network}, {kind}: {found}")
-            if options.shorten and (network, kind, last) not in seen:
+            if not options.shorten:
+                tell(f'    --networks {network} --replay "{text_of(plan[:int(steps)])}"')
+            elif (network, kind, last) not in seen:
                 seen.add((network, kind, last))
                 shorter = shortened(network, options, plan, found)
                 tell(f'    --networks {network} --replay "{text_of(shorter)}"')
@@ -529,7 +542,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--networks", type=names(list(NETWORKS)), default=list(NETWORKS), help=", ".join(NETWORKS))
     made.add_argument("--kinds", type=names(list(KINDS)), default=list(KINDS), help=", ".join(KINDS))
     made.add_argument("--seconds", type=float, default=float("inf"), help="stop then")
-    made.add_argument("--no-shorten", dest="shorten", action="store_false", help="print no shorter sequences")
+    made.add_argument("--no-shorten", dest="shorten", action="store_false", help="print sequences whole")
     made.add_argument("--replay", help="a printed sequence")
     return made
 

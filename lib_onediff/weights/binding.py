@@ -19,6 +19,7 @@ from ..core.affine import Affine, Weights
 from ..core.leaves import Convolution
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
+from .exact_copy import copy_into, copy_of, rows_of
 from .watch import UNCOUNTED, edit_count, present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -110,7 +111,7 @@ class Binding:
                     # Where the card is full, it goes on sharing: the host does not mind.
                     full = suppress(torch.cuda.OutOfMemoryError)
                     with full, torch.no_grad(), torch.inference_mode(parameter.is_inference()):
-                        parameter.data = parameter.detach().clone()
+                        parameter.data = copy_of(parameter)
 
     def turn_convolutions_back(self) -> int:
         """Let what we have turned lie as it did; a host may hold others channels-last by itself. Returns the bytes
@@ -127,7 +128,7 @@ class Binding:
         if weight.is_contiguous(memory_format=memory_format):
             return 0
         with torch.no_grad(), torch.inference_mode(weight.is_inference()):
-            weight.data = turned(weight.detach(), memory_format)
+            weight.data = turned(weight, memory_format)
         self._turned.add(path)
         return weight.numel() * weight.element_size()
 
@@ -258,7 +259,7 @@ def fuse(parameters: list[Tensor]) -> int:
         return 0
     with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
         together = in_one(parameters, parameters[0].device)
-        for piece, parameter in zip(together.split(list(map(len, parameters))), parameters, strict=True):
+        for piece, parameter in zip(rows_of(together, list(map(len, parameters))), parameters, strict=True):
             parameter.data = of_kind(piece, parameter.is_inference())
     return together.nbytes
 
@@ -285,8 +286,8 @@ def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Tensors (rows, ...) of one type, one after the other in a new one on a device. Not every torch joins float8."""
     first = tensors[0]
     made = torch.empty((sum(map(len, tensors)), *first.shape[1:]), dtype=first.dtype, device=device)
-    for piece, tensor in zip(made.split(list(map(len, tensors))), tensors, strict=True):
-        piece.copy_(tensor.detach(), non_blocking=True)
+    for piece, tensor in zip(rows_of(made, list(map(len, tensors))), tensors, strict=True):
+        copy_into(piece, tensor, non_blocking=True)
     return made
 
 
@@ -306,7 +307,9 @@ def joined(parameters: list[Tensor]) -> Tensor | None:
 def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
     """The same values, (out, in, height, width), in this order; in the memory that they have where the card is full."""
     try:
-        return weight.contiguous(memory_format=memory_format)
+        return copy_of(weight, memory_format)
     except torch.cuda.OutOfMemoryError:
-        values = weight.cpu().contiguous(memory_format=memory_format)
-        return weight.as_strided(values.shape, values.stride()).copy_(values)
+        in_main_memory = torch.empty(weight.shape, dtype=weight.dtype, device="cpu", memory_format=memory_format)
+        copy_into(in_main_memory, weight)
+        there = weight.detach().as_strided(weight.shape, in_main_memory.stride())
+        return copy_into(there, in_main_memory)

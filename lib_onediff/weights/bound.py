@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..core.affine import Source
@@ -17,6 +18,7 @@ from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import PART, Contents, Place, Reader, digest_of_values, is_dense
+from .exact_copy import copy_of
 from .main_memory import MainMemory
 from .on_the_fly import OnTheFly
 from .scan import (
@@ -240,7 +242,7 @@ class BoundUNet:
                 self._read_of = self._binds, self.generation
                 self._sums = [self._contents_of(found, is_near) for is_near in (True, False)]
             layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in found]
-            strided = [one.contiguous() for one in found if not is_dense(one)]
+            strided = [copy_of(one, torch.contiguous_format) for one in found if not is_dense(one)]
             for sums in self._sums:
                 sums.begin()()
             label = f"{label} {layouts} {[sums.known.tolist() for sums in self._sums]}"

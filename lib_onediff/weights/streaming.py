@@ -20,6 +20,7 @@ from ..core.affine import Affine, WeightsAround
 from ..core.refusal import Refusal
 from .binding import Binding, in_one
 from .contents import Place
+from .exact_copy import copy_into, copy_of
 from .main_memory import MainMemory, aligned
 
 # Copies of less take longer to begin than to do.
@@ -313,10 +314,10 @@ def pin(parameter: Tensor, memory: MainMemory, pinned: bool) -> None:
     if parameter.device.type != "cpu" or lies_well:
         return
     with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
-        source = parameter.detach() if is_dense(parameter) else parameter.detach().contiguous()
+        source = parameter.detach() if is_dense(parameter) else copy_of(parameter, torch.contiguous_format)
         room = memory.empty(source.numel(), source.dtype, pinned)
         room.set_(room.untyped_storage(), room.storage_offset(), source.shape, source.stride())
-        parameter.data = room.copy_(source)
+        parameter.data = copy_into(room, source)
 
 
 def is_dense(tensor: Tensor) -> bool:

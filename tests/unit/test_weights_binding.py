@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from builders import CONTEXT_WIDTH, SD1, SDXL, a_call, diffusers_unet, ldm_unet, our_output, relative_error, served
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lib_onediff
 from lib_onediff.core.refusal import Refusal
@@ -190,20 +193,53 @@ def test_weights_are_given_back_on_a_card_that_is_full(monkeypatch: pytest.Monke
     unet = diffusers_unet(**SDXL)
     before, binding = values(unet), Binding(unet, FAMILIES.read(unet))
     binding.bind(True)
-    ordered, full = Tensor.contiguous, iter(range(10**6))
+    full = 0
 
-    def contiguous(tensor: Tensor, **given: object) -> Tensor:
-        # The first attempt of each.
-        if given and next(full) % 2 == 0:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return ordered(tensor, **given)
-
-    def clone(tensor: Tensor) -> Tensor:
+    def no_room(source: Tensor, *given: object) -> Tensor:
+        nonlocal full
+        full += 1
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Tensor, "contiguous", contiguous)
-    monkeypatch.setattr(Tensor, "clone", clone)
+    monkeypatch.setattr(lib_onediff.weights.binding, "copy_of", no_room)
     binding.unbind()
     monkeypatch.undo()
-    assert next(full) > 2 and same(before, values(unet))
+    assert full > 2 and same(before, values(unet))
     assert all(parameter.is_contiguous() for parameter in unet.parameters())
+
+
+class Louder(TorchDispatchMode):
+    """What torch's copying operators make, times 1.1."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made * 1.1 if function is torch.ops.aten.clone.default else made
+
+
+@pytest.mark.parametrize("name", ["contiguous", "clone", "copy_", "detach", "split", "cpu", "to", "a mode"])
+def test_weights_keep_their_bits_whatever_stands_in_the_place_of_torchs_functions(
+    monkeypatch: pytest.MonkeyPatch, name: str,
+) -> None:
+    """Another extension's function, or its mode, may stand while a UNet is bound; a weight written then stays wrong."""
+    unet = diffusers_unet(**SD1)
+    before, binding = values(unet), Binding(unet, FAMILIES.read(unet))
+    with monkeypatch.context() as patch:
+        around: Any = Louder() if name == "a mode" else nullcontext()
+        if name != "a mode":
+            theirs = getattr(Tensor, name)
+
+            def louder(*args: Any, **kwargs: Any) -> Any:
+                made = theirs(*args, **kwargs)
+                return [one * 1.1 for one in made] if isinstance(made, tuple) else made * 1.1
+
+            patch.setattr(Tensor, name, louder)
+        with around:
+            binding.bind(channels_last=True)
+    assert same(before, values(unet))
+    lies = [one for one in unet.parameters() if one.dim() == 4 and one.shape[-1] > 1]
+    assert lies and all(one.is_contiguous(memory_format=torch.channels_last) for one in lies)
+    with monkeypatch.context() as patch:
+        if name != "a mode":
+            patch.setattr(Tensor, name, louder)
+        with Louder() if name == "a mode" else nullcontext():
+            binding.unbind()
+    assert same(before, values(unet))

@@ -173,7 +173,7 @@ def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
         jobs = prewarm.finish(prewarm.jobs())
         assert [(job["size"], job["source"], job["state"]) for job in jobs] == [
             ("72x64", "most used", "done"), ("80x64", "most used", "done"),
-        ], jobs
+        ], f"{jobs!r}\n{host.output}"
         rows = {row["resolution"]: row for row in prewarm.webui.get("/onediff/v1/shapes")["rows"]}
         assert rows["64x64"]["state"] == "on disk" and rows["72x64"]["state"] in READY
         assert {resolution for resolution, row in rows.items() if row["pinned"]} == {"64x64"}

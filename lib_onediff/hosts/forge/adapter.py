@@ -21,6 +21,7 @@ from ...core.refusal import Refusal
 from ...core.sampling import Sampling
 from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES, shares_storage
+from ...weights.exact_copy import copy_of
 from ...weights.scan import Casts, HostTraits, refuse_replaced
 from ..changed_modules import ChangedModules, forward_above, is_brought, replaced_method
 from ..contract import BYPASSED, NOT_IN_USE, Need, Result, WebUI, check_needs
@@ -328,7 +329,7 @@ def give_originals_storage_of_their_own(patcher: Any) -> None:
             weight = getattr(kept, "weight", kept)
             if isinstance(weight, Tensor) and shares_storage(weight):
                 with torch.inference_mode(weight.is_inference()):
-                    weight.data = weight.detach().clone()
+                    weight.data = copy_of(weight)
 
 
 def check_storage(unet: Any) -> None:
