@@ -12,7 +12,7 @@ import builtins
 import functools
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ MOST_ENTRIES = 256
 STANDARD_LIBRARY = sys.stdlib_module_names
 # torch reasons about shapes by the last two, and computes nothing of an image with them.
 NOT_READ = STANDARD_LIBRARY | {TORCH, "sympy", "mpmath"}
-Space = Mapping[str, Any]
+Space = dict[str, Any] | types.MappingProxyType[str, Any]
 
 
 class Named(NamedTuple):
@@ -166,11 +166,11 @@ class Code:
             self.kinds[base] = None
             # No forward pass makes modules.
             left_out = {"__init__"} if issubclass(base, nn.Module) else set()
-            self._add_members({name: value for name, value in vars(base).items() if name not in left_out})
+            self._add_members({name: value for name, value in vars(base).copy().items() if name not in left_out})
 
     def _add_members(self, space: Space) -> None:
         """Those of a class or an object are reached where code has their names, now or later."""
-        for name, value in list(space.items()):
+        for name, value in space.copy().items():
             if name in self.names:
                 self._waiting.append(value)
             else:
@@ -187,19 +187,20 @@ def objects_in(container: Any) -> list[Any]:
     """The objects in a container, of which code calls methods."""
     if not isinstance(container, (dict, list, tuple, set, frozenset)) or len(container) > MOST_ENTRIES:
         return []
-    found = container.values() if isinstance(container, dict) else container
+    now = container.copy() if isinstance(container, (dict, set)) else container
+    found = now.values() if isinstance(now, dict) else now
     return [one for one in found if not isinstance(one, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType))]
 
 
 def our_functions() -> Iterator[types.FunctionType]:
     """Those of our own files that compute, as far as they are loaded: all of them are before a network is attached."""
-    # Anything may lie in sys.modules.
+    # Anything may lie in sys.modules, and other threads import meanwhile.
     files = [
-        module for name, module in sorted(sys.modules.items())
+        module for name, module in sorted(sys.modules.copy().items())
         if name.startswith(OF_OURS) and isinstance(module, types.ModuleType)
     ]
     for module in files:
-        waiting = [one for one in vars(module).values() if getattr(one, "__module__", None) == module.__name__]
+        waiting = [one for one in vars(module).copy().values() if getattr(one, "__module__", None) == module.__name__]
         while waiting:
             one = waiting.pop()
             if isinstance(one, type):

@@ -109,7 +109,7 @@ class Digests:
         if not is_object or isinstance(value, FUNCTIONS):
             return self.of(value)
         state = getattr(value, "__dict__", {})
-        functions = {name: self.of(one) for name, one in state.items() if isinstance(one, FUNCTIONS)}
+        functions = {name: self.of(one) for name, one in state.copy().items() if isinstance(one, FUNCTIONS)}
         return f"{name_of(type(value))} {plain_in(value)} {functions or ''}"
 
     def _of(self, value: Any) -> str:
@@ -123,9 +123,10 @@ class Digests:
             is_method = hasattr(owner, "__dict__") and not isinstance(owner, (type, types.ModuleType))
             return f"{name_of(value)} {self.of(owner) if is_method else ''}"
         if isinstance(value, dict):
-            return self._of_many(value, (f"{self.of(name)}: {self.of(one)}" for name, one in value.items()), True)
+            pairs = (f"{self.of(name)}: {self.of(one)}" for name, one in value.copy().items())
+            return self._of_many(value, pairs, True)
         if isinstance(value, (set, frozenset)):
-            return self._of_many(value, map(self.of, value), True)
+            return self._of_many(value, map(self.of, value.copy()), True)
         if isinstance(value, (list, tuple)):
             return self._of_many(value, map(self.of, value))
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):
@@ -159,7 +160,7 @@ class Digests:
         name = name_of(kind)
         if LOCAL not in name:
             return name
-        methods = (f"{name}: {self.of(one)}" for name, one in vars(kind).items() if callable(one))
+        methods = (f"{name}: {self.of(one)}" for name, one in vars(kind).copy().items() if callable(one))
         return self._of_many(kind, (name, *methods), True)
 
     def _of_many(self, value: Any, parts: Iterable[str], are_sorted: bool = False) -> str:
@@ -200,7 +201,7 @@ class Digests:
 def plain_in(value: Any) -> dict[str, Any]:
     """The attributes of an object that are plain values."""
     state = getattr(value, "__dict__", {})
-    return {name: one for name, one in state.items() if isinstance(one, SAME_IN_ANY_PROCESS)}
+    return {name: one for name, one in state.copy().items() if isinstance(one, SAME_IN_ANY_PROCESS)}
 
 
 def name_of(value: Any) -> str:

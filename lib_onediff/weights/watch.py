@@ -104,7 +104,9 @@ def token(value: Any, depth: int = 0) -> Any:
         size, kind = len(value), type(value)
         if size > MOST_ENTRIES or depth > DEEPEST:
             return kind, size
-        inside: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+        # Other threads may write to it meanwhile.
+        now = value.copy() if isinstance(value, (dict, set)) else value
+        inside: Iterable[Any] = chain.from_iterable(now.items()) if isinstance(now, dict) else now
         return kind, tuple([one if type(one) in PLAIN else token(one, depth + 1) for one in inside])
     if isinstance(value, Tensor):
         return Place.of(value), edit_count(value)
@@ -114,8 +116,9 @@ def token(value: Any, depth: int = 0) -> Any:
     if isinstance(value, BY_IDENTITY):
         return one_object
     state = getattr(value, "__dict__", {})
-    held = {name: token_of_held(one, depth) for name, one in state.items()} if state and depth <= DEEPEST else None
-    return one_object, type(value), held
+    if not state or depth > DEEPEST:
+        return one_object, type(value), None
+    return one_object, type(value), {name: token_of_held(one, depth) for name, one in state.copy().items()}
 
 
 def token_of_held(value: Any, depth: int) -> Any:
@@ -320,7 +323,7 @@ class Tree:
             if PROCESSOR in state and package(type(state[PROCESSOR]).__module__) not in packages
         }
         self._attributes = Names(states, [
-            [name for name in state if name not in unread and not self._is_foreign(place, name)]
+            [name for name in state.copy() if name not in unread and not self._is_foreign(place, name)]
             for place, state in enumerate(states)
         ])
         # The places of the modules that have children, and of each child; behind the last stands None.
@@ -338,7 +341,7 @@ class Tree:
         ]
         # Objects that are no modules compute as their classes do.
         held = list(chain.from_iterable(
-            held_by(one) for state in states for name, one in state.items()
+            held_by(one) for state in states for name, one in state.copy().items()
             if type(one) not in PLAIN and name not in unread and name not in FORWARDS and name != PROCESSOR
         ))
         set_on_instances = [one for one in held if isinstance(one, FUNCTIONS)]
@@ -389,7 +392,7 @@ class Tree:
         digests = Digests(self._tokens, paths)
         read = [
             (place, name, digests.of_data(value)) for place, module in enumerate(modules)
-            for name, value in vars(module).items()
+            for name, value in vars(module).copy().items()
             if type(value) not in PLAIN and self._is_read(name, value) and not self._is_foreign(place, name)
         ]
         found = self.reached.digest, self._attributes.digest(self._placed), list(map(name_of, self._classes)), read

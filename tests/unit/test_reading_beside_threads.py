@@ -1,0 +1,85 @@
+"""Code and state are read while other threads import modules and set attributes, as they do in WebUIs."""
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+from builders import diffusers_unet
+
+from lib_onediff.weights.code import Code
+from lib_onediff.weights.watch import Tree, token
+
+
+@contextmanager
+def written_meanwhile(write: Callable[[str], object]) -> Iterator[None]:
+    """Another thread calls write with ever new names, and threads take turns as often as they can."""
+    over, before = threading.Event(), sys.getswitchinterval()
+
+    def work() -> None:
+        number = 0
+        while not over.is_set():
+            write(f"onediff_test_{number}")
+            number += 1
+
+    thread = threading.Thread(target=work)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+def flipping(space: dict) -> Callable[[str], object]:
+    def write(name: str) -> None:
+        space[name] = types.ModuleType(name)
+        if len(space) % 50 == 0:
+            for other in [one for one in space.copy() if one.startswith("onediff_test_")]:
+                del space[other]
+
+    return write
+
+
+@pytest.fixture
+def modules() -> Iterator[dict]:
+    yield sys.modules
+    for name in [one for one in sys.modules.copy() if one.startswith("onediff_test_")]:
+        del sys.modules[name]
+
+
+def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
+    """A garbage collection lets another thread run, between any two objects that are made."""
+    unet, numbers = diffusers_unet(), count()
+    found = len(Code([type(unet)]).functions)
+    before, threshold = gc.callbacks.copy(), gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: modules.update({f"onediff_test_{next(numbers)}": types.ModuleType("")}))
+    gc.set_threshold(50)
+    try:
+        assert len(Code([type(unet)]).functions) == found
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks[:] = before
+    assert next(numbers) > 0
+
+
+def test_an_objects_attributes_are_read_while_another_thread_sets_them() -> None:
+    held = types.SimpleNamespace(of_a_user=1)
+    with written_meanwhile(flipping(vars(held))):
+        for _ in range(300):
+            assert token(held)
+
+
+def test_a_network_is_read_while_another_thread_gives_it_attributes() -> None:
+    unet = diffusers_unet()
+    resnet = unet.down_blocks[0].resnets[0]
+    with written_meanwhile(lambda name: len(vars(resnet)) < 3000 and setattr(resnet, name, "")):
+        for _ in range(5):
+            assert Tree(unet, frozenset(), frozenset()).digest
