@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .affine import Weights
 from .call import Call
+from .layer_weights import Weights
 from .leaves import LEAVES, CrossAttention, FusedLinear, ResidualBlock, descriptions
 from .operators import Operators
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .affine import Affine
+from .layer_weights import LayerWeights
 from .leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 
 
@@ -70,38 +70,38 @@ class Operators(Protocol):
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors, one after the other in one."""
 
-    def linear(self, x: Rows, affine: Affine) -> Tensor:
+    def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
         """(..., in) -> (..., out). A weight of (out, in, 1, 1) is a 1x1 convolution's and means the same."""
 
-    def pointwise(self, image: Image, affine: Affine) -> Tensor:
+    def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w)."""
 
-    def convolution(self, image: Image, affine: Affine, shape: Convolution) -> Tensor:
+    def convolution(self, image: Image, layer: LayerWeights, shape: Convolution) -> Tensor:
         """A square 2D convolution, padded with zeros or, if shape.circular, with the opposite edge."""
 
     def group_norm(
-        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: Affine | None = None,
+        self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: LayerWeights | None = None,
     ) -> Image:
         """Group norm of image + shift (batch, channels), followed by SiLU if silu. reader: the convolution that it is
         for, where there is one."""
 
     def layer_norm(
-        self, stream: Stream, affine: Affine, norm: LayerNorm | AdaptiveNorm, reader: Affine
+        self, stream: Stream, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
     ) -> tuple[Stream, Rows]:
-        """The same stream, and its layer norm in the type of reader, the linear layer that it is for. affine: of
+        """The same stream, and its layer norm in the type of reader, the linear layer that it is for. layer: of
         (width,), or of (batch, width) for an adaptive norm."""
 
-    def rms_norm(self, x: Tensor, affine: Affine, norm: RMSNorm) -> Tensor:
+    def rms_norm(self, x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
         """The root mean square norm of x (..., width)."""
 
     def normed_heads(
-        self, projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
     ) -> list[Tensor]:
         """(batch, tokens, parts * width) as parts of (batch, heads, tokens, width of a head): those that have a norm
         through it and, where there are turns, turned after it. May write into projected."""
 
-    def add_linear(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor | None = None) -> Stream:
+    def add_linear(self, stream: Stream, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Stream:
         """stream + linear(x), or stream + gate * linear(x) with a gate (batch, width). May write into the stream that
         it was given, which nobody uses afterwards."""
 
@@ -111,14 +111,14 @@ class Operators(Protocol):
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         """Softmax attention over (batch, heads, tokens, width), scores in float32 if upcast."""
 
-    def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
+    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Rows:
         """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second. reader: as in layer_norm."""
 
-    def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
-        """geglu(linear(x, affine), reader)."""
+    def gated_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
+        """geglu(linear(x, layer), reader)."""
 
-    def gelu_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
-        """The GELU (erf form) of linear(x, affine). reader: as in layer_norm."""
+    def gelu_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
+        """The GELU (erf form) of linear(x, layer). reader: as in layer_norm."""
 
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""

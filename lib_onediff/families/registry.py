@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.affine import Weights
 from ..core.call import Call
 from ..core.family import Family, Reader, UsualSizes
+from ..core.layer_weights import Weights
 from ..core.operators import Operators
 from ..core.origins import package
 from ..core.refusal import Refusal

@@ -16,8 +16,8 @@ from typing import Any
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from ..core.affine import Affine
 from ..core.family import Layout
+from ..core.layer_weights import LayerWeights
 from ..core.leaves import Convolution, GroupNorm, Linear, digest_without
 from ..core.operators import Operators
 from ..core.refusal import Refusal
@@ -246,7 +246,7 @@ class Decoding:
     both in one a pass over the image, and costs PyTorch's own operators one.
     """
 
-    weights: Mapping[str, Affine]
+    weights: Mapping[str, LayerWeights]
     ops: Operators
     upcast_attention: bool
     fold_biases: bool
@@ -299,4 +299,4 @@ class Decoding:
         if not self.fold_biases:
             return self._convolution(image, shape), None
         weight, bias = self.weights[shape.path][:2]
-        return self.ops.convolution(image, Affine(weight, None), shape), bias
+        return self.ops.convolution(image, LayerWeights(weight, None), shape), bias

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.affine import Source
 from ..core.call import Call, Cut, CutMemory
 from ..core.device import CachedRunner, Runner
 from ..core.key import Lossy, ShapeKey
+from ..core.layer_weights import Source
 from ..core.policy import StepMemory
 from ..core.precision import autocast_dtype
 from ..core.refusal import Refusal

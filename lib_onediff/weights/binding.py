@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.affine import Affine, Weights
+from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import Convolution
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
@@ -155,13 +155,13 @@ class Binding:
         weights, biases = zip(*(self._parameters(self._leaves[path]) for path in self.groups[name]), strict=True)
         return list(weights), [bias for bias in biases if bias is not None]
 
-    def affine_on(self, device: torch.device, name: str) -> Affine:
+    def weights_on(self, device: torch.device, name: str) -> LayerWeights:
         """A layer's tensors on a device, wherever they are; views where they are there and lie together."""
         found: list[Any] = []
         for parts in self.parts(name):
             there = joined(parts) if parts and all(part.device == device for part in parts) else None
             found.append(in_one(parts, device) if parts and there is None else there)
-        return Affine(*found)
+        return LayerWeights(*found)
 
     def weights(self) -> Weights:
         """Every layer's tensors by path, and every fused layer's by its name; of those that are away, its shape alone.
@@ -169,19 +169,19 @@ class Binding:
 
         Raises Refusal if a fused layer's members no longer lie together (bind again).
         """
-        affines = self._affines()
+        layer_weights = self._layer_weights()
         for fusion in self.fusions:
             is_away = fusion.name in self.away
-            affines[fusion.name] = self.affine_on(NOWHERE, fusion.name) if is_away else self._joined(fusion.name)
-        return affines
+            layer_weights[fusion.name] = self.weights_on(NOWHERE, fusion.name) if is_away else self._joined(fusion.name)
+        return layer_weights
 
-    def _joined(self, name: str) -> Affine:
+    def _joined(self, name: str) -> LayerWeights:
         """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""
         weights, biases = self.parts(name)
         weight, bias = joined(weights), joined(biases) if biases else None
         if weight is None or (biases and (bias is None or len(biases) < len(weights))):
             raise Refusal(f"the layers of {name} no longer lie together")
-        return Affine(weight, bias)
+        return LayerWeights(weight, bias)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -195,8 +195,8 @@ class Binding:
     def _first_weight(self) -> Tensor:
         return self._parameters(next(iter(self._leaves.values())))[0]
 
-    def _affines(self) -> dict[str, Affine]:
-        return {path: Affine(*self._parameters(leaf)) for path, leaf in self._leaves.items()}
+    def _layer_weights(self) -> dict[str, LayerWeights]:
+        return {path: LayerWeights(*self._parameters(leaf)) for path, leaf in self._leaves.items()}
 
     @staticmethod
     def _parameters(leaf: weakref.ref[nn.Module]) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -210,9 +210,9 @@ class Binding:
         memory. What is cast to one type may be stored in several, layer by layer."""
         known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
         device = self.device
-        affines = self._affines()
-        for path, affine in affines.items():
-            for parameter in (affine.weight, affine.bias):
+        layer_weights = self._layer_weights()
+        for path, layer in layer_weights.items():
+            for parameter in (layer.weight, layer.bias):
                 if parameter is None:
                     continue
                 if not isinstance(parameter, nn.Parameter):
@@ -228,11 +228,11 @@ class Binding:
                 if self.cast_to is None and parameter.dtype != stored:
                     raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")
         for fusion in self.fusions:
-            members = [affines[member.path] for member in fusion.members]
-            parameters = [parameter for affine in members for parameter in affine[:2] if parameter is not None]
+            members = [layer_weights[member.path] for member in fusion.members]
+            parameters = [parameter for layer in members for parameter in layer[:2] if parameter is not None]
             if len({parameter.dtype for parameter in parameters}) > 1:
                 raise Refusal(f"the layers of {fusion.name} are stored in several types")
-            if len({affine.bias is None for affine in members}) > 1:
+            if len({layer.bias is None for layer in members}) > 1:
                 raise Refusal(f"{fusion.name} has a bias on some of its layers only")
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..core.affine import Source
 from ..core.call import Call
+from ..core.layer_weights import Source
 from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, QuantizedWeight, Source, Weights, WeightsAround
+from ..core.layer_weights import LayerWeights, QuantizedWeight, Source, Weights, WeightsAround
 from ..core.leaves import Block, Convolution, FusedLinear, ResidualBlock, descriptions
 
 
@@ -143,12 +143,12 @@ class LowBitWeights:
         self.fitted_to: object = None
 
     def fit(
-        self, state: Callable[[], object], affine_of: Callable[[str], Affine], wanted: WantedKinds
+        self, state: Callable[[], object], weights_of: Callable[[str], LayerWeights], wanted: WantedKinds
     ) -> None:
         """Round what is wanted and not there, and everything anew if the weights' state is not equal to what it was
-        when that was done last. affine_of: a layer's tensors where the UNet computes.
+        when that was done last. weights_of: a layer's tensors where the UNet computes.
 
-        Raises torch.cuda.OutOfMemoryError, and what affine_of raises.
+        Raises torch.cuda.OutOfMemoryError, and what weights_of raises.
         """
         stale = () if state() == self.fitted_to else self._kept
         due: dict[str, list[Kind]] = {}
@@ -158,17 +158,17 @@ class LowBitWeights:
             return
         self.fitted_to = None
         for name, kinds in due.items():
-            affine = affine_of(name)
-            weight, bias = affine.weight, affine.bias
+            layer = weights_of(name)
+            weight, bias = layer.weight, layer.bias
             # Nobody else may hold it: of a fused layer, it is a view that keeps the tensor alive.
-            del affine
+            del layer
             rows = as_rows(weight)
             for kind in kinds:
                 if (name, kind) not in self._kept:
                     self._kept[name, kind] = empty_like(rows, kind)
                 self._round(rows, *self._kept[name, kind])
             if name in self._norms and FP8 in kinds:
-                scale = gated_scale(weight, bias, affine_of(self._norms[name]))
+                scale = gated_scale(weight, bias, weights_of(self._norms[name]))
                 if name not in self._scales:
                     self._scales[name] = torch.empty((1, 1), device=weight.device, dtype=torch.float32)
                 self._scales[name].copy_(scale)
@@ -223,15 +223,15 @@ class WithLowBit(WeightsAround):
         super().__init__(weights)
         self._found, self._scales, self._alone = found, scales, alone
 
-    def __getitem__(self, name: str) -> Affine:
-        affine, low_bit = self._weights[name], self._found.get(name)
+    def __getitem__(self, name: str) -> LayerWeights:
+        layer, low_bit = self._weights[name], self._found.get(name)
         if low_bit is None:
-            return affine
-        weight, scale = affine.weight, self._scales.get(name)
+            return layer
+        weight, scale = layer.weight, self._scales.get(name)
         if name in self._alone:
             weight = torch.empty_like(weight, device="meta")
         # What LoRAs add was rounded with the weight.
-        return affine._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=scale)
+        return layer._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=scale)
 
 
 def kind_of(values: Tensor) -> Kind:
@@ -247,7 +247,7 @@ def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
     return QuantizedWeight(values, torch.empty((1, scales), device=weight.device, dtype=torch.float32))
 
 
-def gated_scale(weight: Tensor, bias: Tensor | None, norm: Affine) -> Tensor:
+def gated_scale(weight: Tensor, bias: Tensor | None, norm: LayerWeights) -> Tensor:
     """(), in float32, a power of two: the scale in float8 of what a GEGLU gives after a layer norm and a linear layer,
     weight (2 n, width), bias (2 n,).
 

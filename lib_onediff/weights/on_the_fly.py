@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, LowRank, Source, Weights, WeightsAround, merged
+from ..core.layer_weights import LayerWeights, LowRank, Source, Weights, WeightsAround, merged
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader, digest_of_values
@@ -149,10 +149,10 @@ class OnTheFly:
             raise Refusal("the changes of weights that are applied at each call were freed with the graphs' memory")
         return Source(binding.layout, dtype, stored)
 
-    def merged(self, binding: Binding, name: str) -> Affine:
+    def merged(self, binding: Binding, name: str) -> LayerWeights:
         """A layer's tensors as the host computes with them, LoRAs added to the weight. Raises Refusal between drop and
         refresh."""
-        return merged(self.source(binding, lambda: {name: binding.affine_on(binding.device, name)}).weights()[name])
+        return merged(self.source(binding, lambda: {name: binding.weights_on(binding.device, name)}).weights()[name])
 
     def kinds(self, binding: Binding) -> tuple[str, ...]:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
@@ -197,10 +197,10 @@ class AppliedFunctions:
         return sum(tensor.nbytes for tensor in list(self._made.values()))
 
     def fit(
-        self, functions: Mapping[str, WeightFunctions], affines: Weights, paths: Mapping[str, Sequence[str]],
+        self, functions: Mapping[str, WeightFunctions], weights: Weights, paths: Mapping[str, Sequence[str]],
         room: Callable[[], int] | None,
     ) -> bool:
-        """Make everything. functions: by path. affines: the parameters as they are stored, of fused layers too; some
+        """Make everything. functions: by path. weights: the parameters as they are stored, of fused layers too; some
         may lie elsewhere for the time being. paths: see Binding.groups. room: how many bytes copies may take; None: any
         number.
 
@@ -208,25 +208,25 @@ class AppliedFunctions:
         """
         self.lasting = all(one.lasting for one in functions.values())
         groups = {name: {path: functions.get(path, NOTHING) for path in group} for name, group in paths.items()}
-        self._refuse_without_room(groups, affines, room)
+        self._refuse_without_room(groups, weights, room)
         # Tensors that count no edits: nobody but us writes to them.
         with torch.inference_mode():
             for name, group in groups.items():
-                is_norm = affines[name].weight.dim() == 1
+                is_norm = weights[name].weight.dim() == 1
                 if any(one.updates for one in group.values()):
-                    self._fit_updates(name, group, affines)
+                    self._fit_updates(name, group, weights)
                 # Matrices that are only cast are cast where they are asked for.
-                self._fit_parameters("weight", self.weights, name, group, affines, is_norm and self._casts_norms)
-                self._fit_parameters("bias", self.biases, name, group, affines, self._casts_norms or not is_norm)
+                self._fit_parameters("weight", self.weights, name, group, weights, is_norm and self._casts_norms)
+                self._fit_parameters("bias", self.biases, name, group, weights, self._casts_norms or not is_norm)
         before, self._before = self._before, {}
         return before.keys() != self._made.keys() or any(self._made[key] is not one for key, one in before.items())
 
     def _refuse_without_room(
-        self, groups: Mapping[str, Mapping[str, WeightFunctions]], affines: Weights, room: Callable[[], int] | None
+        self, groups: Mapping[str, Mapping[str, WeightFunctions]], weights: Weights, room: Callable[[], int] | None
     ) -> None:
         copied = [
-            affines[name].weight.numel() for name, group in groups.items()
-            if affines[name].weight.dim() > 1 and any(one.weight is not None for one in group.values())
+            weights[name].weight.numel() for name, group in groups.items()
+            if weights[name].weight.dim() > 1 and any(one.weight is not None for one in group.values())
         ]
         needed = sum(copied) * self.dtype.itemsize
         left = room() if needed and room is not None else needed
@@ -237,11 +237,11 @@ class AppliedFunctions:
                 f"memory budget has {max(0, left) / MEBIBYTE:.0f} MiB"
             )
 
-    def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], affines: Weights) -> None:
+    def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:
         """The LoRAs of the layers of a group: one product of all downs."""
         narrow = {update.down.dtype for one in group.values() for update in one.updates if self._is_narrow(update)}
         if narrow:
-            return self._fit_narrow_updates(name, group, affines, narrow.pop())
+            return self._fit_narrow_updates(name, group, weights, narrow.pop())
         factors = {path: [balanced(update, self._device) for update in one.updates] for path, one in group.items()}
         downs = torch.cat([down for pairs in factors.values() for _, down in pairs]).to(self.dtype)
         down = self._place("down", name, downs).copy_(downs)
@@ -254,7 +254,7 @@ class AppliedFunctions:
                 ups.append((first_row, up))
                 self.low_rank[path] = LowRank(down[first_rank:first_rank + up.shape[1]], ((0, up),))
                 first_rank += up.shape[1]
-            first_row += len(affines[path].weight)
+            first_row += len(weights[path].weight)
         self.low_rank[name] = LowRank(down, tuple(ups))
 
     def _is_narrow(self, update: LowRankUpdate) -> bool:
@@ -263,7 +263,7 @@ class AppliedFunctions:
         return update.in_own_type and torch.finfo(kind).eps > torch.finfo(self.dtype).eps
 
     def _fit_narrow_updates(
-        self, name: str, group: Mapping[str, WeightFunctions], affines: Weights, dtype: torch.dtype
+        self, name: str, group: Mapping[str, WeightFunctions], weights: Weights, dtype: torch.dtype
     ) -> None:
         """The LoRAs of the layers of a group, which the host computes in this narrower type, each by itself. Raises
         Refusal where the group has others too."""
@@ -272,7 +272,7 @@ class AppliedFunctions:
             raise Refusal(f"the LoRAs of {name} are stored in several types")
         downs = torch.cat([update.down for _, update in updates]).to(self._device)
         down = self._place("down", name, downs, dtype).copy_(downs)
-        first_rows = dict(zip(group, accumulate((len(affines[path].weight) for path in group), initial=0)))  # noqa: B905
+        first_rows = dict(zip(group, accumulate((len(weights[path].weight) for path in group), initial=0)))  # noqa: B905
         ups: list[tuple[int, Tensor]] = []
         scales: list[Tensor] = []
         first_rank = 0
@@ -292,15 +292,15 @@ class AppliedFunctions:
         self.low_rank[name] = LowRank(down, tuple(ups), tuple(scales))
 
     def _fit_parameters(
-        self, kind: str, found: dict[str, Tensor], name: str, group: Mapping[str, WeightFunctions], affines: Weights,
+        self, kind: str, found: dict[str, Tensor], name: str, group: Mapping[str, WeightFunctions], weights: Weights,
         is_cast: bool,
     ) -> None:
         """The weights or the biases (kind) of a group in one tensor, each changed by its function, or cast."""
-        together: Tensor | None = getattr(affines[name], kind)
+        together: Tensor | None = getattr(weights[name], kind)
         changes = [getattr(one, kind) for one in group.values()]
         if together is None or not any(changes) and (together.dtype == self.dtype or not is_cast):
             return
-        stored: list[Tensor] = [getattr(affines[path], kind) for path in group]
+        stored: list[Tensor] = [getattr(weights[path], kind) for path in group]
         found[name] = self._place(kind, name, together)
         pieces = found[name].split(list(map(len, stored)))
         for path, piece, parameter, change in zip(group, pieces, stored, changes, strict=True):
@@ -339,9 +339,9 @@ class AppliedWeights(WeightsAround):
         super().__init__(weights)
         self._applied, self._dtype = applied, dtype
         # A layer is asked for twice in a row: as the reader of a norm, and for its product.
-        self._last: tuple[str, Affine] | None = None
+        self._last: tuple[str, LayerWeights] | None = None
 
-    def __getitem__(self, path: str) -> Affine:
+    def __getitem__(self, path: str) -> LayerWeights:
         if self._last is not None and self._last[0] == path:
             return self._last[1]
         weight, bias = self._weights[path][:2]
@@ -349,8 +349,8 @@ class AppliedWeights(WeightsAround):
         weight, bias = self._applied.weights.get(path, weight), self._applied.biases.get(path, bias)
         if weight.dim() == 1:
             # What of it the host casts is kept so.
-            return Affine(weight, bias)
-        found = Affine(weight.to(self._dtype), bias, low_rank=self._applied.low_rank.get(path))
+            return LayerWeights(weight, bias)
+        found = LayerWeights(weight.to(self._dtype), bias, low_rank=self._applied.low_rank.get(path))
         self._last = path, found
         return found
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.affine import Affine, WeightsAround
+from ..core.layer_weights import LayerWeights, WeightsAround
 from ..core.refusal import Refusal
 from .binding import Binding, in_one
 from .contents import Place
@@ -150,7 +150,7 @@ class Streaming:
         """Bytes of matrices that every call copies. left_out: layers of which nobody asks for the matrix."""
         return sum(size_of(parts) for name, parts in self._matrices.items() if name not in left_out)
 
-    def weights(self, there: Mapping[str, Affine], units: Units, left_out: frozenset[str]) -> StreamedWeights:
+    def weights(self, there: Mapping[str, LayerWeights], units: Units, left_out: frozenset[str]) -> StreamedWeights:
         """For one forward. there: the parameters where they are. units: of the forward."""
         key = tuple(map(tuple, units)), left_out
         if key not in self._plans:
@@ -208,7 +208,7 @@ def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streamin
 class StreamedWeights(WeightsAround):
     """The weights of one forward. What it asks for is on the device when that comes to it."""
 
-    def __init__(self, there: Mapping[str, Affine], streaming: Streaming, plan: Plan) -> None:
+    def __init__(self, there: Mapping[str, LayerWeights], streaming: Streaming, plan: Plan) -> None:
         super().__init__(there)
         self._streaming, self._plan = streaming, plan
         self._unit = -1
@@ -216,13 +216,13 @@ class StreamedWeights(WeightsAround):
         self._marks: dict[int, torch.cuda.Event] = {}
         self._begun = 0
 
-    def __getitem__(self, name: str) -> Affine:
+    def __getitem__(self, name: str) -> LayerWeights:
         plan, streaming = self._plan, self._streaming
         if name in streaming.members:
             fused, first, count = streaming.members[name]
             joint = self[fused]
             bias = None if joint.bias is None else joint.bias.narrow(0, first, count)
-            return Affine(joint.weight.narrow(0, first, count), bias)
+            return LayerWeights(joint.weight.narrow(0, first, count), bias)
         unit, there = plan.unit_of.get(name, -1), self._weights[name]
         if unit > self._unit:
             self._go_on(unit)
@@ -233,7 +233,7 @@ class StreamedWeights(WeightsAround):
                 weight = streaming.alone(name)
             else:
                 self._wait(plan.chunk_of[name])
-        return Affine(there.weight if weight is None else weight, streaming.vector(name, "bias", there.bias))
+        return LayerWeights(there.weight if weight is None else weight, streaming.vector(name, "bias", there.bias))
 
     def bias(self, name: str) -> Tensor | None:
         """That of a layer, without its matrix."""

@@ -19,7 +19,7 @@ from test_weight_functions import lora
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.core.affine import Affine, Weights
+from lib_onediff.core.layer_weights import LayerWeights, Weights
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators
@@ -289,14 +289,14 @@ def test_a_module_that_we_do_not_know_is_refused(host: AnimaHost, reason: str, p
         FAMILIES.read(host.unet)
 
 
-class Read(dict[str, Affine]):
+class Read(dict[str, LayerWeights]):
     """Weights that note what is read of them."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
         self.names: list[str] = []
 
-    def __getitem__(self, name: str) -> Affine:
+    def __getitem__(self, name: str) -> LayerWeights:
         self.names.append(name)
         return super().__getitem__(name)
 

@@ -10,8 +10,8 @@ from exact_operators import layer_norm as exact_layer_norm
 from exact_operators import one_scale_of, relative_error, rounded_rows
 from torch import Tensor
 
-from lib_onediff.core.affine import Affine
 from lib_onediff.core.card import TuningCache
+from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.leaves import GATED, NORMED, PLAIN, LayerNorm
 from lib_onediff.core.operators import QuantizedImage, QuantizedTokens, Stream
 from lib_onediff.devices.cuda.kernels import products, rounding
@@ -55,7 +55,7 @@ def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("config", on_this_gpu(GATED_PRODUCT), ids=str)
 @pytest.mark.parametrize(("rows", "width", "half"), [(2048, 1280, 5120), (4095, 640, 2560), (77, 336, 1360)], ids=str)
 def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, half: int) -> None:
-    norm = Affine(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU))
+    norm = LayerWeights(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU))
     tokens = functional.layer_norm(torch.randn(rows, width, device=GPU), (width,), norm.weight, norm.bias)
     weight = torch.randn(2 * half, width, device=GPU, dtype=torch.float16) / width**0.5
     bias = torch.randn(2 * half, device=GPU, dtype=torch.float16)
@@ -141,18 +141,18 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
 def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.dtype) -> None:
     ops, norm = operators_of(dtype), LayerNorm("norm", product.width, EPS)
     weight = random(product.out, product.width, dtype=dtype) / 32
-    affine = Affine(weight, None, (rounding.rounded_weight(weight, FP8),))
+    layer = LayerWeights(weight, None, (rounding.rounded_weight(weight, FP8),))
     vector, tokens = random(product.width, dtype=dtype), random(product.rows, product.width, dtype=dtype)
     stream = Stream(torch.zeros(product.rows, product.out, device=GPU, dtype=dtype))
     if product.source == NORMED:
-        _, rows = ops.layer_norm(Stream(tokens), Affine(vector, None), norm, affine)
+        _, rows = ops.layer_norm(Stream(tokens), LayerWeights(vector, None), norm, layer)
         given = exact_layer_norm(tokens, vector, None, EPS)
-        output = ops.linear(rows, affine)
+        output = ops.linear(rows, layer)
     else:
         hidden = torch.cat([tokens, tokens.flip(0)], -1)
-        rows = ops.geglu(hidden, affine) if product.source == GATED else rounding.rounded(tokens, FP8)
+        rows = ops.geglu(hidden, layer) if product.source == GATED else rounding.rounded(tokens, FP8)
         given = exact_geglu(hidden) if product.source == GATED else tokens.double()
-        output = ops.materialize(ops.add_linear(stream, rows, affine))
+        output = ops.materialize(ops.add_linear(stream, rows, layer))
     assert isinstance(rows, QuantizedTokens)
     exact = given @ weight.double().t()
     assert relative_error(output, exact) < WORSE * relative_error(by_row_scales(given, weight), exact)
@@ -162,21 +162,21 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
 def test_the_compiled_norm_neither_saturates_nor_hides_a_nan(dtype: torch.dtype) -> None:
     ops, width = operators_of(dtype), 1280
     norm, weight = LayerNorm("norm", width, EPS), torch.eye(width, device=GPU).to(dtype)
-    affine = Affine(weight, None, (rounding.rounded_weight(weight, FP8),))
+    layer = LayerWeights(weight, None, (rounding.rounded_weight(weight, FP8),))
     gamma, beta = 8 * random(width, dtype=dtype), random(width, dtype=dtype)
     tokens = torch.eye(width, device=GPU).to(dtype) * 100
     exact = exact_layer_norm(tokens, gamma, beta, EPS)
     tokens[5, 7], exact[5] = float("nan"), float("nan")
-    _, rows = ops.layer_norm(Stream(tokens), Affine(gamma, beta), norm, affine)
+    _, rows = ops.layer_norm(Stream(tokens), LayerWeights(gamma, beta), norm, layer)
     assert isinstance(rows, QuantizedTokens) and rows.scales.shape == (1, 1)
     back = rows.values.double() * rows.scales.double()
     usual = [row for row in range(width) if row != 5]
     off = (back - exact).abs().diagonal()[usual]
     allowed = (2.0**-4 + 1e-3) * exact.abs().diagonal()[usual] + 2.0**-10 * rows.scales[0]
     assert bool((off <= allowed).all()), (off - allowed).max()
-    output = ops.linear(rows, affine)
+    output = ops.linear(rows, layer)
     assert bool(output[5].isnan().all()) and bool(output[usual].isfinite().all())
     for hidden in (tokens, tokens.repeat(1, 2)):
-        given = ops.geglu(hidden, affine) if hidden.shape[1] > width else hidden
-        added = ops.materialize(ops.add_linear(Stream(torch.zeros_like(tokens)), given, affine))
+        given = ops.geglu(hidden, layer) if hidden.shape[1] > width else hidden
+        added = ops.materialize(ops.add_linear(Stream(torch.zeros_like(tokens)), given, layer))
         assert bool(added[5].isnan().all()) and bool(added[usual].isfinite().all())

@@ -9,8 +9,8 @@ from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relativ
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.core.affine import Affine
 from lib_onediff.core.call import Call
+from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.diffusers import unet as diffusers_host
@@ -23,21 +23,21 @@ class Weather:
     """torch's operators, with geglu replaced, in the place of our kernels; counts how often geglu is called."""
 
     def __init__(self) -> None:
-        self.geglu_by: Callable[[Tensor, Affine], Tensor] = torch_ops.geglu
+        self.geglu_by: Callable[[Tensor, LayerWeights], Tensor] = torch_ops.geglu
         self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
 
-    def geglu(self, tokens: Tensor, reader: Affine) -> Tensor:
+    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Tensor:
         self.calls += 1
         return self.geglu_by(tokens, reader)
 
-    def gated_linear(self, x: Tensor, affine: Affine, reader: Affine) -> Tensor:
-        return self.geglu(torch_ops.linear(x, affine), reader)
+    def gated_linear(self, x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
+        return self.geglu(torch_ops.linear(x, layer), reader)
 
     def raises(self, error: BaseException) -> None:
-        def broken(tokens: Tensor, reader: Affine) -> Tensor:
+        def broken(tokens: Tensor, reader: LayerWeights) -> Tensor:
             raise error
 
         self.geglu_by = broken

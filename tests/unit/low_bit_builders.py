@@ -13,10 +13,10 @@ from ladder_builders import NATIVE
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.core.affine import Affine, QuantizedWeight
 from lib_onediff.core.call import Call
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.key import Lossy
+from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
@@ -110,7 +110,7 @@ def exact_group_norm(
 ) -> Tensor:
     image = first if second is None else torch.cat([first, second], 1)
     norm = GroupNorm("norm", image.shape[1], groups, eps)
-    return torch_ops.WideNorms().group_norm(image, Affine(weight, bias), norm, silu, shift)
+    return torch_ops.WideNorms().group_norm(image, LayerWeights(weight, bias), norm, silu, shift)
 
 
 def materialize(stream: Stream, config: Any = None) -> Tensor:
@@ -121,7 +121,8 @@ def exact_layer_norm(
     stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: Any
 ) -> tuple[Stream, Tensor]:
     whole = Stream(materialize(stream))
-    return torch_ops.layer_norm(whole, Affine(weight, bias), LayerNorm("norm", len(weight), eps), Affine(weight, None))
+    norm = LayerNorm("norm", len(weight), eps)
+    return torch_ops.layer_norm(whole, LayerWeights(weight, bias), norm, LayerWeights(weight, None))
 
 
 def add_and_measure(image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, *others: Any) -> None:

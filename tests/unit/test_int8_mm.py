@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.core.affine import QuantizedWeight
+from lib_onediff.core.layer_weights import QuantizedWeight
 from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, LaunchConfig

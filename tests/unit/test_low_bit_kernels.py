@@ -17,7 +17,7 @@ from exact_operators import rounded_rows as exact_rows
 from ladder_builders import NATIVE
 from low_bit_builders import norm_scale, rounded_rows, use_low_bit
 
-from lib_onediff.core.affine import Affine
+from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.leaves import LayerNorm
 from lib_onediff.core.operators import QuantizedTokens, Stream
 from lib_onediff.devices.cuda.kernels import rounding
@@ -94,7 +94,7 @@ def test_an_adaptive_norm_comes_in_eight_bits_with_the_vectors_of_each_image(kin
     shift, factor, gate = random(2, 288).chunk(3, dim=1)
     added = update.double() * gate.double()[:, None] * (1 if scales is None else scales.double())
     stream = Stream(tokens.clone(), update=update, update_scales=scales, gate=gate)
-    standing, normed = rounding.adaptive_norm(stream, Affine(factor, shift), 1e-6, torch.float16, kind)
+    standing, normed = rounding.adaptive_norm(stream, LayerWeights(factor, shift), 1e-6, torch.float16, kind)
     assert relative_error(standing.tokens, tokens + added) < 1e-6
     each = [exact_layer_norm(total, factor[image], shift[image], 1e-6) for image, total in enumerate(tokens + added)]
     if not isinstance(normed, QuantizedTokens):
@@ -174,21 +174,21 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> NativeOperators:
     return runtime.devices.operators(NATIVE)
 
 
-def affine_of(weight: Tensor, bias: Tensor | None = None) -> Affine:
+def weights_of(weight: Tensor, bias: Tensor | None = None) -> LayerWeights:
     room = empty_like(weight, FP8)
     rounded_rows(weight, *room)
-    return Affine(weight, bias, (room,))
+    return LayerWeights(weight, bias, (room,))
 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])
 def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
-    affine, vector = affine_of(torch.randn(WIDTH, WIDTH).to(result)), torch.randn(WIDTH).to(result)
+    layer, vector = weights_of(torch.randn(WIDTH, WIDTH).to(result)), torch.randn(WIDTH).to(result)
     tokens = torch.randn(2, 5, WIDTH).to(result)
-    stream = operators.add_linear(Stream(tokens.clone()), torch.randn(2, 5, WIDTH).to(result), affine)
+    stream = operators.add_linear(Stream(tokens.clone()), torch.randn(2, 5, WIDTH).to(result), layer)
     assert stream.update.shape == tokens.shape and stream.update_scales.shape == (2, 5, 1)
     total = tokens.double() + stream.update.double() * stream.update_scales.double()
     norm = LayerNorm("norm", WIDTH, EPS)
-    _, rows = operators.layer_norm(stream._replace(tokens=tokens.clone()), Affine(vector, None), norm, affine)
+    _, rows = operators.layer_norm(stream._replace(tokens=tokens.clone()), LayerWeights(vector, None), norm, layer)
     back = (rows.values.double() * rows.scales).view(tokens.shape)
     assert relative_error(back, exact_layer_norm(total, vector, None, EPS)) < 0.03
     given = updated(stream)

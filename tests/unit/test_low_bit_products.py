@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import torch.nn.functional as functional
 
-from lib_onediff.core.affine import Affine, QuantizedWeight
 from lib_onediff.core.card import TuningCache
+from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
 from lib_onediff.core.leaves import Convolution, GroupNorm
 from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.core.precision import HALF_SUMS, SWITCHES, applied
@@ -54,7 +54,7 @@ if DEVICE.type == "cuda":
 
 
 def factors(
-    rows: int, width: int, half: int, norm: Affine, row_scales: bool
+    rows: int, width: int, half: int, norm: LayerWeights, row_scales: bool
 ) -> tuple[Tensor, QuantizedTokens, Tensor, QuantizedWeight]:
     """Tokens as the norm gives them and a weight, each in float32 and in float8."""
     hidden = torch.randn(rows, width, device=DEVICE)
@@ -86,7 +86,7 @@ def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedW
 def test_it_is_the_geglu_of_the_product(
     rows: int, width: int, half: int, row_scales: bool, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
-    norm = Affine(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
+    norm = LayerWeights(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
     _, rounded, weight, low_bit = factors(rows, width, half, norm, row_scales)
     bias = torch.randn(2 * half, device=DEVICE).to(dtype)
     found = products.gated_product(rounded, low_bit, bias, gated_scale(weight, bias, norm).view(1, 1), config)
@@ -113,7 +113,7 @@ def test_in_half_precision_it_is_rounded_once(
 def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
     """The worst tokens that a layer norm can give: along a row of the weight."""
     width, half = 64, 24
-    norm = Affine(torch.rand(width) + 0.5, torch.randn(width))
+    norm = LayerWeights(torch.rand(width) + 0.5, torch.randn(width))
     weight, bias = torch.randn(2 * half, width), torch.randn(2 * half)
     weight[half + 3] = weight[3] * 2
     weight[3] *= outlier
@@ -181,15 +181,15 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
         torch.randn(shape, device=DEVICE).to(RESULT)
         for shape in ((16, channels, 3, 3), (channels,), (channels,), (2, channels))
     )
-    affine, norm = Affine(vectors[0], vectors[1]), GroupNorm("norm", channels, 4, 1e-5)
-    reader = Affine(weight, None, (rounded_weight(weight, kind),))
+    layer, norm = LayerWeights(vectors[0], vectors[1]), GroupNorm("norm", channels, 4, 1e-5)
+    reader = LayerWeights(weight, None, (rounded_weight(weight, kind),))
     operators = NativeOperators(
         Launches(TuningCache()), torch_ops.attention, lambda *given: torch.float32, lambda *given: kind
     )
-    rounded = operators.group_norm(given, affine, norm, True, shift, reader)
+    rounded = operators.group_norm(given, layer, norm, True, shift, reader)
     assert isinstance(rounded, products.QuantizedImage)
     together = torch.cat(given, 1) if isinstance(given, VirtualConcatenation) else given
-    wide = Affine(*(vector.float() for vector in vectors))
+    wide = LayerWeights(*(vector.float() for vector in vectors))
     expected = torch_ops.group_norm(together.float(), wide, norm, True, shift.float())
     ratio = expected.permute(0, 2, 3, 1) / rounded.scales[:, :, None, None]
     largest = ratio.abs().amax((1, 2, 3)) / kind.largest
@@ -203,11 +203,11 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
     output = operators.convolution(rounded, reader, Convolution("", channels, 16, 3, 1, 1))
     assert output.shape == (2, 16, 32, 32)
     # Small images stay as they are.
-    small = operators.group_norm(image(1, 32, 8, 8), Affine(affine.weight[:32], None), norm, True, None, reader)
+    small = operators.group_norm(image(1, 32, 8, 8), LayerWeights(layer.weight[:32], None), norm, True, None, reader)
     assert isinstance(small, Tensor)
     first_half[0, 3, 5, 7] = float("nan")
     output = operators.convolution(
-        operators.group_norm(given, affine, norm, True, None, reader), reader, Convolution("", channels, 16, 3, 1, 1)
+        operators.group_norm(given, layer, norm, True, None, reader), reader, Convolution("", channels, 16, 3, 1, 1)
     )
     assert bool(output[0].isnan().all() and output[1].isfinite().all()), "eight bits hide no NaN"
 
@@ -242,7 +242,7 @@ def test_float16_sums_serve_where_they_are_allowed_right_and_faster(
     operators = NativeOperators(launches)
     given = image(1, 32, 5, 7).to(HALF)
     weight = torch.randn(32, 32, 3, 3, device=DEVICE).to(HALF, memory_format=torch.channels_last)
-    convolve = lambda: operators.convolution(given, Affine(weight, None), Convolution("", 32, 32, 3, 1, 1))  # noqa: E731
+    convolve = lambda: operators.convolution(given, LayerWeights(weight, None), Convolution("", 32, 32, 3, 1, 1))  # noqa: E731
     exact = convolve()
     assert not launches.convolutions, "in full precision none is looked for"
     with applied(((HALF_SUMS, True),)):

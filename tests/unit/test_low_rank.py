@@ -9,7 +9,7 @@ from builders import relative_error
 from grid import grid
 from torch import Tensor
 
-from lib_onediff.core.affine import Affine, LowRank
+from lib_onediff.core.layer_weights import LayerWeights, LowRank
 from lib_onediff.core.leaves import Convolution
 from lib_onediff.core.operators import Operators, Stream
 from lib_onediff.devices.torch import operators as torch_ops
@@ -37,67 +37,67 @@ def ops(request: pytest.FixtureRequest) -> Operators:
     return NativeOperators()
 
 
-def with_loras(out: int, into: tuple[int, ...], biased: bool = True, members: tuple[int, ...] = ()) -> Affine:
+def with_loras(out: int, into: tuple[int, ...], biased: bool = True, members: tuple[int, ...] = ()) -> LayerWeights:
     """A layer with LoRAs on all but the second of its members, of different ranks."""
     ranks = {row: 2 + row % 5 for index, row in enumerate(first_rows(members or (out,))) if index != 1}
     sizes = dict(zip(first_rows(members or (out,)), members or (out,), strict=True))
     ups = tuple((row, random(sizes[row], rank)) for row, rank in ranks.items())
     low_rank = LowRank(random(sum(ranks.values()), *into), ups)
-    return Affine(random(out, *into), random(out) if biased else None, low_rank=low_rank)
+    return LayerWeights(random(out, *into), random(out) if biased else None, low_rank=low_rank)
 
 
 def first_rows(members: tuple[int, ...]) -> list[int]:
     return [sum(members[:index]) for index in range(len(members))]
 
 
-def merged(affine: Affine) -> Affine:
+def merged(layer: LayerWeights) -> LayerWeights:
     """What a host would have merged, in float64."""
-    assert affine.low_rank is not None
-    weight, rank = affine.weight.double(), 0
-    for row, up in affine.low_rank.ups:
-        down = affine.low_rank.down[rank:rank + up.shape[1]].double()
+    assert layer.low_rank is not None
+    weight, rank = layer.weight.double(), 0
+    for row, up in layer.low_rank.ups:
+        down = layer.low_rank.down[rank:rank + up.shape[1]].double()
         weight[row:row + len(up)] += (up.double() @ down.flatten(1)).view(len(up), *weight.shape[1:])
         rank += up.shape[1]
-    return Affine(weight, None if affine.bias is None else affine.bias.double())
+    return LayerWeights(weight, None if layer.bias is None else layer.bias.double())
 
 
 @grid(members=[(), MEMBERS], biased=[True, False])
 def test_linear(ops: Operators, members: tuple[int, ...], biased: bool) -> None:
-    affine, x, tokens = with_loras(sum(MEMBERS), (64,), biased, members), random(2, 33, 64), random(2, 33, sum(MEMBERS))
-    expected = torch_ops.linear(x.double(), merged(affine))
-    assert relative_error(ops.linear(x, affine), expected.float()) < CLOSE
+    layer, x, tokens = with_loras(sum(MEMBERS), (64,), biased, members), random(2, 33, 64), random(2, 33, sum(MEMBERS))
+    expected = torch_ops.linear(x.double(), merged(layer))
+    assert relative_error(ops.linear(x, layer), expected.float()) < CLOSE
     expected = tokens.double() + expected
-    assert relative_error(ops.materialize(ops.add_linear(Stream(tokens), x, affine)), expected.float()) < CLOSE
+    assert relative_error(ops.materialize(ops.add_linear(Stream(tokens), x, layer)), expected.float()) < CLOSE
 
 
 @grid(biased=[True, False], joined=[True, False], form=[torch.contiguous_format, torch.channels_last])
 def test_pointwise(ops: Operators, biased: bool, joined: bool, form: torch.memory_format) -> None:
-    affine = with_loras(48, (64, 1, 1), biased)
+    layer = with_loras(48, (64, 1, 1), biased)
     image = random(2, 64, 8, 8).to(memory_format=form)
     given = ops.concatenate(image[:, :32], image[:, 32:]) if joined else image
-    expected = torch_ops.pointwise(image.double(), merged(affine))
-    assert relative_error(ops.pointwise(given, affine), expected.float()) < CLOSE
+    expected = torch_ops.pointwise(image.double(), merged(layer))
+    assert relative_error(ops.pointwise(given, layer), expected.float()) < CLOSE
 
 
 @grid(biased=[True, False], circular=[True, False], stride=[1, 2])
 def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) -> None:
-    affine, image = with_loras(48, (32, 3, 3), biased), random(2, 32, 8, 8)
+    layer, image = with_loras(48, (32, 3, 3), biased), random(2, 32, 8, 8)
     shape = Convolution("", 32, 48, 3, stride, 1, circular)
-    expected = torch_ops.convolution(image.double(), merged(affine), shape)
-    assert relative_error(ops.convolution(image, affine, shape), expected.float()) < CLOSE
+    expected = torch_ops.convolution(image.double(), merged(layer), shape)
+    assert relative_error(ops.convolution(image, layer, shape), expected.float()) < CLOSE
 
 
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) -> None:
     """In float16 the tokens times a large down would be infinite, times a small one nothing."""
-    affine, x = Affine(random(48, 64).to(dtype), None), random(2, 33, 64).to(dtype)
+    layer, x = LayerWeights(random(48, 64).to(dtype), None), random(2, 33, 64).to(dtype)
     up, down = random(48, 4) / size, random(4, 64) * size
     down[1] = 0
     applied = AppliedFunctions(dtype, up.device)
-    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": affine}, {"a": ["a"]}, None)
-    output = torch_ops.linear(x, AppliedWeights({"a": affine}, applied, dtype)["a"])
-    exact = x.double() @ (affine.weight.double() + 0.5 * up.double() @ down.double()).t()
+    applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": layer}, {"a": ["a"]}, None)
+    output = torch_ops.linear(x, AppliedWeights({"a": layer}, applied, dtype)["a"])
+    exact = x.double() @ (layer.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
 
 

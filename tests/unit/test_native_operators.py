@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from grid import ends
 
-from lib_onediff.core.affine import Affine
 from lib_onediff.core.card import TuningCache
+from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from lib_onediff.core.operators import Stream
 from lib_onediff.devices.cuda.kernels import products
@@ -58,15 +58,15 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE)
 
 
-def affine(*shape: int, biased: bool = True) -> Affine:
-    return Affine(random(*shape), random(shape[0]) if biased else None)
+def layer(*shape: int, biased: bool = True) -> LayerWeights:
+    return LayerWeights(random(*shape), random(shape[0]) if biased else None)
 
 
 @IN_ANY_FORMAT
 def test_an_image_may_lie_in_memory_as_it_likes(native: NativeOperators, form: Callable[[Tensor], Tensor]) -> None:
     image, other, bias = random(2, 24, 5, 6), random(2, 24, 5, 6), random(24)
     norm, given = GroupNorm("norm", 24, 4, 1e-5), form(image)
-    parameters = affine(24)
+    parameters = layer(24)
     for silu in (True, False):
         expected = torch_ops.group_norm(image, parameters, norm, silu)
         assert relative_error(native.group_norm(given, parameters, norm, silu), expected) < CLOSE
@@ -83,7 +83,7 @@ def test_two_images_side_by_side_are_their_concatenation(
     image, skip = random(2, 40, 5, 6), random(2, 24, 5, 6)
     beside, together = native.concatenate(form(image), form(skip)), torch.cat([image, skip], dim=1)
     assert isinstance(beside, VirtualConcatenation) and beside.shape == together.shape
-    norm, parameters, projection = GroupNorm("norm", 64, 4, 1e-5), affine(64), affine(16, 64, 1, 1)
+    norm, parameters, projection = GroupNorm("norm", 64, 4, 1e-5), layer(64), layer(16, 64, 1, 1)
     expected = torch_ops.group_norm(together, parameters, norm, True)
     assert relative_error(native.group_norm(beside, parameters, norm, True), expected) < CLOSE
     assert relative_error(native.pointwise(beside, projection), torch_ops.pointwise(together, projection)) < CLOSE
@@ -93,17 +93,17 @@ def test_two_images_side_by_side_are_their_concatenation(
 def test_convolution(native: NativeOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool) -> None:
     (stride, channels), circular = kind
     shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
-    image, weights = random(2, 12, 7, 6), affine(channels, 12, 3, 3, biased=biased)
+    image, weights = random(2, 12, 7, 6), layer(channels, 12, 3, 3, biased=biased)
     expected = torch_ops.convolution(image, weights, shape)
     given = FORMATS[form](image)
     assert relative_error(native.convolution(given, weights, shape), expected) < CLOSE
-    arranged = Affine(weights.weight.contiguous(memory_format=torch.channels_last), weights.bias)
+    arranged = LayerWeights(weights.weight.contiguous(memory_format=torch.channels_last), weights.bias)
     assert relative_error(native.convolution(given, arranged, shape), expected) < CLOSE
 
 
 def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
     tokens, hidden = random(24, 14, 2).permute(2, 1, 0)[:, 3:10], random(2, 7, 96)[..., ::2]
-    norm, parameters, out = LayerNorm("norm", 24, 1e-5), affine(24), affine(24, 48)
+    norm, parameters, out = LayerNorm("norm", 24, 1e-5), layer(24), layer(24, 48)
     outputs = []
     for ops in (native, torch_ops):
         stream, first = ops.layer_norm(Stream(tokens.clone()), parameters, norm, out)
@@ -128,7 +128,7 @@ def test_norms_and_gates_that_depend_on_the_image_and_heads_that_are_turned(
 
     def outputs(ops: Any, as_kind: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with_image, first, second, three, one = (
-            Affine(*map(as_kind, given), *[None] * (2 - len(given))) for given in (image, into, out, parts, head)
+            LayerWeights(*map(as_kind, given), *[None] * (2 - len(given))) for given in (image, into, out, parts, head)
         )
         stream, factors = Stream(as_kind(tokens.clone())), as_kind(gate)
         stream, normed = ops.layer_norm(stream, with_image, norm, second)
@@ -196,7 +196,7 @@ def test_a_gated_product_reads_a_weight_as_it_lies(transposed: bool, monkeypatch
     weight = torch.randn(32, 64, device=DEVICE).half().t() if transposed else torch.randn(64, 32, device=DEVICE).half()
     config = next(one for one in EXACT_GATED_PRODUCT.candidates[1:] if not one[0])
     launches.choose(EXACT_GATED_PRODUCT, products.product_class(3, 64, 32), torch.float16, config)
-    affine = Affine(weight, bias)
-    found = NativeOperators(launches).gated_linear(tokens, affine, affine)
+    into = LayerWeights(weight, bias)
+    found = NativeOperators(launches).gated_linear(tokens, into, into)
     expected = torch_ops.geglu(functional.linear(tokens.double(), weight.double(), bias.double()))
     assert bool(used) is not transposed and relative_error(found.double(), expected) < 2e-3

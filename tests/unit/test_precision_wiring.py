@@ -12,7 +12,7 @@ from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
-from lib_onediff.core.affine import Affine
+from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.precision import SWITCHES, TF32_MATMUL, Flags, flags_for
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     stood: list[bool] = []
     geglu = torch_ops.geglu
 
-    def watched(tokens: Tensor, reader: Affine) -> Tensor:
+    def watched(tokens: Tensor, reader: LayerWeights) -> Tensor:
         stood.append(SWITCHES[TF32_MATMUL].read())
         return geglu(tokens, reader)
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ...core.affine import Affine, QuantizedWeight
 from ...core.card import on_card
 from ...core.device import TimeMs
 from ...core.family import AttentionShapes
+from ...core.layer_weights import LayerWeights, QuantizedWeight
 from ...core.leaves import (
     GATED,
     NORMED,
@@ -88,25 +88,25 @@ def launches_of(
     def of_image(norm: GroupNorm, side: int) -> None:
         image = make(1, norm.channels, side, side).to(memory_format=torch.channels_last)
         vector = make(norm.channels)
-        ops.group_norm(image, Affine(vector, vector), norm, False)
+        ops.group_norm(image, LayerWeights(vector, vector), norm, False)
         ops.resize(ops.residual_add(image, image, vector), side, side)
 
     def of_tokens(norm: LayerNorm) -> None:
         vector = make(norm.width)
-        affine = Affine(vector, vector)
-        stream, _ = ops.layer_norm(Stream(make(FEW, norm.width), None, vector), affine, norm, affine)
+        layer = LayerWeights(vector, vector)
+        stream, _ = ops.layer_norm(Stream(make(FEW, norm.width), None, vector), layer, norm, layer)
         ops.materialize(stream)
-        ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * norm.width), affine)
+        ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * norm.width), layer)
 
     def of_blocks(norm: AdaptiveNorm) -> None:
-        stream, affine = adaptive_stream(make, norm.width, FEW)
-        ops.layer_norm(stream, affine, norm, affine)
+        stream, layer = adaptive_stream(make, norm.width, FEW)
+        ops.layer_norm(stream, layer, norm, layer)
         native_tokens.gelu(make(FEW, norm.width))
 
     def of_heads(one: NormedHeads) -> None:
         turns = (torch.zeros((FEW, one.width // 2), dtype=torch.float32, device=device),) * 2
         for given in (turns, None):
-            normed = Affine(make(one.width), None), RMSNorm("", one.width, EPS)
+            normed = LayerWeights(make(one.width), None), RMSNorm("", one.width, EPS)
             for parts in (1, 2):
                 projected = make(BATCH, FEW, parts * one.heads * one.width)
                 ops.normed_heads(projected, one.heads, (normed,) * parts, given)
@@ -138,12 +138,12 @@ def norms_of(users: Iterable[Any], kind: Any) -> Iterable[Any]:
 
 def adaptive_stream(
     make: Callable[..., Tensor], width: int, rows: int, of: torch.dtype | None = None
-) -> tuple[Stream, Affine]:
+) -> tuple[Stream, LayerWeights]:
     """A stream as it comes to an adaptive norm, and the vectors of the norm. of: the type of its update, if it is
     another than what make gives."""
     update, (shift, factor, gate) = make(BATCH, rows // BATCH, width), make(BATCH, 3 * width).chunk(3, dim=1)
     tokens = update.float() if update.dtype == torch.float16 else torch.empty_like(update)
-    return Stream(tokens, update=update if of is None else update.to(of), gate=gate), Affine(factor, shift)
+    return Stream(tokens, update=update if of is None else update.to(of), gate=gate), LayerWeights(factor, shift)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
@@ -208,28 +208,29 @@ def way_of(
     if product.size is not None:
         return way_of_convolution(product, product.size, random, kind)
     weight = random(product.out, product.width)
-    affine = Affine(weight, None, (rounding.rounded_weight(weight, kind),))
+    layer = LayerWeights(weight, None, (rounding.rounded_weight(weight, kind),))
     if product.source == NORMED:
-        tokens, parameters = random(product.rows, product.width), Affine(random(product.width), None)
+        tokens, parameters = random(product.rows, product.width), LayerWeights(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)
-        return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, affine)[1], affine)
+        return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, layer)[1], layer)
     stream, vector = Stream(random(product.rows, product.out)), random(product.out)
     if product.source == GATED:
         # A feed-forward from norm to norm: its first product may make what this one reads.
-        parameters, norm = Affine(vector, None), LayerNorm("norm", product.out, EPS)
+        parameters, norm = LayerWeights(vector, None), LayerNorm("norm", product.out, EPS)
         matrix, bias = random(2 * product.width, product.out), random(2 * product.width)
         rounded = rounding.rounded_weight(matrix, kind)
-        into = Affine(matrix, bias, (rounded,), gated_scale=low_bit.gated_scale(matrix, bias, parameters).view(1, 1))
+        scale = low_bit.gated_scale(matrix, bias, parameters).view(1, 1)
+        into = LayerWeights(matrix, bias, (rounded,), gated_scale=scale)
 
         def fed_forward(ops: Operators) -> object:
             now, normed = ops.layer_norm(stream, parameters, norm, into)
             return rounding.layer_norm(
-                ops.add_linear(now, ops.gated_linear(normed, into, affine), affine), vector, None, EPS, kind
+                ops.add_linear(now, ops.gated_linear(normed, into, layer), layer), vector, None, EPS, kind
             )
 
         return fed_forward
     hidden = random(product.rows, product.width)
-    return lambda ops: rounding.layer_norm(ops.add_linear(stream, hidden, affine), vector, None, EPS, kind)
+    return lambda ops: rounding.layer_norm(ops.add_linear(stream, hidden, layer), vector, None, EPS, kind)
 
 
 def way_of_convolution(
@@ -238,11 +239,11 @@ def way_of_convolution(
     channels, batch = product.width // KERNEL**2, product.rows // (size[0] * size[1])
     image = random(batch, channels, *size).to(memory_format=torch.channels_last)
     weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
-    parameters = Affine(random(channels), random(channels))
-    affine = Affine(weight, None, (rounding.rounded_weight(low_bit.as_rows(weight), kind),))
+    parameters = LayerWeights(random(channels), random(channels))
+    layer = LayerWeights(weight, None, (rounding.rounded_weight(low_bit.as_rows(weight), kind),))
     norm = GroupNorm("norm", channels, GROUPS, EPS)
     shape = Convolution("convolution", channels, product.out, KERNEL, low_bit.STRIDE, low_bit.PADDING)
-    return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, affine), affine, shape)
+    return lambda ops: ops.convolution(ops.group_norm(image, parameters, norm, True, None, layer), layer, shape)
 
 
 def low_bit_launches(
@@ -277,13 +278,13 @@ def low_bit_launches(
 
     def blocks_of(norm: AdaptiveNorm) -> None:
         for of in {dtype, torch.bfloat16}:
-            stream, affine = adaptive_stream(make, norm.width, FEW, of)
-            rounding.adaptive_norm(stream, affine, EPS, dtype, kind)
+            stream, layer = adaptive_stream(make, norm.width, FEW, of)
+            rounding.adaptive_norm(stream, layer, EPS, dtype, kind)
         if kind is FP8:
             # Behind a layer in float8, of one that is not.
-            stream, affine = adaptive_stream(make, norm.width, FEW, torch.bfloat16)
+            stream, layer = adaptive_stream(make, norm.width, FEW, torch.bfloat16)
             scaled = stream._replace(update_scales=make(BATCH, FEW // BATCH, 1).float())
-            rounding.adaptive_norm(scaled, affine, EPS, dtype, None)
+            rounding.adaptive_norm(scaled, layer, EPS, dtype, None)
         for features in (cuts.FEED_FORWARD * norm.width, norm.width):
             rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
 

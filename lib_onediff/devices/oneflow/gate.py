@@ -129,7 +129,7 @@ def main(device: str, dtype: torch.dtype) -> None:
     import oneflow as flow
     from oneflow.utils.tensor import from_torch, to_torch
 
-    from ...core.affine import Affine
+    from ...core.layer_weights import LayerWeights
     from .operators import graph_of, run_graph, unowned
 
     if to_torch(from_torch(unowned(weight))).data_ptr() != weight.data_ptr():
@@ -139,7 +139,7 @@ def main(device: str, dtype: torch.dtype) -> None:
         convolved = flow.nn.functional.conv2d(image, weights["kernel"].weight, None, 1, 1)
         return flow.matmul(tokens, weights["linear"].weight), flow.nn.functional.silu(convolved)
 
-    graph = graph_of(build, {"linear": Affine(weight, None), "kernel": Affine(kernel, None)})
+    graph = graph_of(build, {"linear": LayerWeights(weight, None), "kernel": LayerWeights(kernel, None)})
     for factor in (1.0, 2.0):
         weight.fill_(factor)
         tokens, image = kernel.new_empty(2, 64).normal_(), kernel.new_empty(2, 4, 8, 8).normal_()

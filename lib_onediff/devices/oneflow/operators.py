@@ -15,7 +15,7 @@ import torch
 from oneflow import Tensor, _oneflow_internal
 from oneflow.utils.tensor import from_torch, to_torch
 
-from ...core.affine import Affine, Weights
+from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ...core.operators import Stream
 from ..torch import operators as torch_ops
@@ -40,45 +40,45 @@ class OneFlowOperators:
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
         return flow.cat(list(vectors), dim=0)
 
-    def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        weight = affine.weight
-        return functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, affine.bias)
+    def linear(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        weight = layer.weight
+        return functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, layer.bias)
 
-    def pointwise(self, image: Tensor, affine: Affine) -> Tensor:
-        weight = affine.weight
+    def pointwise(self, image: Tensor, layer: LayerWeights) -> Tensor:
+        weight = layer.weight
         weight = weight if weight.dim() == 4 else weight.reshape(*weight.shape, 1, 1)
-        return functional.conv2d(image, weight, affine.bias)
+        return functional.conv2d(image, weight, layer.bias)
 
-    def convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+    def convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
         if shape.circular:
             image = wrap(wrap(image, shape.padding, 3), shape.padding, 2)
-            return functional.conv2d(image, affine.weight, affine.bias, shape.stride)
-        return functional.conv2d(image, affine.weight, affine.bias, shape.stride, shape.padding)
+            return functional.conv2d(image, layer.weight, layer.bias, shape.stride)
+        return functional.conv2d(image, layer.weight, layer.bias, shape.stride, shape.padding)
 
     def group_norm(
-        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: Affine | None = None,
+        self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: LayerWeights | None = None,
     ) -> Tensor:
         if shift is not None:
             image = image + shift.reshape(*shift.shape, 1, 1)
         if image.is_cuda:
-            normed = flow._C.group_norm(image, affine.weight, affine.bias, True, norm.groups, norm.eps)
+            normed = flow._C.group_norm(image, layer.weight, layer.bias, True, norm.groups, norm.eps)
         else:
-            assert affine.bias is not None, "every group norm of a UNet has a bias"
+            assert layer.bias is not None, "every group norm of a UNet has a bias"
             groups = image.reshape(image.shape[0], norm.groups, -1)
             groups = functional.layer_norm(groups, (groups.shape[-1],), None, None, norm.eps)
-            weight, bias = (vector.reshape(1, norm.channels, 1, 1) for vector in (affine.weight, affine.bias))
+            weight, bias = (vector.reshape(1, norm.channels, 1, 1) for vector in (layer.weight, layer.bias))
             normed = groups.reshape(*image.shape) * weight + bias
         return functional.silu(normed) if silu else normed
 
     def layer_norm(
-        self, stream: Stream, affine: Affine, norm: LayerNorm, reader: Affine
+        self, stream: Stream, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
     ) -> tuple[Stream, Tensor]:
         tokens = self.materialize(stream)
-        return Stream(tokens), functional.layer_norm(tokens, (norm.width,), affine.weight, affine.bias, norm.eps)
+        return Stream(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
 
-    def add_linear(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
-        return stream._replace(tokens=stream.tokens + self.linear(x, affine))
+    def add_linear(self, stream: Stream, x: Tensor, layer: LayerWeights) -> Stream:
+        return stream._replace(tokens=stream.tokens + self.linear(x, layer))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         dtype, width = query.dtype, query.shape[3]
@@ -87,12 +87,12 @@ class OneFlowOperators:
         scores = flow.matmul(query * (1 / math.sqrt(width)), key.transpose(2, 3))
         return flow.matmul(flow.softmax(scores, dim=-1), value).to(dtype)
 
-    def geglu(self, tokens: Tensor, reader: Affine) -> Tensor:
+    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Tensor:
         value, gate = tokens.chunk(2, dim=-1)
         return value * functional.gelu(gate)
 
-    def gated_linear(self, x: Tensor, affine: Affine, reader: Affine) -> Tensor:
-        return self.geglu(self.linear(x, affine), reader)
+    def gated_linear(self, x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
+        return self.geglu(self.linear(x, layer), reader)
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
         return flow.cat([image, skip], dim=1)
@@ -118,7 +118,7 @@ def wrap(image: Tensor, padding: int, dim: int) -> Tensor:
 def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
     """An nn.Graph of OneFlow over a forward and these weights of torch's; its first run compiles it."""
     share: Callable[[Any], Any] = lambda part: None if part is None else from_torch(unowned(part))  # noqa: E731
-    shared = {path: Affine(share(affine.weight), share(affine.bias)) for path, affine in weights.items()}
+    shared = {path: LayerWeights(share(layer.weight), share(layer.bias)) for path, layer in weights.items()}
 
     class UNetGraph(flow.nn.Graph):
         def build(self, *given: Any) -> Any:

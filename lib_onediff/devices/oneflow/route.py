@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...core.affine import Affine, Weights
 from ...core.call import Call
 from ...core.device import Device, Traits
 from ...core.inputs import mapped, own_inputs, tensors_of
 from ...core.key import ShapeKey
+from ...core.layer_weights import LayerWeights, Weights
 from ...core.operators import Operators
 from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
@@ -145,7 +145,7 @@ class OneFlow(Device):
         if self.count >= self.most:
             raise Refusal(TOO_MANY.format(self.count))
         # A graph would read its numbers in the wrong order, without an error.
-        strided = next((path for path, affine in weights.items() if not affine.weight.is_contiguous()), None)
+        strided = next((path for path, layer in weights.items() if not layer.weight.is_contiguous()), None)
         if strided is not None:
             raise Refusal(STRIDED.format(strided))
 
@@ -196,10 +196,10 @@ def contiguous(call: Call) -> list[Tensor]:
 def present(weights: Weights) -> Weights:
     """The weights as tensors that keep their memory alive, also where a host gives its parameters other memory."""
     return {
-        path: Affine(affine.weight.detach(), None if affine.bias is None else affine.bias.detach())
-        for path, affine in weights.items()
+        path: LayerWeights(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
+        for path, layer in weights.items()
     }
 
 
 def addresses(weights: Weights) -> tuple[int, ...]:
-    return tuple(part.data_ptr() for affine in weights.values() for part in affine[:2] if part is not None)
+    return tuple(part.data_ptr() for layer in weights.values() for part in layer[:2] if part is not None)

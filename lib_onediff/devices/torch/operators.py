@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ...core.affine import Affine, LowRank, merged
+from ...core.layer_weights import LayerWeights, LowRank, merged
 from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 from ...core.operators import Stream, Turns
 
@@ -34,22 +34,22 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(vectors))
 
 
-def linear(x: Tensor, affine: Affine) -> Tensor:
-    affine = affine._replace(weight=affine.weight.flatten(1))
-    if affine.low_rank is not None and merges(affine, x.numel()):
-        affine = merged(affine)
-    product = functional.linear(x, affine.weight, affine.bias)
-    return product if affine.low_rank is None else add_low_rank(product, x, affine.low_rank)
+def linear(x: Tensor, layer: LayerWeights) -> Tensor:
+    layer = layer._replace(weight=layer.weight.flatten(1))
+    if layer.low_rank is not None and merges(layer, x.numel()):
+        layer = merged(layer)
+    product = functional.linear(x, layer.weight, layer.bias)
+    return product if layer.low_rank is None else add_low_rank(product, x, layer.low_rank)
 
 
-def merges(affine: Affine, numbers: int) -> bool:
+def merges(layer: LayerWeights, numbers: int) -> bool:
     """Whether LoRAs are less work in a weight (out, in), which is read and written once more, than beside its product
     with tokens of so many numbers: they are read once more, and what comes out is written or read four times. Those
     that are computed in a type of their own are never merged: their input is rounded too."""
-    if affine.low_rank is None or affine.low_rank.scales:
+    if layer.low_rank is None or layer.low_rank.scales:
         return False
-    out, width = affine.weight.shape
-    return 2 * affine.weight.numel() < numbers + 4 * numbers // width * out
+    out, width = layer.weight.shape
+    return 2 * layer.weight.numel() < numbers + 4 * numbers // width * out
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
@@ -64,28 +64,28 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
     return product
 
 
-def pointwise(image: Tensor, affine: Affine) -> Tensor:
+def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
     batch, _, height, width = image.shape
     if not image.is_contiguous():  # channels last: the pixels already are the rows of the GEMM
-        return tokens_to_image(linear(image_to_tokens(image), affine), height, width)
-    weight = affine.weight.flatten(1).expand(batch, -1, -1)
+        return tokens_to_image(linear(image_to_tokens(image), layer), height, width)
+    weight = layer.weight.flatten(1).expand(batch, -1, -1)
     pixels = image.flatten(2)
-    if affine.bias is None:
+    if layer.bias is None:
         product = torch.bmm(weight, pixels)
     else:
-        product = torch.baddbmm(affine.bias[None, :, None], weight, pixels)
-    if affine.low_rank is not None:
-        add_low_rank(product.mT, pixels.mT, affine.low_rank)
+        product = torch.baddbmm(layer.bias[None, :, None], weight, pixels)
+    if layer.low_rank is not None:
+        add_low_rank(product.mT, pixels.mT, layer.low_rank)
     return product.view(batch, -1, height, width)
 
 
-def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+def convolution(image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
     padding = shape.padding
     if shape.circular:
         image, padding = functional.pad(image, [padding] * 4, mode="circular"), 0
-    product = functional.conv2d(image, affine.weight, affine.bias, shape.stride, padding)
-    if affine.low_rank is not None:
-        low_rank, rank = affine.low_rank, 0
+    product = functional.conv2d(image, layer.weight, layer.bias, shape.stride, padding)
+    if layer.low_rank is not None:
+        low_rank, rank = layer.low_rank, 0
         hidden = functional.conv2d(image.to(low_rank.down.dtype), low_rank.down, None, shape.stride, padding)
         for index, (_, up) in enumerate(low_rank.ups):
             ranks = up.shape[1]
@@ -96,33 +96,33 @@ def convolution(image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
 
 
 def group_norm(
-    image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-    reader: Affine | None = None,
+    image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+    reader: LayerWeights | None = None,
 ) -> Tensor:
     if shift is not None:
         image = image + shift[:, :, None, None]
-    normed = functional.group_norm(image, norm.groups, affine.weight, affine.bias, norm.eps)
+    normed = functional.group_norm(image, norm.groups, layer.weight, layer.bias, norm.eps)
     return functional.silu(normed, inplace=True) if silu else normed
 
 
 def layer_norm(
-    stream: Stream, affine: Affine, norm: LayerNorm | AdaptiveNorm, reader: Affine
+    stream: Stream, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
 ) -> tuple[Stream, Tensor]:
-    tokens, weight, bias = materialize(stream), affine.weight, affine.bias
+    tokens, weight, bias = materialize(stream), layer.weight, layer.bias
     if isinstance(norm, LayerNorm):
         return Stream(tokens), functional.layer_norm(tokens, (norm.width,), weight, bias, norm.eps)
     normed = functional.layer_norm(tokens, (norm.width,), eps=norm.eps) * weight[:, None]
     return Stream(tokens), (normed if bias is None else normed + bias[:, None]).to(reader.weight.dtype)
 
 
-def rms_norm(x: Tensor, affine: Affine, norm: RMSNorm) -> Tensor:
+def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
     """torch has one from 2.4 on."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * affine.weight).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * layer.weight).to(x.dtype)
 
 
 def normed_heads(
-    projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
 ) -> list[Tensor]:
     batch, tokens, _ = projected.shape
     parts = projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind()
@@ -138,8 +138,8 @@ def turned(heads: Tensor, turns: Turns) -> Tensor:
     return torch.cat([cosines * first - sines * second, sines * first + cosines * second], dim=-1).to(heads.dtype)
 
 
-def add_linear(stream: Stream, x: Tensor, affine: Affine, gate: Tensor | None = None) -> Stream:
-    tokens, update = stream.tokens, linear(x, affine)
+def add_linear(stream: Stream, x: Tensor, layer: LayerWeights, gate: Tensor | None = None) -> Stream:
+    tokens, update = stream.tokens, linear(x, layer)
     if gate is None:
         return stream._replace(tokens=tokens + update)
     return stream._replace(tokens=torch.addcmul(tokens, gate[:, None].to(tokens.dtype), update.to(tokens.dtype)))
@@ -163,17 +163,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor
     return wide.to(query.dtype)
 
 
-def geglu(tokens: Tensor, reader: Affine | None = None) -> Tensor:
+def geglu(tokens: Tensor, reader: LayerWeights | None = None) -> Tensor:
     value, gate = tokens.chunk(2, dim=-1)
     return value * functional.gelu(gate)
 
 
-def gated_linear(x: Tensor, affine: Affine, reader: Affine) -> Tensor:
-    return geglu(linear(x, affine), reader)
+def gated_linear(x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
+    return geglu(linear(x, layer), reader)
 
 
-def gelu_linear(x: Tensor, affine: Affine, reader: Affine) -> Tensor:
-    return functional.gelu(linear(x, affine))
+def gelu_linear(x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
+    return functional.gelu(linear(x, layer))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
     return image.permute(0, 3, 1, 2)
 
 
-def bias_or_zeros(norm: Affine) -> Tensor:
+def bias_or_zeros(norm: LayerWeights) -> Tensor:
     """What a norm adds."""
     return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
@@ -219,10 +219,10 @@ class WideNorms:
         return globals()[name]
 
     def group_norm(
-        self, image: Tensor, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: Affine | None = None,
+        self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: LayerWeights | None = None,
     ) -> Tensor:
         if shift is not None:
             image = image + shift[:, :, None, None]
-        wide = Affine(affine.weight.float(), None if affine.bias is None else affine.bias.float())
+        wide = LayerWeights(layer.weight.float(), None if layer.bias is None else layer.bias.float())
         return group_norm(image.float(), wide, norm, silu).to(image.dtype)

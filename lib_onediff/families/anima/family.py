@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ...core.affine import Affine, Weights
 from ...core.call import Call
 from ...core.family import AttentionShapes, UsualSizes
+from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import CrossAttention, SelfAttention, names_of
 from ...core.operators import Operators, Rows, Stream, Turns
 from ...core.refusal import Refusal
@@ -69,7 +69,7 @@ class Animas:
         for number, block in enumerate(layout.blocks):
             stream = blocks.through(block, stream, modulations[3 * number:3 * number + 3])
         out = weights[layout.out.path]
-        _, normed = ops.layer_norm(stream, Affine(factor, shift), layout.out_norm, out)
+        _, normed = ops.layer_norm(stream, LayerWeights(factor, shift), layout.out_norm, out)
         return image_of(layout, ops.linear(normed, out), rows, columns)[..., :height, :width].to(call.latent.dtype)
 
     def units(self, layout: AnimaLayout, call: Call) -> list[tuple[str, ...]]:
@@ -127,7 +127,7 @@ def modulations_of(
     return own, (last[:, :width], last[:, width:])
 
 
-def raised(down: Tensor, ups: Affine) -> Tensor:
+def raised(down: Tensor, ups: LayerWeights) -> Tensor:
     """(layers, batch, rank), each by its own rows of the weight: (layers, batch, rows)."""
     product, rank = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT), 0
     low_rank = ups.low_rank
@@ -177,9 +177,11 @@ class Blocks:
         stream, normed = self._normed(block, stream, at_feed_forward, into)
         return ops.add_linear(stream, ops.gelu_linear(normed, into, out), out, gate_of(at_feed_forward))
 
-    def _normed(self, block: AdaptiveBlock, stream: Stream, modulation: Tensor, reader: Affine) -> tuple[Stream, Rows]:
+    def _normed(
+        self, block: AdaptiveBlock, stream: Stream, modulation: Tensor, reader: LayerWeights
+    ) -> tuple[Stream, Rows]:
         shift, factor, _ = modulation.chunk(3, dim=-1)
-        return self._ops.layer_norm(stream, Affine(factor, shift), block.norm, reader)
+        return self._ops.layer_norm(stream, LayerWeights(factor, shift), block.norm, reader)
 
     def _self_attention(self, own: SelfAttention, normed: Rows) -> Tensor:
         weights, ops = self._weights, self._ops

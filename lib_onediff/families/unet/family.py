@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...core.affine import Weights
 from ...core.call import Call
 from ...core.family import AttentionShapes, UsualSizes
+from ...core.layer_weights import Weights
 from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Operators
 from ...core.refusal import Refusal

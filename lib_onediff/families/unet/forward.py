@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...core.affine import Weights, bias_of
 from ...core.call import INPUT, LAST, MIDDLE, OUTPUT, Call, Control, PatchPoints
+from ...core.layer_weights import Weights, bias_of
 from ...core.operators import Image, Operators
 from .layers import Layers
 from .layout import UNetLayout

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...core.affine import Affine, Weights
 from ...core.call import CROSS_ATTENTION, SELF_ATTENTION, ImagePrompt, PatchPoints
+from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import (
     Convolution,
     CrossAttention,
@@ -55,7 +55,7 @@ class Layers:
         return stage_output
 
     def norm(
-        self, norm: GroupNorm, image: Image, shift: Tensor | None = None, reader: Affine | None = None
+        self, norm: GroupNorm, image: Image, shift: Tensor | None = None, reader: LayerWeights | None = None
     ) -> Image:
         """Group norm of image + shift (batch, channels), and SiLU. reader: the convolution that it is for."""
         if self.patches.norm is None:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.affine import Affine, Weights, WeightsAround
 from ...core.attempt import Outcome, attempted
 from ...core.card import on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
 from ...core.key import ShapeKey
+from ...core.layer_weights import LayerWeights, Weights, WeightsAround
 from ...core.operators import Operators
 from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
@@ -57,9 +57,9 @@ class CastWeights(WeightsAround):
         super().__init__(weights)
         self._dtype = dtype
 
-    def __getitem__(self, path: str) -> Affine:
+    def __getitem__(self, path: str) -> LayerWeights:
         weight, bias = self._weights[path][:2]
-        return Affine(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+        return LayerWeights(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
 
 def is_finite(image: Tensor) -> bool:
@@ -196,8 +196,8 @@ class Decode:
     def _digest(self) -> str:
         """Tells the VAE from every other of its architecture by a value of each of a layer's channels, and every bias.
         It copies some 50 KB from the device and waits for it: about a millisecond."""
-        some = [affine.weight[OF_EACH_ROW[:affine.weight.dim()]] for affine in self.weights.values()]
-        some += [affine.bias for affine in self.weights.values() if affine.bias is not None]
+        some = [layer.weight[OF_EACH_ROW[:layer.weight.dim()]] for layer in self.weights.values()]
+        some += [layer.bias for layer in self.weights.values() if layer.bias is not None]
         return digest_of_values(self.layout.architecture, some)
 
     @property

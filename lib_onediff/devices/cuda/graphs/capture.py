@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ....core.affine import Source
 from ....core.call import Call
+from ....core.layer_weights import Source
 from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
 from .device_memory import Card

@@ -10,8 +10,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ....core.affine import Affine, LowRank, QuantizedWeight, merged
 from ....core.card import TuningCache
+from ....core.layer_weights import LayerWeights, LowRank, QuantizedWeight, merged
 from ....core.leaves import GATED, NORMED, PLAIN, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from ....core.operators import QuantizedImage, QuantizedTokens, Stream, Turns
 from ....weights.low_bit import (
@@ -89,52 +89,52 @@ class NativeOperators:
     image_to_tokens = staticmethod(torch_ops.image_to_tokens)
     tokens_to_image = staticmethod(torch_ops.tokens_to_image)
 
-    def linear(self, x: Rows, affine: Affine) -> Tensor:
+    def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
         if isinstance(x, QuantizedTokens):
-            return self._product(x, affine, affine.bias).to(affine.weight.dtype).view(*x.shape, -1)
+            return self._product(x, layer, layer.bias).to(layer.weight.dtype).view(*x.shape, -1)
         # What reads the prompt is rounded in its weights alone: a text encoder's tokens have values far off.
-        return torch_ops.linear(x, Affine(dequantized(affine), affine.bias) if affine.weight.is_meta else affine)
+        return torch_ops.linear(x, LayerWeights(dequantized(layer), layer.bias) if layer.weight.is_meta else layer)
 
-    def pointwise(self, image: Image, affine: Affine) -> Tensor:
+    def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         first, second = halves(image)
-        weight, channels = affine.weight.flatten(1), first.shape[1]
+        weight, channels = layer.weight.flatten(1), first.shape[1]
         if second is None:
-            pixels = functional.linear(rows(first), weight, affine.bias)
+            pixels = functional.linear(rows(first), weight, layer.bias)
         else:
-            pixels = functional.linear(rows(second), weight[:, channels:], affine.bias)
+            pixels = functional.linear(rows(second), weight[:, channels:], layer.bias)
             pixels.addmm_(rows(first), weight[:, :channels].t())
-        if affine.low_rank is not None:
-            down, ups = affine.low_rank.down.flatten(1), affine.low_rank.ups
-            if second is not None and affine.low_rank.scales:
+        if layer.low_rank is not None:
+            down, ups = layer.low_rank.down.flatten(1), layer.low_rank.ups
+            if second is not None and layer.low_rank.scales:
                 # Rounded once, and not each half.
                 together = torch.cat([rows(first), rows(second)], dim=1)
-                torch_ops.add_low_rank(pixels, together, affine.low_rank)
+                torch_ops.add_low_rank(pixels, together, layer.low_rank)
             else:
-                torch_ops.add_low_rank(pixels, rows(first), affine.low_rank._replace(down=down[:, :channels]))
+                torch_ops.add_low_rank(pixels, rows(first), layer.low_rank._replace(down=down[:, :channels]))
                 if second is not None:
                     torch_ops.add_low_rank(pixels, rows(second), LowRank(down[:, channels:], ups))
         batch, _, height, width = first.shape
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
-    def convolution(self, image: Any, affine: Affine, shape: Convolution) -> Tensor:
+    def convolution(self, image: Any, layer: LayerWeights, shape: Convolution) -> Tensor:
         if isinstance(image, QuantizedImage):
             shape_class, values = products.convolution_class(image.values, shape.out_channels), image.values
-            config = self._launches.of(cuts.CONVOLUTIONS[values.dtype], shape_class, affine.weight.dtype)
+            config = self._launches.of(cuts.CONVOLUTIONS[values.dtype], shape_class, layer.weight.dtype)
             # It is added with the shift, or with the residual.
-            assert affine.bias is None
-            return products.convolution(image, weight_like(image, affine), affine.weight.dtype, config)
+            assert layer.bias is None
+            return products.convolution(image, weight_like(image, layer), layer.weight.dtype, config)
         image = channels_last(image)
-        if affine.bias is None or shape.out_channels % ALIGNED:
-            return self._convolution(image, affine, shape)
+        if layer.bias is None or shape.out_channels % ALIGNED:
+            return self._convolution(image, layer, shape)
         # torch adds a bias in another pass, and a slower one.
-        output = channels_last(self._convolution(image, affine._replace(bias=None), shape))
-        self._add(None, output, affine.bias, output)
+        output = channels_last(self._convolution(image, layer._replace(bias=None), shape))
+        self._add(None, output, layer.bias, output)
         return output
 
-    def _convolution(self, image: Tensor, affine: Affine, shape: Convolution) -> Tensor:
+    def _convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
         """Summed in float16 where that is allowed and was measured to be faster."""
-        weight, is_half = affine.weight, image.dtype == affine.weight.dtype == torch.float16
-        is_plain = has_kernel(shape) and affine.bias is None and affine.low_rank is None
+        weight, is_half = layer.weight, image.dtype == layer.weight.dtype == torch.float16
+        is_plain = has_kernel(shape) and layer.bias is None and layer.low_rank is None
         if sums_in_half() and is_half and is_plain and weight.is_contiguous(memory_format=torch.channels_last):
             pixels = image.permute(0, 2, 3, 1)
             self._launches.convolutions.add((*pixels.shape, len(weight)))
@@ -142,11 +142,11 @@ class NativeOperators:
             config = self._launches.of(cuts.CONVOLUTIONS[image.dtype], shape_class, image.dtype)
             if config != cuts.LIBRARY:
                 return products.half_sums_convolution(image, weight, config)
-        return torch_ops.convolution(image, affine, shape)
+        return torch_ops.convolution(image, layer, shape)
 
     def group_norm(
-        self, image: Image, affine: Affine, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: Affine | None = None,
+        self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
+        reader: LayerWeights | None = None,
     ) -> Any:
         first, second = halves(image)
         kind = self._image_kind(image.shape, norm.groups, reader)
@@ -155,12 +155,12 @@ class NativeOperators:
         # Where they were measured on the way.
         measured = self._strips.get(first), None if second is None else self._strips.get(second)
         return native_images.group_norm(
-            first, second, affine.weight, bias_or_zeros(affine), norm.groups, norm.eps, silu, shift,
+            first, second, layer.weight, bias_or_zeros(layer), norm.groups, norm.eps, silu, shift,
             measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first), kind,
         )
 
     def layer_norm(
-        self, stream: Stream, affine: Affine, norm: LayerNorm | AdaptiveNorm, reader: Affine
+        self, stream: Stream, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
     ) -> tuple[Stream, Rows]:
         dtype, adapts = reader.weight.dtype, isinstance(norm, AdaptiveNorm)
         kind = self._kind(stream.tokens, reader, NORMED)
@@ -168,45 +168,45 @@ class NativeOperators:
         stream = stream if adds else updated(stream)
         stream = stream._replace(tokens=stream.tokens.contiguous())
         if adapts:
-            return rounding.adaptive_norm(stream, affine, norm.eps, dtype, kind)
+            return rounding.adaptive_norm(stream, layer, norm.eps, dtype, kind)
         config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
         if kind is not None:
-            return rounding.layer_norm(stream, affine.weight, affine.bias, norm.eps, kind, config)
-        return native_tokens.layer_norm(stream, affine.weight, affine.bias, norm.eps, config)
+            return rounding.layer_norm(stream, layer.weight, layer.bias, norm.eps, kind, config)
+        return native_tokens.layer_norm(stream, layer.weight, layer.bias, norm.eps, config)
 
-    def add_linear(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor | None = None) -> Stream:
+    def add_linear(self, stream: Stream, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Stream:
         if gate is not None:
-            return self._add_gated(stream, x, affine, gate)
+            return self._add_gated(stream, x, layer, gate)
         if not isinstance(x, QuantizedTokens):
-            kind = self._kind(x, affine, PLAIN)
+            kind = self._kind(x, layer, PLAIN)
             if kind is None:
-                return self._add_exact(updated(stream), x, affine)
+                return self._add_exact(updated(stream), x, layer)
             x = rounding.rounded(x, kind)
         if stream.bias is not None or stream.update is not None:
             stream = Stream(self.materialize(stream))
         # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
-        return Stream(stream.tokens, stream.deferred_bias, affine.bias, *self._update(x, affine))
+        return Stream(stream.tokens, stream.deferred_bias, layer.bias, *self._update(x, layer))
 
-    def _add_gated(self, stream: Stream, x: Rows, affine: Affine, gate: Tensor) -> Stream:
+    def _add_gated(self, stream: Stream, x: Rows, layer: LayerWeights, gate: Tensor) -> Stream:
         tokens = self.materialize(stream)
         if not isinstance(x, QuantizedTokens):
-            kind = None if affine.bias is not None else self._kind(x, affine, PLAIN)
+            kind = None if layer.bias is not None else self._kind(x, layer, PLAIN)
             if kind is None:
-                return Stream(tokens, update=self.linear(x, affine), gate=gate)
+                return Stream(tokens, update=self.linear(x, layer), gate=gate)
             x = rounding.rounded(x, kind)
-        return Stream(tokens, None, None, *self._update(x, affine), gate)
+        return Stream(tokens, None, None, *self._update(x, layer), gate)
 
-    def _add_exact(self, stream: Stream, x: Tensor, affine: Affine) -> Stream:
+    def _add_exact(self, stream: Stream, x: Tensor, layer: LayerWeights) -> Stream:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
         if stream.bias is not None:
             stream = Stream(self.materialize(stream))
         tokens = stream.tokens.contiguous()
-        if torch_ops.merges(affine, x.numel()):
-            affine = merged(affine)
-        tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), affine.weight.t())
-        if affine.low_rank is not None:
-            torch_ops.add_low_rank(tokens, x, affine.low_rank)
-        return Stream(tokens, stream.deferred_bias, affine.bias)
+        if torch_ops.merges(layer, x.numel()):
+            layer = merged(layer)
+        tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), layer.weight.t())
+        if layer.low_rank is not None:
+            torch_ops.add_low_rank(tokens, x, layer.low_rank)
+        return Stream(tokens, stream.deferred_bias, layer.bias)
 
     def materialize(self, stream: Stream) -> Tensor:
         config = self._launches.of(cuts.LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
@@ -221,40 +221,40 @@ class NativeOperators:
                 return native_tokens.attention(*given, config)
         return self._attention(query, key, value, upcast)
 
-    def geglu(self, tokens: Tensor, reader: Affine) -> Rows:
+    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Rows:
         kind = self._kind(tokens, reader, GATED)
         if kind is not None:
             return rounding.geglu(tokens.contiguous(), kind)
         config = self._launches.of(cuts.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return native_tokens.geglu(tokens.contiguous(), config)
 
-    def gated_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
-        dtype, scale = affine.weight.dtype, affine.gated_scale
+    def gated_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
+        dtype, scale = layer.weight.dtype, layer.gated_scale
         if isinstance(x, QuantizedTokens):
             count = len(x.values)
-            config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(count, *affine.weight.shape), dtype)
+            config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(count, *layer.weight.shape), dtype)
             both = x.values.dtype == FP8.dtype and self._kind_of(count, reader, GATED) is FP8
-            if both and config != cuts.LIBRARY and scale is not None and affine.bias is not None:
-                return products.gated_product(x, weight_like(x, affine), affine.bias, scale, config)
+            if both and config != cuts.LIBRARY and scale is not None and layer.bias is not None:
+                return products.gated_product(x, weight_like(x, layer), layer.bias, scale, config)
         elif not reader.low_bit:
             width = x.shape[-1]
-            shape_class = products.product_class(x.numel() // width, *affine.weight.shape)
+            shape_class = products.product_class(x.numel() // width, *layer.weight.shape)
             config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, dtype)
-            weight, bias = affine.weight, affine.bias
-            is_plain = config != cuts.LIBRARY and affine.low_rank is None and not weight.is_meta
+            weight, bias = layer.weight, layer.bias
+            is_plain = config != cuts.LIBRARY and layer.low_rank is None and not weight.is_meta
             # A weight may be a view that somebody has made: the kernel reads row after row.
             if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():
                 tokens = x.contiguous().view(-1, width)
                 return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
-        return self.geglu(self.linear(x, affine), reader)
+        return self.geglu(self.linear(x, layer), reader)
 
-    def gelu_linear(self, x: Rows, affine: Affine, reader: Affine) -> Rows:
-        product = self.linear(x, affine)
+    def gelu_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
+        product = self.linear(x, layer)
         kind = None if reader.bias is not None else self._kind(product, reader, PLAIN)
         return native_tokens.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
 
     def normed_heads(
-        self, projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
     ) -> list[Tensor]:
         if not projected.is_contiguous() or not native_tokens.norms_lie_first(norms):
             return torch_ops.normed_heads(projected, heads, norms, turns)
@@ -285,7 +285,7 @@ class NativeOperators:
 
     # --- in eight bits --------------------------------------------------------------------------------------------
 
-    def _image_kind(self, shape: torch.Size, groups: int, reader: Affine | None) -> Kind | None:
+    def _image_kind(self, shape: torch.Size, groups: int, reader: LayerWeights | None) -> Kind | None:
         """In which kind the norm of such an image is written; None: the convolution that reads it is in the model's
         type."""
         batch, channels, height, width = shape
@@ -295,10 +295,10 @@ class NativeOperators:
         product = Product(batch * pixels, KERNEL**2 * channels, len(reader.weight), GROUP_NORMED, (height, width))
         return self._choose(product, reader.weight.dtype, kinds_of(reader))
 
-    def _kind(self, tokens: Tensor, reader: Affine, source: str) -> Kind | None:
+    def _kind(self, tokens: Tensor, reader: LayerWeights, source: str) -> Kind | None:
         return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
 
-    def _kind_of(self, rows: int, reader: Affine, source: str) -> Kind | None:
+    def _kind_of(self, rows: int, reader: LayerWeights, source: str) -> Kind | None:
         """In which kind that many rows are multiplied with the reader's weight; None: in the model's type."""
         if not reader.low_bit:
             return None
@@ -308,18 +308,18 @@ class NativeOperators:
         out, width = reader.weight.shape
         return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
 
-    def _update(self, x: QuantizedTokens, affine: Affine) -> tuple[Tensor, Tensor | None]:
+    def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """What is to be added to a stream's tokens, and its scales, as Stream has them."""
         if x.values.dtype == INT8.dtype:
-            return self._product(x, affine, None).view(*x.shape, -1), None
-        update, scales = float8.update(x, weight_like(x, affine))
+            return self._product(x, layer, None).view(*x.shape, -1), None
+        update, scales = float8.update(x, weight_like(x, layer))
         return update.view(*x.shape, -1), None if scales is None else scales.view(*x.shape, 1)
 
-    def _product(self, x: QuantizedTokens, affine: Affine, bias: Tensor | None) -> Tensor:
-        weight, dtype = weight_like(x, affine), affine.weight.dtype
+    def _product(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
+        weight, dtype = weight_like(x, layer), layer.weight.dtype
         if x.values.dtype != INT8.dtype:
             return float8.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
-        shape_class = products.product_class(len(x.values), *affine.weight.shape)
+        shape_class = products.product_class(len(x.values), *layer.weight.shape)
         config = self._launches.of(cuts.INT8_PRODUCT, shape_class, dtype)
         return products.int8_product(x, weight, bias, dtype, config)
 
@@ -335,20 +335,20 @@ def rows(image: Tensor) -> Tensor:
     return image.permute(0, 2, 3, 1).flatten(0, 2)
 
 
-def dequantized(affine: Affine) -> Tensor:
+def dequantized(layer: LayerWeights) -> Tensor:
     """A weight (out, in) in the model's type, of the one in eight bits."""
-    values, scales = affine.low_bit[0]
-    return values.to(affine.weight.dtype).mul_(scales.t())
+    values, scales = layer.low_bit[0]
+    return values.to(layer.weight.dtype).mul_(scales.t())
 
 
-def kinds_of(affine: Affine) -> list[Kind]:
+def kinds_of(layer: LayerWeights) -> list[Kind]:
     """In which the weight is there."""
-    return [kind_of(weight.values) for weight in affine.low_bit]
+    return [kind_of(weight.values) for weight in layer.low_bit]
 
 
-def weight_like(x: QuantizedTokens | QuantizedImage, affine: Affine) -> QuantizedWeight:
+def weight_like(x: QuantizedTokens | QuantizedImage, layer: LayerWeights) -> QuantizedWeight:
     """The weight in the kind of these."""
-    return next(weight for weight in affine.low_bit if weight.values.dtype == x.values.dtype)
+    return next(weight for weight in layer.low_bit if weight.values.dtype == x.values.dtype)
 
 
 def updated(stream: Stream) -> Stream:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.affine import QuantizedWeight
+from ....core.layer_weights import QuantizedWeight
 from ....core.operators import QuantizedImage, QuantizedTokens
 from . import launch_config as cuts
 from .archive import Tiles

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.affine import Affine, QuantizedWeight
+from ....core.layer_weights import LayerWeights, QuantizedWeight
 from ....core.operators import QuantizedTokens, Stream
 from ....weights.low_bit import Kind, empty_like, kind_of, largest_of
 from .launch_config import LAYER_NORM, LaunchConfig
@@ -48,7 +48,7 @@ def layer_norm(
 
 
 def adaptive_norm(
-    stream: Stream, affine: Affine, eps: float, dtype: torch.dtype, kind: Kind | None
+    stream: Stream, layer: LayerWeights, eps: float, dtype: torch.dtype, kind: Kind | None
 ) -> tuple[Stream, Tensor | QuantizedTokens]:
     """The stream without update, and its layer norm by vectors (batch, width), whose last dimension is contiguous: in a
     kind of eight bits, in float8 by one scale which the vectors alone decide, or in dtype.
@@ -57,7 +57,7 @@ def adaptive_norm(
     nothing deferred.
     """
     tokens, _, _, update, update_scales, gate = stream
-    factor, shift = affine.weight, affine.bias
+    factor, shift = layer.weight, layer.bias
     assert shift is not None and shift.stride() == factor.stride()
     batch, count, width = tokens.shape
     if kind is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....core.affine import Affine
+from ....core.layer_weights import LayerWeights
 from ....core.leaves import RMSNorm
 from ....core.operators import Stream, Turns
 from .launch_config import ATTENTION, GEGLU, LAYER_NORM, LaunchConfig
@@ -80,7 +80,7 @@ def gelu(numbers: Tensor) -> Tensor:
 
 
 def normed_heads(
-    projected: Tensor, heads: int, norms: Sequence[tuple[Affine, RMSNorm] | None], turns: Turns | None
+    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
 ) -> list[Tensor]:
     """See core.operators. The parts with a norm are one or two, the first ones, with the same epsilon; projected is
     contiguous, and written into."""
@@ -97,7 +97,7 @@ def normed_heads(
     return list(projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind())
 
 
-def norms_lie_first(norms: Sequence[tuple[Affine, RMSNorm] | None]) -> bool:
+def norms_lie_first(norms: Sequence[tuple[LayerWeights, RMSNorm] | None]) -> bool:
     """Whether the kernel is for these: one or two, before the parts without, alike but for their weights, over a power
     of two of numbers."""
     count = sum(norm is not None for norm in norms)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.affine import QuantizedWeight
+from ....core.layer_weights import QuantizedWeight
 from ....core.operators import QuantizedTokens
 from ....core.version import release, written
 from ....weights.low_bit import FP8, INT8, Kind

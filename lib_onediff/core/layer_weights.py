@@ -40,7 +40,7 @@ class LowRank(NamedTuple):
         return [(row, (up.float() * scale).to(dtype)) for (row, up), scale in pairs]
 
 
-class Affine(NamedTuple):
+class LayerWeights(NamedTuple):
     """A weight and its bias, or None where the layer has no bias; the weight in eight bits, in each kind in which it is
     wanted; and the LoRAs that are computed beside it.
 
@@ -54,11 +54,11 @@ class Affine(NamedTuple):
     gated_scale: Tensor | None = None
 
 
-def merged(affine: Affine) -> Affine:
+def merged(layer: LayerWeights) -> LayerWeights:
     """With its LoRAs in its weight, (out, ...), which is rounded as the host's own merged weight is."""
-    if affine.low_rank is None:
-        return affine
-    weight, low_rank = affine.weight.detach().flatten(1), affine.low_rank
+    if layer.low_rank is None:
+        return layer
+    weight, low_rank = layer.weight.detach().flatten(1), layer.low_rank
     down, ups = low_rank.down.to(weight.dtype), low_rank.scaled_ups(weight.dtype)
     # Several LoRAs of their own types may have the same rows.
     is_whole = not low_rank.scales and sum(len(up) for _, up in ups) == len(weight)
@@ -69,10 +69,10 @@ def merged(affine: Affine) -> Affine:
         before = weight if is_whole else together
         torch.addmm(before[row:row + rows], up, down[rank:rank + ranks], out=together[row:row + rows])
         rank += ranks
-    return affine._replace(weight=together.view(affine.weight.shape), low_rank=None)
+    return layer._replace(weight=together.view(layer.weight.shape), low_rank=None)
 
 
-Weights = Mapping[str, Affine]
+Weights = Mapping[str, LayerWeights]
 
 
 def bias_of(weights: Weights, path: str) -> Tensor | None:
@@ -81,7 +81,7 @@ def bias_of(weights: Weights, path: str) -> Tensor | None:
     return weights[path].bias if bias is None else bias(path)
 
 
-class WeightsAround(Mapping[str, Affine]):
+class WeightsAround(Mapping[str, LayerWeights]):
     """Weights made of others: whoever inherits says what becomes of each layer's."""
 
     def __init__(self, weights: Weights) -> None:
