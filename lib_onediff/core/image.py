@@ -103,8 +103,7 @@ class Part:
     """The steps of an image at one place: a second pass, a refiner, or a face that an extension draws anew has its own.
 
     steps: how many there were of each kind; calls: of the UNet, by route. step_ms, host_ms: means over all steps; see
-    Times. ratio: None too where all of them are the host's own. entry: the shape of the last call here, for questions
-    about later times; None for the host's own.
+    Times. ratio: None too where all of them are the host's own.
     """
 
     model: str | None
@@ -114,7 +113,6 @@ class Part:
     step_ms: float | None
     host_ms: float | None
     ratio: float | None
-    entry: Entry | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_hosts(self) -> bool:
@@ -143,7 +141,6 @@ class ImageRecord:
     each with what of it was less exact. policies: what each step policy did, by its name, in counts; inactive: the
     reason that came last, where it did not apply. vae: the route and the reason of its last decode. inside: the images
     that were made while this one was.
-    entry: the shape of its last call, for questions about later times.
     """
 
     state: str = UNTOLD
@@ -171,7 +168,6 @@ class ImageRecord:
     inactive: Mapping[str, Inactive] = field(default_factory=dict)
     vae: tuple[str, str] = ("", "")
     inside: tuple[ImageRecord, ...] = ()
-    entry: Entry | None = field(default=None, repr=False, compare=False)
 
     @property
     def limits(self) -> str:
@@ -198,9 +194,8 @@ class ImageLog:
         self.replays: Counter[Stopwatch] = Counter()
         # Of the host's own calls in this image.
         self.host = Stopwatch()
-        # The last call, and the last one at each place.
+        # The last call.
         self.last: Step | None = None
-        self.last_at: dict[Place, Step] = {}
         self.reason = ""
         self.first_uses = self.images = 0
         # Whether the time of every call is known.
@@ -214,7 +209,8 @@ class ImageLog:
 
     def note_last(self, step: Step, reason: str) -> None:
         """A call was made, the last one until now. reason: why it went by no faster route."""
-        self.last, self.last_at[step.place], self.reason = step, step, reason
+        self.last = step
+        self.reason = reason
 
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
         """What a step policy did at a call, and why it did not apply to it; "" where it did, or is off."""
@@ -231,10 +227,10 @@ class ImageLog:
     def note_times(self) -> None:
         """Have each shape know its times in this image."""
         steps = self.steps.copy()
-        for step, count in steps.items():
-            if (entry := step.entry) is None:
+        for step in steps:
+            entry = step.entry
+            if entry is None:
                 continue
-            entry.image_ms = entry.own.recent_ms(count)
             if entry.host is step.host and not entry.key.is_cached_pass:
                 entry.in_image = times_of({one: n for one, n in steps.items() if one.host is entry.host})
 
@@ -256,7 +252,7 @@ class ImageLog:
             route="" if last is None else last.route, reason=self.reason,
             relative_error=None if entry is None else entry.relative_error,
             parts=tuple(
-                part_of(place, {step: n for step, n in steps.items() if step.place == place}, self.last_at.get(place))
+                part_of(place, {step: n for step, n in steps.items() if step.place == place})
                 for place in dict.fromkeys(step.place for step in steps)
             ),
             steps=kinds_of(steps), calls=routes_of(steps), step_ms=times.step_ms, host_ms=times.host_ms,
@@ -268,7 +264,7 @@ class ImageLog:
             inactive={
                 name: Inactive(*list(reasons.items())[-1]) for name, reasons in self.inactive.items() if reasons
             },
-            vae=self.vae, inside=tuple(self.inside), entry=entry,
+            vae=self.vae, inside=tuple(self.inside),
         )
 
     def _spent(self, steps: Mapping[Step, int], seconds: float | None, images: int) -> Spent:
@@ -286,10 +282,10 @@ class ImageLog:
         return Spent(unet, first_use, slower, vae, inside, rest)
 
 
-def part_of(place: Place, steps: Mapping[Step, int], last: Step | None) -> Part:
-    """The part of an image with these steps. last: its last call."""
-    times, entry = times_of(steps), None if last is None else last.entry
-    return Part(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio, entry)
+def part_of(place: Place, steps: Mapping[Step, int]) -> Part:
+    """The part of an image with these steps."""
+    times = times_of(steps)
+    return Part(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio)
 
 
 def kinds_of(steps: Mapping[Step, int]) -> Mapping[str, int]:

@@ -188,8 +188,8 @@ class Entry:
     the memory that all graphs share, alone; known from its plain calls on. waits: why it has no graph yet. misfits: how
     often functions of other extensions did not fit its graphs. kept_uses: how many of its uses the store knows.
     host: the times of the host's own forward; a cached pass has those of the whole one for which it stands. in_image:
-    the means over all steps of the last image that stood for whole ones of this shape; image_ms: the median of its own
-    calls in the last image. Both None before one.
+    the means over all steps of the last image that stood for whole ones of this shape. None
+    before one.
     no_graph, of its verdict: why it has no graph and will get none.
     """
 
@@ -206,7 +206,6 @@ class Entry:
     own: Stopwatch = field(default_factory=Stopwatch)
     host: Stopwatch = field(default_factory=Stopwatch)
     in_image: Times | None = None
-    image_ms: float | None = None
     verdict: Verdict = field(default_factory=Verdict)
     _others: dict[str, Verdict] = field(default_factory=dict)
     state, reason, no_graph = OfVerdict[State](), OfVerdict[str](), OfVerdict[str]()

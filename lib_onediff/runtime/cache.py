@@ -23,7 +23,6 @@ from .call_stats import GRAPH, HOST, ROUTES, CallStats
 from .graphs.accounting import MemorySnapshot
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services
-from .step_times import StepTimes
 from .stepping import Stepping
 from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
@@ -93,7 +92,6 @@ class Cache:
         self, services: Services, stepping: Stepping, vae: DecoderRoute, two_gpus: TwoGpusRoute
     ) -> None:
         self._services, self._stepping, self._vae, self._two_gpus = services, stepping, vae, two_gpus
-        self._step_times = StepTimes(services.history)
         self._seen = MemorySnapshot()
         # In place of CallStats.status where that fails: who reads it finds every key.
         self._unknown = CallStats().status()
@@ -105,7 +103,7 @@ class Cache:
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
-            self._step_times, services.call_stats.parts, services.call_stats.images,
+            services.call_stats.parts, services.call_stats.images,
         )
 
     def totals(self) -> Totals:
@@ -143,12 +141,8 @@ class Cache:
         settings = self._services.settings if run is None else run[0]
         image = part(lambda: self._services.call_stats.image) or ImageRecord()
         status = part(lambda: self._services.call_stats.status(image), self._unknown)
-        entry = image.entry
-        slower = None if entry is None else part(lambda: self._step_times.slower(entry), None)
-        if slower is not None and slower.is_load:
-            status["ratio"] = None
         return {
-            "enabled": settings.enabled, **status, "slower": slower.reason if slower else "",
+            "enabled": settings.enabled, **status,
             **{policy.name: policy_status(policy, image) for policy in self._stepping.policies},
             "backend": status["backend"] or ("" if status["route"] == HOST else settings.backend),
             "vae": {**part(self._vae.status, {}), **({} if image.state == UNTOLD else decode_of(image))},
@@ -168,7 +162,6 @@ class Cache:
             return
         machine = Fingerprint.of()
         self._services.history.open(folder, machine.gpu, machine.digest)
-        self._step_times.open({"torch": machine.torch, "the driver": machine.driver, "OneDiff": machine.onediff})
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:
@@ -187,7 +180,6 @@ class Cache:
             entries = self._services.table.entries()
         self._services.call_stats.settle()
         self._services.history.keep(entries)
-        self._step_times.note(entries)
         self._services.pressure.watch()
 
     # --- to throw away --------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from ..core.key import ShapeKey
 from ..core.table import Entry, State, ratio_of
 from ..store.history import HistoryRow
 from .low_bit_errors import ClassError
-from .step_times import StepTimes
 
 # (model, resolution): also a core.table.Place.
 Name = tuple[Any, ...]
@@ -135,20 +134,18 @@ class ResolutionRow:
 
 def rows_of(
     entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[Name] = (),
-    gives_back: GivesBack = lambda keys: 0, step_times: StepTimes | None = None,
+    gives_back: GivesBack = lambda keys: 0,
     parts: Mapping[Any, Part] = MappingProxyType({}), images: Mapping[Any, int] = MappingProxyType({}),
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
     history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
     (model, resolution). gives_back: the GPU memory that comes back without these shapes.
-    parts, images: see CallStats. step_times: whose slower times are told, and not compared.
+    parts, images: see CallStats.
     """
     groups = by_name(entries, attrgetter("place"))
     rows = [
-        replace(
-            resolution_row(group, name in pins, gives_back, step_times, parts.get(name)), images=images.get(name, 0)
-        )
+        replace(resolution_row(group, name in pins, gives_back, parts.get(name)), images=images.get(name, 0))
         for name, group in groups.items()
     ]
     for name, known in by_name(history, lambda row: (row.model, row.resolution)).items():
@@ -177,21 +174,15 @@ def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
 
 def resolution_row(
     entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
-    step_times: StepTimes | None = None, part: Part | None = None,
+    part: Part | None = None,
 ) -> ResolutionRow:
     """The row of one model and resolution; entries are its shapes, the last used first. part: the steps of the last
     image here."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
     shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
-    timed = entries[shapes.index(usual_shape(shapes))]
     if part is not None:
         row = replace(row, step_ms=part.step_ms, host_ms=part.host_ms, ratio=part.ratio)
-        # Another shape's times say nothing of this image's.
-        timed = part.entry or timed
-    if step_times is not None and (slower := step_times.slower(timed)) is not None:
-        reason = "; ".join(filter(None, (row.reason, slower.reason)))
-        row = replace(row, reason=reason, ratio=None if slower.is_load else row.ratio)
     return replace(row, bytes=gives_back({entry.key for entry in entries}))
 
 

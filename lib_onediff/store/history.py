@@ -27,9 +27,8 @@ from .store import Store
 CACHE_VARIABLE = "ONEDIFF_CACHE"
 # Findings come in bursts: one write for all.
 WRITE_AFTER_SECONDS = 2.0
-# The kinds of findings. What users chose holds on every machine, and times are compared between versions.
-VERDICTS, TUNED, CHOSEN, TIMES = KINDS = ("verdict", "tuned", "chosen", "time")
-ON_EVERY_MACHINE = (CHOSEN, TIMES)
+# The kinds of findings. What users chose holds on every machine.
+VERDICTS, TUNED, CHOSEN = KINDS = ("verdict", "tuned", "chosen")
 # Which errors a check accepts: another rule is another name, and earlier verdicts are not found any more.
 CHECK = "check 2"
 # What is saved last has the highest rowid, whatever the clock says.
@@ -232,14 +231,6 @@ class History:
         """Remember what was measured to be best. Raises TypeError if JSON cannot hold it."""
         self._find(TUNED, name, value)
 
-    def time_of(self, name: str) -> Any:
-        """How long steps of this name took, None where that is not known; see runtime.step_times."""
-        return self._findings[TIMES].get(name)
-
-    def time(self, name: str, value: dict[str, Any]) -> None:
-        """Remember how long a step took."""
-        self._find(TIMES, name, value)
-
     def pins(self) -> frozenset[tuple[str, str]]:
         """Every pinned (model, resolution), as ("SD1", "512x512")."""
         chosen = self._findings[CHOSEN].copy()
@@ -256,7 +247,7 @@ class History:
         encoded = json.dumps(value)
         with self._lock:
             self._findings[kind][name] = value
-        self._write_soon(SAVE, "" if kind in ON_EVERY_MACHINE else self._machine, kind, name, encoded)
+        self._write_soon(SAVE, "" if kind == CHOSEN else self._machine, kind, name, encoded)
 
     # --- the disk -------------------------------------------------------------------------------------------------
 
@@ -293,13 +284,12 @@ class History:
             connection.create_function("goes", 2, goes)
             connection.create_function("is_gone", 1, is_gone)
             connection.execute("DELETE FROM history WHERE goes(resolution, model)")
-            connection.execute("DELETE FROM finding WHERE kind IN (?, ?) AND is_gone(name)", (VERDICTS, TIMES))
+            connection.execute("DELETE FROM finding WHERE kind = ? AND is_gone(name)", (VERDICTS,))
             connection.execute("DELETE FROM finding WHERE kind != ? AND ?", (CHOSEN, everything))
 
         with self._lock:
-            for kind in (VERDICTS, TIMES):
-                known = self._findings[kind]
-                self._findings[kind] = {name: value for name, value in known.items() if not is_gone(name)}
+            known = self._findings[VERDICTS]
+            self._findings[VERDICTS] = {name: value for name, value in known.items() if not is_gone(name)}
             if everything:
                 self._findings[TUNED] = {}
         store = self._store

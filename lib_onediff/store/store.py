@@ -37,7 +37,7 @@ MADE_OF = f"SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE tbl_na
 # How many of which rows stay, the newest: images with ever other LoRAs, and updates of OneDiff, leave some behind.
 LIMITS = (
     ("history", "last_used", "1", 3000),
-    *(("finding", "rowid", f"kind = '{kind}'", 5000) for kind in ("verdict", "tuned", "time")),
+    *(("finding", "rowid", f"kind = '{kind}'", 5000) for kind in ("verdict", "tuned")),
 )
 # Parts of SQLite's messages where the disk refuses, not the file. Python 3.10 knows its result codes by text alone.
 REFUSALS = ("is locked", "locking protocol", "is full", "readonly", "unable to open", "disk I/O")

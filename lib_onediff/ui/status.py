@@ -55,7 +55,7 @@ def current_status(webui: Any) -> dict[str, Any]:
     if not runtime.settings.enabled:
         # The VAE of a model that is not served may be.
         steps["vae"] = {**status["vae"], "route": None, "reason": ""}
-    return {**status, **nothing, **steps, "slower": "", "route": "host", "reason": reason}
+    return {**status, **nothing, **steps, "route": "host", "reason": reason}
 
 
 def summary_html(status: dict[str, Any]) -> str:
@@ -164,15 +164,14 @@ def gain_of(status: dict[str, Any]) -> float | None:
     image = status.get("image") or {}
     took, alone = image.get("seconds"), image.get("host_seconds")
     ratio: float | None = status["ratio"]
-    is_load = bool(status.get("slower")) and ratio is None
-    return alone / took if took and alone is not None and not is_load else ratio
+    return alone / took if took and alone is not None else ratio
 
 
 def status_html(status: dict[str, Any]) -> str:
     """The status line: how the last image was made, by which route and why, and how fast."""
     decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
-        *reasons_of(status), status.get("slower", ""), gpus_sentence(second),
+        *reasons_of(status), gpus_sentence(second),
         *status.get("notes", ()), *status.get("faults", ()),
         decode_described(decode.get("route"), decode.get("reason", "")),
     ))
@@ -230,6 +229,4 @@ def speed_sentence(status: dict[str, Any]) -> str:
         return times(gain)
     if status["route"] in (None, "host"):
         return NOTHING
-    if status.get("slower"):
-        return "not compared"
     return "the WebUI was not timed for these steps" if status["host_ms"] is None else "too few steps timed yet"
