@@ -14,8 +14,8 @@ from .layer_weights import LayerWeights
 from .leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 
 
-class Stream(NamedTuple):
-    """The residual stream of a transformer: tokens, and what is still to be added to them.
+class Residual(NamedTuple):
+    """The residual of a transformer: tokens, and what is still to be added to them.
 
     deferred_bias, bias: (width,) each, or None: for every token the same. Two vectors cost less when the next norm adds
     them than when every linear layer does. update: of the shape of tokens, or None; update_scales: (..., 1) in float32,
@@ -56,7 +56,7 @@ class QuantizedImage(NamedTuple):
 
 # Cosines and sines, (tokens, half a head's width) each, in float32: by which angles queries and keys are turned, in the
 # planes of each number of their first half and the one at its place in their second half.
-Turns = tuple[Tensor, Tensor]
+Rotary = tuple[Tensor, Tensor]
 # What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.
 # Nobody else looks into it.
 Rows = Any
@@ -87,26 +87,26 @@ class Operators(Protocol):
         for, where there is one."""
 
     def layer_norm(
-        self, stream: Stream, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
-    ) -> tuple[Stream, Rows]:
-        """The same stream, and its layer norm in the type of reader, the linear layer that it is for. layer: of
+        self, residual: Residual, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
+    ) -> tuple[Residual, Rows]:
+        """The same residual, and its layer norm in the type of reader, the linear layer that it is for. layer: of
         (width,), or of (batch, width) for an adaptive norm."""
 
     def rms_norm(self, x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
         """The root mean square norm of x (..., width)."""
 
     def normed_heads(
-        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
+        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
     ) -> list[Tensor]:
         """(batch, tokens, parts * width) as parts of (batch, heads, tokens, width of a head): those that have a norm
-        through it and, where there are turns, turned after it. May write into projected."""
+        through it and, with a rotary embedding, rotated after it. May write into projected."""
 
-    def add_linear(self, stream: Stream, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Stream:
-        """stream + linear(x), or stream + gate * linear(x) with a gate (batch, width). May write into the stream that
-        it was given, which nobody uses afterwards."""
+    def add_linear(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Residual:
+        """residual + linear(x), or residual + gate * linear(x) with a gate (batch, width). May write into the residual
+        that it was given, which nobody uses afterwards."""
 
-    def materialize(self, stream: Stream) -> Tensor:
-        """The stream's tokens, with everything added."""
+    def materialize(self, residual: Residual) -> Tensor:
+        """The residual's tokens, with everything added."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         """Softmax attention over (batch, heads, tokens, width), scores in float32 if upcast."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.operators import Operators, Stream
+from ..core.operators import Operators, Residual
 from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 
 # Relative errors that need no measurement: five times what is usual in float32, twice what is in the others.
@@ -86,7 +86,7 @@ class RoundingNoise:
         return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs))
 
     def _noisy(self, found: Any) -> Any:
-        if isinstance(found, Stream):
+        if isinstance(found, Residual):
             return found._replace(tokens=self._noisy(found.tokens))
         if isinstance(found, (tuple, list)):
             return type(found)(map(self._noisy, found))

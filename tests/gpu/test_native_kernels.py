@@ -8,7 +8,7 @@ import torch.nn.functional as functional
 from exact_operators import relative_error
 from torch import Tensor
 
-from lib_onediff.core.operators import Stream
+from lib_onediff.core.operators import Residual
 from lib_onediff.devices.cuda.kernels import images as native_images
 from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 
@@ -101,7 +101,7 @@ def test_tokens_of_more_than_two_to_the_31_elements() -> None:
     assert torch.equal(gated, native_tokens.geglu(few).repeat(1700, 1))
     assert relative_error(gated[-1000:], exact.geglu(few)) < 1e-3
     del gated
-    stream, normed = native_tokens.layer_norm(Stream(many, None, bias), weight, bias, 1e-5)
-    assert torch.equal(native_tokens.materialize(stream)[-1000:], few + bias)
+    residual, normed = native_tokens.layer_norm(Residual(many, None, bias), weight, bias, 1e-5)
+    assert torch.equal(native_tokens.materialize(residual)[-1000:], few + bias)
     assert relative_error(normed[-1000:], exact.layer_norm(few + bias, weight, bias, 1e-5)) < 1e-3
     assert torch.equal(normed[:1000], normed[-1000:])

@@ -18,7 +18,7 @@ from lib_onediff.core.card import TuningCache
 from lib_onediff.core.key import Lossy
 from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
-from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.core.operators import QuantizedTokens, Residual
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.cuda.kernels import images, products, rounding, tokens
@@ -81,11 +81,11 @@ def norm_scale(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def layer_norm(
-    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, cut: Any
-) -> tuple[Stream, QuantizedTokens]:
-    tokens = materialize(stream)
+    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, cut: Any
+) -> tuple[Residual, QuantizedTokens]:
+    tokens = materialize(residual)
     normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
-    return Stream(tokens), rounded(normed, kind, norm_scale(weight, bias) if kind is FP8 else None)
+    return Residual(tokens), rounded(normed, kind, norm_scale(weight, bias) if kind is FP8 else None)
 
 
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
@@ -113,14 +113,14 @@ def exact_group_norm(
     return torch_ops.WideNorms().group_norm(image, LayerWeights(weight, bias), norm, silu, shift)
 
 
-def materialize(stream: Stream, config: Any = None) -> Tensor:
-    return torch_ops.materialize(stream._replace(tokens=stream.tokens.float())).to(stream.tokens.dtype)
+def materialize(residual: Residual, config: Any = None) -> Tensor:
+    return torch_ops.materialize(residual._replace(tokens=residual.tokens.float())).to(residual.tokens.dtype)
 
 
 def exact_layer_norm(
-    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: Any
-) -> tuple[Stream, Tensor]:
-    whole = Stream(materialize(stream))
+    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, config: Any
+) -> tuple[Residual, Tensor]:
+    whole = Residual(materialize(residual))
     norm = LayerNorm("norm", len(weight), eps)
     return torch_ops.layer_norm(whole, LayerWeights(weight, bias), norm, LayerWeights(weight, None))
 

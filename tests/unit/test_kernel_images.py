@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from test_kernel_group_norm import DEVICE, NEAREST, random_image
 
-from lib_onediff.core.operators import Stream
+from lib_onediff.core.operators import Residual
 from lib_onediff.devices.cuda.kernels.images import add_and_measure, resize
 from lib_onediff.devices.cuda.kernels.launch_config import ADDITION, GEGLU, LAYER_NORM, LaunchConfig
 from lib_onediff.devices.cuda.kernels.tokens import geglu, layer_norm, materialize
@@ -89,12 +89,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
-def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Stream, Tensor]:
-    """A stream that is owed up to two vectors, and what it comes to."""
+def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Residual, Tensor]:
+    """A residual that is owed up to two vectors, and what it comes to."""
     width = tokens.shape[-1]
     first, second = random(width) if deferred_bias else None, random(width, dtype=tokens.dtype) if addend else None
     total = tokens.double() + sum((vector.double() for vector in (first, second) if vector is not None), 0.0)
-    return Stream(tokens, first, second), total
+    return Residual(tokens, first, second), total
 
 
 @grid(
@@ -104,15 +104,15 @@ def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Stream, Te
 )
 def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool], biased: bool) -> None:
     tokens = random(*shape)
-    stream, total = owing(tokens, *owed)
+    residual, total = owing(tokens, *owed)
     weight, bias = 1 + 0.3 * random(shape[-1]), random(shape[-1]) if biased else None
     before = tokens.clone()
-    settled, output = layer_norm(stream, weight, bias, 1e-5)
+    settled, output = layer_norm(residual, weight, bias, 1e-5)
     assert torch.equal(tokens, before), "an input is not written to"
     assert settled.tokens is tokens and settled.bias is None and settled.deferred_bias.dtype == torch.float32
     assert worst_error(settled.tokens + settled.deferred_bias, total) < CLOSE
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
-    assert worst_error(materialize(stream), total) < CLOSE
+    assert worst_error(materialize(residual), total) < CLOSE
     # What the norm has added up is owed from then on, and another bias beside it.
     further = settled._replace(bias=random(shape[-1]))
     assert worst_error(materialize(further), total + further.bias.double()) < CLOSE
@@ -120,11 +120,11 @@ def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool],
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
-    stream, total = owing(random(7, 96), True, True)
+    residual, total = owing(random(7, 96), True, True)
     weight, bias = random(96), random(96)
-    _, output = layer_norm(stream, weight, bias, 1e-5, config)
+    _, output = layer_norm(residual, weight, bias, 1e-5, config)
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
-    assert worst_error(materialize(stream, config), total) < CLOSE
+    assert worst_error(materialize(residual, config), total) < CLOSE
 
 
 @pytest.mark.parametrize("dtype", NEAREST, ids=str)
@@ -135,10 +135,10 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert worst_error(sum_of(image, update, bias), exact) <= NEAREST[dtype]
     expected = functional.interpolate(image.float(), size=(9, 13), mode="nearest").to(dtype)
     assert torch.equal(resize(image, 9, 13), expected)
-    stream, total = owing(random(9, 96, dtype=dtype), True, True)
+    residual, total = owing(random(9, 96, dtype=dtype), True, True)
     weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
-    _, output = layer_norm(stream, weight, bias, 1e-5)
-    assert worst_error(materialize(stream), total) <= NEAREST[dtype]
+    _, output = layer_norm(residual, weight, bias, 1e-5)
+    assert worst_error(materialize(residual), total) <= NEAREST[dtype]
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) <= NEAREST[dtype]
     tokens = 3 * random(4, 192, dtype=dtype)
     assert worst_error(geglu(tokens), exact_geglu(tokens)) <= NEAREST[dtype]
@@ -148,7 +148,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -> None:
     tokens, deferred_bias = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(320) + 0.5 * mean
     weight, bias = random(320), random(320)
-    _, output = layer_norm(Stream(tokens, deferred_bias), weight, bias, 1e-5)
+    _, output = layer_norm(Residual(tokens, deferred_bias), weight, bias, 1e-5)
     # The mean itself is rounded: to 2**-19, which is 3e-5 of a deviation.
     assert worst_error(output, exact_layer_norm(tokens + deferred_bias, weight, bias, 1e-5)) < 1000
 

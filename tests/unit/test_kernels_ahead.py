@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lib_onediff.core.card import TuningCache
-from lib_onediff.core.operators import Stream
+from lib_onediff.core.operators import Residual
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda import native
@@ -96,10 +96,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def normed(config: Any = LAYER_NORM.candidates[0], start: int = 0) -> tuple[torch.Tensor, ...]:
-    stream = torch.zeros(3 * 320 + start, dtype=torch.float16)[start:].view(3, 320)
+    residual = torch.zeros(3 * 320 + start, dtype=torch.float16)[start:].view(3, 320)
     weight = torch.zeros(320, dtype=torch.float16)
-    now, output = tokens.layer_norm(Stream(stream), weight, None, 1e-5, config)
-    return stream, weight, now.deferred_bias, output
+    now, output = tokens.layer_norm(Residual(residual), weight, None, 1e-5, config)
+    return residual, weight, now.deferred_bias, output
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +134,12 @@ def test_matrices_are_multiplied_by_the_units_that_a_card_has() -> None:
 
 
 def test_a_launch_reaches_the_driver(card: Any) -> None:
-    stream, weight, deferred, output = normed()
+    residual, weight, deferred, output = normed()
     [(numbers, parameters)] = card.library.launches
     rows, warps = LAYER_NORM.candidates[0]
     assert numbers[:6] == (-(-3 // rows), 1, 1, 32 * warps, 1, 1)
     found = struct.unpack("@7P5ifPP", parameters)
-    addresses = [one.data_ptr() for one in (stream, deferred, weight, weight, weight, deferred, output)]
+    addresses = [one.data_ptr() for one in (residual, deferred, weight, weight, weight, deferred, output)]
     assert found[:12] == (*addresses, 3, 320, 0, 0, 0) and found[12:] == (pytest.approx(1e-5), 0, 0)
     normed()
     assert len(card.library.modules) == 1, "it is loaded once"

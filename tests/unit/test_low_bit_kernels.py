@@ -1,4 +1,4 @@
-"""The kernels that give rows of tokens in eight bits against float64, and what a stream owes after such a product."""
+"""The kernels that give rows of tokens in eight bits against float64, and what a residual owes after such a product."""
 from __future__ import annotations
 
 from itertools import product
@@ -19,7 +19,7 @@ from low_bit_builders import norm_scale, rounded_rows, use_low_bit
 
 from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.leaves import LayerNorm
-from lib_onediff.core.operators import QuantizedTokens, Stream
+from lib_onediff.core.operators import QuantizedTokens, Residual
 from lib_onediff.devices.cuda.kernels import rounding
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, updated
@@ -72,10 +72,10 @@ def test_a_layer_norm_comes_in_eight_bits(
     update = random(*shape, dtype=torch.bfloat16 if scaled else dtype)
     scales = random(*shape[:-1], 1, dtype=torch.float32) if scaled else None
     deferred_bias, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
-    stream = Stream(tokens.clone(), deferred_bias, bias, update, scales) if whole else Stream(tokens.clone())
+    residual = Residual(tokens.clone(), deferred_bias, bias, update, scales) if whole else Residual(tokens.clone())
     added = update.double() if scales is None else update.double() * scales.double()
     total = tokens.double() + added if whole else tokens.double()
-    standing, normed = rounding.layer_norm(stream, weight, bias if whole else None, 1e-5, kind)
+    standing, normed = rounding.layer_norm(residual, weight, bias if whole else None, 1e-5, kind)
     assert normed.scales.shape == ((1, 1) if kind is FP8 else (tokens.numel() // shape[-1], 1))
     if kind is FP8:
         assert torch.equal(normed.scales, norm_scale(weight, bias if whole else None))
@@ -93,8 +93,8 @@ def test_an_adaptive_norm_comes_in_eight_bits_with_the_vectors_of_each_image(kin
     scales = random(2, 7, 1, dtype=torch.float32) if scaled else None
     shift, factor, gate = random(2, 288).chunk(3, dim=1)
     added = update.double() * gate.double()[:, None] * (1 if scales is None else scales.double())
-    stream = Stream(tokens.clone(), update=update, update_scales=scales, gate=gate)
-    standing, normed = rounding.adaptive_norm(stream, LayerWeights(factor, shift), 1e-6, torch.float16, kind)
+    residual = Residual(tokens.clone(), update=update, update_scales=scales, gate=gate)
+    standing, normed = rounding.adaptive_norm(residual, LayerWeights(factor, shift), 1e-6, torch.float16, kind)
     assert relative_error(standing.tokens, tokens + added) < 1e-6
     each = [exact_layer_norm(total, factor[image], shift[image], 1e-6) for image, total in enumerate(tokens + added)]
     if not isinstance(normed, QuantizedTokens):
@@ -115,8 +115,8 @@ def test_a_gelu_comes_in_eight_bits(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
     tokens, weight = random(7, 96), random(96)
-    _, normed = rounding.layer_norm(Stream(tokens), weight, None, 1e-5, kind, config)
-    _, first = rounding.layer_norm(Stream(tokens), weight, None, 1e-5, kind)
+    _, normed = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind, config)
+    _, first = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind)
     assert torch.allclose(normed.scales, first.scales, rtol=1e-5)
     # Sums in another order may move a value over the middle between two of these.
     assert float((normed.values.float() == first.values.float()).double().mean()) > 0.99
@@ -184,13 +184,13 @@ def weights_of(weight: Tensor, bias: Tensor | None = None) -> LayerWeights:
 def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
     layer, vector = weights_of(torch.randn(WIDTH, WIDTH).to(result)), torch.randn(WIDTH).to(result)
     tokens = torch.randn(2, 5, WIDTH).to(result)
-    stream = operators.add_linear(Stream(tokens.clone()), torch.randn(2, 5, WIDTH).to(result), layer)
-    assert stream.update.shape == tokens.shape and stream.update_scales.shape == (2, 5, 1)
-    total = tokens.double() + stream.update.double() * stream.update_scales.double()
+    residual = operators.add_linear(Residual(tokens.clone()), torch.randn(2, 5, WIDTH).to(result), layer)
+    assert residual.update.shape == tokens.shape and residual.update_scales.shape == (2, 5, 1)
+    total = tokens.double() + residual.update.double() * residual.update_scales.double()
     norm = LayerNorm("norm", WIDTH, EPS)
-    _, rows = operators.layer_norm(stream._replace(tokens=tokens.clone()), LayerWeights(vector, None), norm, layer)
+    _, rows = operators.layer_norm(residual._replace(tokens=tokens.clone()), LayerWeights(vector, None), norm, layer)
     back = (rows.values.double() * rows.scales).view(tokens.shape)
     assert relative_error(back, exact_layer_norm(total, vector, None, EPS)) < 0.03
-    given = updated(stream)
+    given = updated(residual)
     assert given.update is None and given.update_scales is None
     assert relative_error(given.tokens, total) < (1e-3 if result == torch.float16 else 5e-3)

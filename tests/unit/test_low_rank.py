@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lib_onediff.core.layer_weights import LayerWeights, LowRank
 from lib_onediff.core.leaves import Convolution
-from lib_onediff.core.operators import Operators, Stream
+from lib_onediff.core.operators import Operators, Residual
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.forge.weight_functions import low_rank_update
 from lib_onediff.weights.on_the_fly import AppliedFunctions, AppliedWeights
@@ -67,7 +67,7 @@ def test_linear(ops: Operators, members: tuple[int, ...], biased: bool) -> None:
     expected = torch_ops.linear(x.double(), merged(layer))
     assert relative_error(ops.linear(x, layer), expected.float()) < CLOSE
     expected = tokens.double() + expected
-    assert relative_error(ops.materialize(ops.add_linear(Stream(tokens), x, layer)), expected.float()) < CLOSE
+    assert relative_error(ops.materialize(ops.add_linear(Residual(tokens), x, layer)), expected.float()) < CLOSE
 
 
 @grid(biased=[True, False], joined=[True, False], form=[torch.contiguous_format, torch.channels_last])

@@ -20,7 +20,7 @@ from grid import ends
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
-from lib_onediff.core.operators import Stream
+from lib_onediff.core.operators import Residual
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import (
     ATTENTION,
@@ -106,11 +106,11 @@ def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
     norm, parameters, out = LayerNorm("norm", 24, 1e-5), layer(24), layer(24, 48)
     outputs = []
     for ops in (native, torch_ops):
-        stream, first = ops.layer_norm(Stream(tokens.clone()), parameters, norm, out)
+        residual, first = ops.layer_norm(Residual(tokens.clone()), parameters, norm, out)
         # Two additions between the norms, and one after the last.
-        stream = ops.add_linear(ops.add_linear(stream, hidden, out), hidden, out)
-        stream, second = ops.layer_norm(stream, parameters, norm, out)
-        outputs.append((first, second, ops.materialize(ops.add_linear(stream, hidden, out)), ops.geglu(tokens, out)))
+        residual = ops.add_linear(ops.add_linear(residual, hidden, out), hidden, out)
+        residual, second = ops.layer_norm(residual, parameters, norm, out)
+        outputs.append((first, second, ops.materialize(ops.add_linear(residual, hidden, out)), ops.geglu(tokens, out)))
     for ours, expected in zip(*outputs, strict=True):
         assert relative_error(ours, expected) < CLOSE
 
@@ -119,26 +119,26 @@ def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
 def test_norms_and_gates_that_depend_on_the_image_and_heads_that_are_turned(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    """kept: the type of the residual stream. The reference computes in float32 with the same numbers."""
+    """kept: the type of the residual. The reference computes in float32 with the same numbers."""
     tokens, hidden, gate = random(2, 7, 48).to(kept), random(2, 7, 48).to(dtype), random(2, 48).to(dtype)
     image, into, out, parts, head = ([random(*shape).to(dtype) for shape in shapes] for shapes in (
         [(2, 48), (2, 48)], [(96, 48), (96,)], [(48, 96), (48,)], [(144, 48)], [(16,)]
     ))
-    turns, norm, of_heads = (random(7, 8), random(7, 8)), AdaptiveNorm(48, 1e-6), RMSNorm("norm", 16, 1e-6)
+    rotary, norm, of_heads = (random(7, 8), random(7, 8)), AdaptiveNorm(48, 1e-6), RMSNorm("norm", 16, 1e-6)
 
     def outputs(ops: Any, as_kind: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with_image, first, second, three, one = (
             LayerWeights(*map(as_kind, given), *[None] * (2 - len(given))) for given in (image, into, out, parts, head)
         )
-        stream, factors = Stream(as_kind(tokens.clone())), as_kind(gate)
-        stream, normed = ops.layer_norm(stream, with_image, norm, second)
-        stream = ops.add_linear(stream, ops.gelu_linear(as_kind(hidden), first, second), second, factors)
-        stream = ops.add_linear(stream, ops.gelu_linear(normed, first, second), second, factors)
-        stream, again = ops.layer_norm(stream, with_image, norm, second)
+        residual, factors = Residual(as_kind(tokens.clone())), as_kind(gate)
+        residual, normed = ops.layer_norm(residual, with_image, norm, second)
+        residual = ops.add_linear(residual, ops.gelu_linear(as_kind(hidden), first, second), second, factors)
+        residual = ops.add_linear(residual, ops.gelu_linear(normed, first, second), second, factors)
+        residual, again = ops.layer_norm(residual, with_image, norm, second)
         norms = (one, of_heads), (one, of_heads), None
-        heads = ops.normed_heads(ops.linear(again, three), 3, norms, turns)
+        heads = ops.normed_heads(ops.linear(again, three), 3, norms, rotary)
         alone = ops.normed_heads(again.clone(), 3, norms[:1], None)
-        return [ops.materialize(stream), normed, again, *alone, *heads]
+        return [ops.materialize(residual), normed, again, *alone, *heads]
 
     expected = outputs(torch_ops, Tensor.float)
     for ours, exact, kind in zip(outputs(native, torch.clone), expected, [kept, *[dtype] * 6], strict=True):

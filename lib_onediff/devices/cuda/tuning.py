@@ -25,7 +25,7 @@ from ...core.leaves import (
     NormedHeads,
     RMSNorm,
 )
-from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Stream
+from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Residual
 from ...weights import low_bit
 from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
 from ..torch.attention import inputs_of
@@ -71,7 +71,7 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
         yield Trial(cuts.ADDITION, shape_class, partial(images.add_and_measure, *added))
     for width in (norm.width for norm in norms_of(users, LayerNorm)):
         tokens, hidden, vector = make(ROWS, width), make(ROWS, 2 * cuts.FEED_FORWARD * width), make(width)
-        normed = partial(native_tokens.layer_norm, Stream(tokens, None, vector), vector, vector, EPS)
+        normed = partial(native_tokens.layer_norm, Residual(tokens, None, vector), vector, vector, EPS)
         yield Trial(cuts.LAYER_NORM, row_class(width), normed)
         yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
     for query_shape, key_shape in cross_attentions(users, vector.dtype):
@@ -94,18 +94,18 @@ def launches_of(
     def of_tokens(norm: LayerNorm) -> None:
         vector = make(norm.width)
         layer = LayerWeights(vector, vector)
-        stream, _ = ops.layer_norm(Stream(make(FEW, norm.width), None, vector), layer, norm, layer)
-        ops.materialize(stream)
+        residual, _ = ops.layer_norm(Residual(make(FEW, norm.width), None, vector), layer, norm, layer)
+        ops.materialize(residual)
         ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * norm.width), layer)
 
     def of_blocks(norm: AdaptiveNorm) -> None:
-        stream, layer = adaptive_stream(make, norm.width, FEW)
-        ops.layer_norm(stream, layer, norm, layer)
+        residual, layer = adaptive_residual(make, norm.width, FEW)
+        ops.layer_norm(residual, layer, norm, layer)
         native_tokens.gelu(make(FEW, norm.width))
 
     def of_heads(one: NormedHeads) -> None:
-        turns = (torch.zeros((FEW, one.width // 2), dtype=torch.float32, device=device),) * 2
-        for given in (turns, None):
+        rotary = (torch.zeros((FEW, one.width // 2), dtype=torch.float32, device=device),) * 2
+        for given in (rotary, None):
             normed = LayerWeights(make(one.width), None), RMSNorm("", one.width, EPS)
             for parts in (1, 2):
                 projected = make(BATCH, FEW, parts * one.heads * one.width)
@@ -136,14 +136,14 @@ def norms_of(users: Iterable[Any], kind: Any) -> Iterable[Any]:
     return {row_class(leaf.width): leaf for leaf in users if isinstance(leaf, kind)}.values()
 
 
-def adaptive_stream(
+def adaptive_residual(
     make: Callable[..., Tensor], width: int, rows: int, of: torch.dtype | None = None
-) -> tuple[Stream, LayerWeights]:
-    """A stream as it comes to an adaptive norm, and the vectors of the norm. of: the type of its update, if it is
+) -> tuple[Residual, LayerWeights]:
+    """A residual as it comes to an adaptive norm, and the vectors of the norm. of: the type of its update, if it is
     another than what make gives."""
     update, (shift, factor, gate) = make(BATCH, rows // BATCH, width), make(BATCH, 3 * width).chunk(3, dim=1)
     tokens = update.float() if update.dtype == torch.float16 else torch.empty_like(update)
-    return Stream(tokens, update=update if of is None else update.to(of), gate=gate), LayerWeights(factor, shift)
+    return Residual(tokens, update=update if of is None else update.to(of), gate=gate), LayerWeights(factor, shift)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
@@ -212,8 +212,8 @@ def way_of(
     if product.source == NORMED:
         tokens, parameters = random(product.rows, product.width), LayerWeights(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)
-        return lambda ops: ops.linear(ops.layer_norm(Stream(tokens), parameters, norm, layer)[1], layer)
-    stream, vector = Stream(random(product.rows, product.out)), random(product.out)
+        return lambda ops: ops.linear(ops.layer_norm(Residual(tokens), parameters, norm, layer)[1], layer)
+    residual, vector = Residual(random(product.rows, product.out)), random(product.out)
     if product.source == GATED:
         # A feed-forward from norm to norm: its first product may make what this one reads.
         parameters, norm = LayerWeights(vector, None), LayerNorm("norm", product.out, EPS)
@@ -223,14 +223,14 @@ def way_of(
         into = LayerWeights(matrix, bias, (rounded,), gated_scale=scale)
 
         def fed_forward(ops: Operators) -> object:
-            now, normed = ops.layer_norm(stream, parameters, norm, into)
+            now, normed = ops.layer_norm(residual, parameters, norm, into)
             return rounding.layer_norm(
                 ops.add_linear(now, ops.gated_linear(normed, into, layer), layer), vector, None, EPS, kind
             )
 
         return fed_forward
     hidden = random(product.rows, product.width)
-    return lambda ops: rounding.layer_norm(ops.add_linear(stream, hidden, layer), vector, None, EPS, kind)
+    return lambda ops: rounding.layer_norm(ops.add_linear(residual, hidden, layer), vector, None, EPS, kind)
 
 
 def way_of_convolution(
@@ -256,7 +256,7 @@ def low_bit_launches(
         tokens, weight = make(FEW, width), make(width)
         config = launches.of(cuts.LAYER_NORM, row_class(width), dtype)
         for update in (make(FEW, width), tokens.to(torch.bfloat16)):
-            rounding.layer_norm(Stream(tokens, None, weight, update), weight, weight, EPS, kind, config)
+            rounding.layer_norm(Residual(tokens, None, weight, update), weight, weight, EPS, kind, config)
         hidden = make(FEW, 2 * cuts.FEED_FORWARD * width)
         rounding.geglu(hidden, kind)
         for features in (cuts.FEED_FORWARD * width, width):
@@ -278,12 +278,12 @@ def low_bit_launches(
 
     def blocks_of(norm: AdaptiveNorm) -> None:
         for of in {dtype, torch.bfloat16}:
-            stream, layer = adaptive_stream(make, norm.width, FEW, of)
-            rounding.adaptive_norm(stream, layer, EPS, dtype, kind)
+            residual, layer = adaptive_residual(make, norm.width, FEW, of)
+            rounding.adaptive_norm(residual, layer, EPS, dtype, kind)
         if kind is FP8:
             # Behind a layer in float8, of one that is not.
-            stream, layer = adaptive_stream(make, norm.width, FEW, torch.bfloat16)
-            scaled = stream._replace(update_scales=make(BATCH, FEW // BATCH, 1).float())
+            residual, layer = adaptive_residual(make, norm.width, FEW, torch.bfloat16)
+            scaled = residual._replace(update_scales=make(BATCH, FEW // BATCH, 1).float())
             rounding.adaptive_norm(scaled, layer, EPS, dtype, None)
         for features in (cuts.FEED_FORWARD * norm.width, norm.width):
             rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)

@@ -17,7 +17,7 @@ from oneflow.utils.tensor import from_torch, to_torch
 
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
-from ...core.operators import Stream
+from ...core.operators import Residual
 from ..torch import operators as torch_ops
 
 
@@ -72,13 +72,13 @@ class OneFlowOperators:
         return functional.silu(normed) if silu else normed
 
     def layer_norm(
-        self, stream: Stream, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
-    ) -> tuple[Stream, Tensor]:
-        tokens = self.materialize(stream)
-        return Stream(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
+        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
+    ) -> tuple[Residual, Tensor]:
+        tokens = self.materialize(residual)
+        return Residual(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
 
-    def add_linear(self, stream: Stream, x: Tensor, layer: LayerWeights) -> Stream:
-        return stream._replace(tokens=stream.tokens + self.linear(x, layer))
+    def add_linear(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
+        return residual._replace(tokens=residual.tokens + self.linear(x, layer))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         dtype, width = query.dtype, query.shape[3]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.layer_weights import LayerWeights, LowRank, merged
 from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
-from ...core.operators import Stream, Turns
+from ...core.operators import Residual, Rotary
 
 
 def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
@@ -106,13 +106,13 @@ def group_norm(
 
 
 def layer_norm(
-    stream: Stream, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
-) -> tuple[Stream, Tensor]:
-    tokens, weight, bias = materialize(stream), layer.weight, layer.bias
+    residual: Residual, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
+) -> tuple[Residual, Tensor]:
+    tokens, weight, bias = materialize(residual), layer.weight, layer.bias
     if isinstance(norm, LayerNorm):
-        return Stream(tokens), functional.layer_norm(tokens, (norm.width,), weight, bias, norm.eps)
+        return Residual(tokens), functional.layer_norm(tokens, (norm.width,), weight, bias, norm.eps)
     normed = functional.layer_norm(tokens, (norm.width,), eps=norm.eps) * weight[:, None]
-    return Stream(tokens), (normed if bias is None else normed + bias[:, None]).to(reader.weight.dtype)
+    return Residual(tokens), (normed if bias is None else normed + bias[:, None]).to(reader.weight.dtype)
 
 
 def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
@@ -122,31 +122,31 @@ def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
 
 
 def normed_heads(
-    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
+    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
 ) -> list[Tensor]:
     batch, tokens, _ = projected.shape
     parts = projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind()
     normed = [part if norm is None else rms_norm(part, *norm) for part, norm in zip(parts, norms, strict=True)]
-    if turns is None:
+    if rotary is None:
         return normed
-    return [part if norm is None else turned(part, turns) for part, norm in zip(normed, norms, strict=True)]
+    return [part if norm is None else apply_rotary(part, rotary) for part, norm in zip(normed, norms, strict=True)]
 
 
-def turned(heads: Tensor, turns: Turns) -> Tensor:
+def apply_rotary(heads: Tensor, rotary: Rotary) -> Tensor:
     """Queries or keys, (batch, heads, tokens, width)."""
-    (cosines, sines), (first, second) = turns, heads.float().chunk(2, dim=-1)
+    (cosines, sines), (first, second) = rotary, heads.float().chunk(2, dim=-1)
     return torch.cat([cosines * first - sines * second, sines * first + cosines * second], dim=-1).to(heads.dtype)
 
 
-def add_linear(stream: Stream, x: Tensor, layer: LayerWeights, gate: Tensor | None = None) -> Stream:
-    tokens, update = stream.tokens, linear(x, layer)
+def add_linear(residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None) -> Residual:
+    tokens, update = residual.tokens, linear(x, layer)
     if gate is None:
-        return stream._replace(tokens=tokens + update)
-    return stream._replace(tokens=torch.addcmul(tokens, gate[:, None].to(tokens.dtype), update.to(tokens.dtype)))
+        return residual._replace(tokens=tokens + update)
+    return residual._replace(tokens=torch.addcmul(tokens, gate[:, None].to(tokens.dtype), update.to(tokens.dtype)))
 
 
-def materialize(stream: Stream) -> Tensor:
-    tokens, *vectors, update, scales, gate = stream
+def materialize(residual: Residual) -> Tensor:
+    tokens, *vectors, update, scales, gate = residual
     if update is not None and scales is not None:
         update = update * scales
     if update is not None and gate is not None:

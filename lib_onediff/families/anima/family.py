@@ -17,7 +17,7 @@ from ...core.call import Call
 from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import CrossAttention, SelfAttention, names_of
-from ...core.operators import Operators, Rows, Stream, Turns
+from ...core.operators import Operators, Residual, Rotary, Rows
 from ...core.refusal import Refusal
 from .layout import AdaptiveBlock, AnimaLayout, Positions, is_anima, is_cosmos, read_anima, read_cosmos
 
@@ -62,14 +62,14 @@ class Animas:
         dtype = weights[layout.patches.path].weight.dtype
         tokens, rows, columns = patches_of(layout, weights, ops, call.latent.to(dtype))
         modulations, (shift, factor) = modulations_of(layout, weights, ops, call.timestep, dtype)
-        turns = turns_of(layout.positions, rows, columns, tokens.device)
-        blocks = Blocks(weights, ops, call.context.to(dtype), turns, call.upcast_attention)
-        # In float16 a residual stream overflows.
-        stream = Stream(tokens.float() if dtype == torch.float16 else tokens)
+        rotary = rotary_of(layout.positions, rows, columns, tokens.device)
+        blocks = Blocks(weights, ops, call.context.to(dtype), rotary, call.upcast_attention)
+        # In float16 a residual overflows.
+        residual = Residual(tokens.float() if dtype == torch.float16 else tokens)
         for number, block in enumerate(layout.blocks):
-            stream = blocks.through(block, stream, modulations[3 * number:3 * number + 3])
+            residual = blocks.through(block, residual, modulations[3 * number:3 * number + 3])
         out = weights[layout.out.path]
-        _, normed = ops.layer_norm(stream, LayerWeights(factor, shift), layout.out_norm, out)
+        _, normed = ops.layer_norm(residual, LayerWeights(factor, shift), layout.out_norm, out)
         return image_of(layout, ops.linear(normed, out), rows, columns)[..., :height, :width].to(call.latent.dtype)
 
     def units(self, layout: AnimaLayout, call: Call) -> list[tuple[str, ...]]:
@@ -141,7 +141,7 @@ def raised(down: Tensor, ups: LayerWeights) -> Tensor:
     return product
 
 
-def turns_of(positions: Positions, rows: int, columns: int, device: torch.device) -> Turns:
+def rotary_of(positions: Positions, rows: int, columns: int, device: torch.device) -> Rotary:
     """Of rows * columns tokens."""
     angles = []
     for count, width, theta in zip((1, rows, columns), positions.widths, positions.thetas, strict=True):
@@ -159,35 +159,37 @@ def turns_of(positions: Positions, rows: int, columns: int, device: torch.device
 class Blocks:
     """What all blocks of a call share. context: the prompt, (batch, tokens, width)."""
 
-    def __init__(self, weights: Weights, ops: Operators, context: Tensor, turns: Turns, upcast_attention: bool) -> None:
+    def __init__(
+        self, weights: Weights, ops: Operators, context: Tensor, rotary: Rotary, upcast_attention: bool
+    ) -> None:
         self._weights, self._ops = weights, ops
-        self._context, self._turns, self._upcast = context, turns, upcast_attention
+        self._context, self._rotary, self._upcast = context, rotary, upcast_attention
 
-    def through(self, block: AdaptiveBlock, stream: Stream, modulations: Tensor) -> Stream:
-        """The stream behind a block. modulations: (3, batch, 3 * width)."""
+    def through(self, block: AdaptiveBlock, residual: Residual, modulations: Tensor) -> Residual:
+        """The residual behind a block. modulations: (3, batch, 3 * width)."""
         weights, ops, own, cross = self._weights, self._ops, block.self_attention, block.cross_attention
         into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
         at_self, at_cross, at_feed_forward = modulations
-        stream, normed = self._normed(block, stream, at_self, weights[own.query_key_value.name])
+        residual, normed = self._normed(block, residual, at_self, weights[own.query_key_value.name])
         attended = self._self_attention(own, normed)
-        stream = ops.add_linear(stream, attended, weights[own.out.path], gate_of(at_self))
-        stream, normed = self._normed(block, stream, at_cross, weights[cross.query.path])
+        residual = ops.add_linear(residual, attended, weights[own.out.path], gate_of(at_self))
+        residual, normed = self._normed(block, residual, at_cross, weights[cross.query.path])
         attended = self._cross_attention(cross, normed)
-        stream = ops.add_linear(stream, attended, weights[cross.out.path], gate_of(at_cross))
-        stream, normed = self._normed(block, stream, at_feed_forward, into)
-        return ops.add_linear(stream, ops.gelu_linear(normed, into, out), out, gate_of(at_feed_forward))
+        residual = ops.add_linear(residual, attended, weights[cross.out.path], gate_of(at_cross))
+        residual, normed = self._normed(block, residual, at_feed_forward, into)
+        return ops.add_linear(residual, ops.gelu_linear(normed, into, out), out, gate_of(at_feed_forward))
 
     def _normed(
-        self, block: AdaptiveBlock, stream: Stream, modulation: Tensor, reader: LayerWeights
-    ) -> tuple[Stream, Rows]:
+        self, block: AdaptiveBlock, residual: Residual, modulation: Tensor, reader: LayerWeights
+    ) -> tuple[Residual, Rows]:
         shift, factor, _ = modulation.chunk(3, dim=-1)
-        return self._ops.layer_norm(stream, LayerWeights(factor, shift), block.norm, reader)
+        return self._ops.layer_norm(residual, LayerWeights(factor, shift), block.norm, reader)
 
     def _self_attention(self, own: SelfAttention, normed: Rows) -> Tensor:
         weights, ops = self._weights, self._ops
         norms = [(weights[norm.path], norm) for norm in own.norms]
         projected = ops.linear(normed, weights[own.query_key_value.name])
-        query, key, value = ops.normed_heads(projected, own.heads, (*norms, None), self._turns)
+        query, key, value = ops.normed_heads(projected, own.heads, (*norms, None), self._rotary)
         return ops.attention(query, key, value, self._upcast).transpose(1, 2).flatten(2)
 
     def _cross_attention(self, own: CrossAttention, normed: Rows) -> Tensor:

@@ -17,7 +17,7 @@ from ...core.leaves import (
     SelfAttention,
     TransformerBlock,
 )
-from ...core.operators import Image, Operators, Stream
+from ...core.operators import Image, Operators, Residual
 from .layout import Downsample, SpatialTransformer, Stage, Upsample
 
 
@@ -83,43 +83,43 @@ class Layers:
         height, width = image.shape[-2:]
         hidden = ops.group_norm(image, weights[transformer.norm.path], transformer.norm, silu=False)
         tokens = ops.linear(ops.image_to_tokens(hidden), weights[transformer.project_in.path])
-        stream = Stream(tokens)
+        residual = Residual(tokens)
         for index, block in enumerate(transformer.blocks):
             if self.patches.begin_block((*place, index), block):
-                stream = self._patched_block(block, ops.materialize(stream))
+                residual = self._patched_block(block, ops.materialize(residual))
             else:
-                stream = self._transformer_block(block, stream)
-        tokens = ops.linear(ops.materialize(stream), weights[transformer.project_out.path])
+                residual = self._transformer_block(block, residual)
+        tokens = ops.linear(ops.materialize(residual), weights[transformer.project_out.path])
         image = ops.residual_add(image, ops.tokens_to_image(tokens, height, width), None)
         self.patches.end_transformer()
         return image
 
-    def _transformer_block(self, block: TransformerBlock, stream: Stream) -> Stream:
+    def _transformer_block(self, block: TransformerBlock, residual: Residual) -> Residual:
         weights, ops = self.weights, self.ops
         own, cross = block.self_attention, block.cross_attention
         query_key_value, query = weights[own.query_key_value.name], weights[cross.query.path]
-        stream, normed = ops.layer_norm(stream, weights[block.self_norm.path], block.self_norm, query_key_value)
+        residual, normed = ops.layer_norm(residual, weights[block.self_norm.path], block.self_norm, query_key_value)
         mixed = self._attend(own, *ops.linear(normed, query_key_value).chunk(3, dim=-1))
-        stream = ops.add_linear(stream, mixed, weights[own.out.path])
-        stream, normed = ops.layer_norm(stream, weights[block.cross_norm.path], block.cross_norm, query)
+        residual = ops.add_linear(residual, mixed, weights[own.out.path])
+        residual, normed = ops.layer_norm(residual, weights[block.cross_norm.path], block.cross_norm, query)
         mixed = self._attend(cross, ops.linear(normed, query), *self._key_value(cross))
-        return self._feed_forward(block, ops.add_linear(stream, mixed, weights[cross.out.path]))
+        return self._feed_forward(block, ops.add_linear(residual, mixed, weights[cross.out.path]))
 
-    def _feed_forward(self, block: TransformerBlock, stream: Stream) -> Stream:
+    def _feed_forward(self, block: TransformerBlock, residual: Residual) -> Residual:
         weights, norm = self.weights, block.feed_forward_norm
         into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
-        stream, normed = self.ops.layer_norm(stream, weights[norm.path], norm, into)
-        return self.ops.add_linear(stream, self.ops.gated_linear(normed, into, out), out)
+        residual, normed = self.ops.layer_norm(residual, weights[norm.path], norm, into)
+        return self.ops.add_linear(residual, self.ops.gated_linear(normed, into, out), out)
 
-    def _patched_block(self, block: TransformerBlock, tokens: Tensor) -> Stream:
+    def _patched_block(self, block: TransformerBlock, tokens: Tensor) -> Residual:
         """A block in which functions of others stand. tokens: (batch, tokens, width)."""
         replaced = self.patches.whole_block(block, tokens, self.context)
         if replaced is not None:
-            return Stream(replaced)
+            return Residual(replaced)
         tokens = tokens + self._patched_attention(SELF_ATTENTION, block, tokens)
         tokens = self.patches.between_attentions(tokens)
         tokens = tokens + self._patched_attention(CROSS_ATTENTION, block, tokens)
-        return self._feed_forward(block, Stream(tokens))
+        return self._feed_forward(block, Residual(tokens))
 
     def _patched_attention(self, name: str, block: TransformerBlock, tokens: Tensor) -> Tensor:
         """What an attention adds to the tokens (batch, tokens, width). name: SELF_ATTENTION or CROSS_ATTENTION."""
@@ -127,7 +127,7 @@ class Layers:
         own, cross = block.self_attention, block.cross_attention
         attention, norm = (own, block.self_norm) if is_self else (cross, block.cross_norm)
         reader = weights[own.query_key_value.name if is_self else cross.query.path]
-        _, normed = ops.layer_norm(Stream(tokens), weights[norm.path], norm, reader)
+        _, normed = ops.layer_norm(Residual(tokens), weights[norm.path], norm, reader)
         replaced = patches.whole_attention(name, block, normed, self.context)
         if replaced is not None:
             return replaced

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....core.card import TuningCache
 from ....core.layer_weights import LayerWeights, LowRank, QuantizedWeight, merged
 from ....core.leaves import GATED, NORMED, PLAIN, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
-from ....core.operators import QuantizedImage, QuantizedTokens, Stream, Turns
+from ....core.operators import QuantizedImage, QuantizedTokens, Residual, Rotary
 from ....weights.low_bit import (
     FEWEST_PIXELS,
     FP8,
@@ -160,57 +160,57 @@ class NativeOperators:
         )
 
     def layer_norm(
-        self, stream: Stream, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
-    ) -> tuple[Stream, Rows]:
+        self, residual: Residual, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
+    ) -> tuple[Residual, Rows]:
         dtype, adapts = reader.weight.dtype, isinstance(norm, AdaptiveNorm)
-        kind = self._kind(stream.tokens, reader, NORMED)
-        adds = adapts == (stream.gate is not None) and (adapts or kind is not None)
-        stream = stream if adds else updated(stream)
-        stream = stream._replace(tokens=stream.tokens.contiguous())
+        kind = self._kind(residual.tokens, reader, NORMED)
+        adds = adapts == (residual.gate is not None) and (adapts or kind is not None)
+        residual = residual if adds else updated(residual)
+        residual = residual._replace(tokens=residual.tokens.contiguous())
         if adapts:
-            return rounding.adaptive_norm(stream, layer, norm.eps, dtype, kind)
+            return rounding.adaptive_norm(residual, layer, norm.eps, dtype, kind)
         config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
         if kind is not None:
-            return rounding.layer_norm(stream, layer.weight, layer.bias, norm.eps, kind, config)
-        return native_tokens.layer_norm(stream, layer.weight, layer.bias, norm.eps, config)
+            return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config)
+        return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
 
-    def add_linear(self, stream: Stream, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Stream:
+    def add_linear(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Residual:
         if gate is not None:
-            return self._add_gated(stream, x, layer, gate)
+            return self._add_gated(residual, x, layer, gate)
         if not isinstance(x, QuantizedTokens):
             kind = self._kind(x, layer, PLAIN)
             if kind is None:
-                return self._add_exact(updated(stream), x, layer)
+                return self._add_exact(updated(residual), x, layer)
             x = rounding.rounded(x, kind)
-        if stream.bias is not None or stream.update is not None:
-            stream = Stream(self.materialize(stream))
+        if residual.bias is not None or residual.update is not None:
+            residual = Residual(self.materialize(residual))
         # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
-        return Stream(stream.tokens, stream.deferred_bias, layer.bias, *self._update(x, layer))
+        return Residual(residual.tokens, residual.deferred_bias, layer.bias, *self._update(x, layer))
 
-    def _add_gated(self, stream: Stream, x: Rows, layer: LayerWeights, gate: Tensor) -> Stream:
-        tokens = self.materialize(stream)
+    def _add_gated(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor) -> Residual:
+        tokens = self.materialize(residual)
         if not isinstance(x, QuantizedTokens):
             kind = None if layer.bias is not None else self._kind(x, layer, PLAIN)
             if kind is None:
-                return Stream(tokens, update=self.linear(x, layer), gate=gate)
+                return Residual(tokens, update=self.linear(x, layer), gate=gate)
             x = rounding.rounded(x, kind)
-        return Stream(tokens, None, None, *self._update(x, layer), gate)
+        return Residual(tokens, None, None, *self._update(x, layer), gate)
 
-    def _add_exact(self, stream: Stream, x: Tensor, layer: LayerWeights) -> Stream:
+    def _add_exact(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
-        if stream.bias is not None:
-            stream = Stream(self.materialize(stream))
-        tokens = stream.tokens.contiguous()
+        if residual.bias is not None:
+            residual = Residual(self.materialize(residual))
+        tokens = residual.tokens.contiguous()
         if torch_ops.merges(layer, x.numel()):
             layer = merged(layer)
         tokens.view(-1, tokens.shape[-1]).addmm_(x.flatten(0, -2), layer.weight.t())
         if layer.low_rank is not None:
             torch_ops.add_low_rank(tokens, x, layer.low_rank)
-        return Stream(tokens, stream.deferred_bias, layer.bias)
+        return Residual(tokens, residual.deferred_bias, layer.bias)
 
-    def materialize(self, stream: Stream) -> Tensor:
-        config = self._launches.of(cuts.LAYER_NORM, row_class(stream.tokens.shape[-1]), stream.tokens.dtype)
-        return native_tokens.materialize(updated(stream), config)
+    def materialize(self, residual: Residual) -> Tensor:
+        config = self._launches.of(cuts.LAYER_NORM, row_class(residual.tokens.shape[-1]), residual.tokens.dtype)
+        return native_tokens.materialize(updated(residual), config)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
         given, width = (query, key, value), query.shape[3]
@@ -254,11 +254,11 @@ class NativeOperators:
         return native_tokens.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
 
     def normed_heads(
-        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
+        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
     ) -> list[Tensor]:
         if not projected.is_contiguous() or not native_tokens.norms_lie_first(norms):
-            return torch_ops.normed_heads(projected, heads, norms, turns)
-        return native_tokens.normed_heads(projected, heads, norms, turns)
+            return torch_ops.normed_heads(projected, heads, norms, rotary)
+        return native_tokens.normed_heads(projected, heads, norms, rotary)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         update = channels_last(update)
@@ -309,7 +309,7 @@ class NativeOperators:
         return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
 
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        """What is to be added to a stream's tokens, and its scales, as Stream has them."""
+        """What is to be added to a residual's tokens, and its scales, as Residual has them."""
         if x.values.dtype == INT8.dtype:
             return self._product(x, layer, None).view(*x.shape, -1), None
         update, scales = float8.update(x, weight_like(x, layer))
@@ -351,15 +351,15 @@ def weight_like(x: QuantizedTokens | QuantizedImage, layer: LayerWeights) -> Qua
     return next(weight for weight in layer.low_bit if weight.values.dtype == x.values.dtype)
 
 
-def updated(stream: Stream) -> Stream:
-    """The same stream, its update added to its tokens in place."""
-    if stream.update is None:
-        return stream
-    tokens, factor, update = stream.tokens.contiguous(), stream.update_scales, stream.update
-    if stream.gate is not None:
-        update, factor = update if factor is None else update * factor, stream.gate[:, None]
+def updated(residual: Residual) -> Residual:
+    """The same residual, its update added to its tokens in place."""
+    if residual.update is None:
+        return residual
+    tokens, factor, update = residual.tokens.contiguous(), residual.update_scales, residual.update
+    if residual.gate is not None:
+        update, factor = update if factor is None else update * factor, residual.gate[:, None]
     if factor is None:
         tokens.add_(update)
     else:
         tokens.addcmul_(update, factor)
-    return stream._replace(tokens=tokens, update=None, update_scales=None, gate=None)
+    return residual._replace(tokens=tokens, update=None, update_scales=None, gate=None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....core.layer_weights import LayerWeights, QuantizedWeight
-from ....core.operators import QuantizedTokens, Stream
+from ....core.operators import QuantizedTokens, Residual
 from ....weights.low_bit import Kind, empty_like, kind_of, largest_of
 from .launch_config import LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
@@ -21,15 +21,15 @@ FEW_COLUMNS = 2048
 
 
 def layer_norm(
-    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind,
+    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind,
     config: LaunchConfig = LAYER_NORM.candidates[0],
-) -> tuple[Stream, QuantizedTokens]:
-    """The stream, deferred_bias one vector in float32 and no update, and its layer norm in a kind of eight bits: in
+) -> tuple[Residual, QuantizedTokens]:
+    """The residual, deferred_bias one vector in float32 and no update, and its layer norm in a kind of eight bits: in
     float8 by one scale, which weight and bias alone decide.
 
-    Writes the update into the stream's tokens, where there is one. Tokens, update and its scales must be contiguous.
+    Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous.
     """
-    tokens, deferred_bias, addend, update, update_scales, _ = stream
+    tokens, deferred_bias, addend, update, update_scales, _ = residual
     width, (rows_together, warps) = tokens.shape[-1], config
     normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
     rows = len(normed.values)
@@ -44,19 +44,19 @@ def layer_norm(
         int(update_scales is not None), int(bias is not None), eps, (width - 1) ** 0.5, kind.largest, warps=warps,
         BLOCK=power_of_two(width), ROWS=rows_together,
     )
-    return Stream(tokens, deferred_now), normed
+    return Residual(tokens, deferred_now), normed
 
 
 def adaptive_norm(
-    stream: Stream, layer: LayerWeights, eps: float, dtype: torch.dtype, kind: Kind | None
-) -> tuple[Stream, Tensor | QuantizedTokens]:
-    """The stream without update, and its layer norm by vectors (batch, width), whose last dimension is contiguous: in a
-    kind of eight bits, in float8 by one scale which the vectors alone decide, or in dtype.
+    residual: Residual, layer: LayerWeights, eps: float, dtype: torch.dtype, kind: Kind | None
+) -> tuple[Residual, Tensor | QuantizedTokens]:
+    """The residual without update, and its layer norm by vectors (batch, width), whose last dimension is contiguous: in
+    a kind of eight bits, in float8 by one scale which the vectors alone decide, or in dtype.
 
-    Writes the update into the stream's tokens, where there is one. Tokens, update and its scales must be contiguous,
+    Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous,
     nothing deferred.
     """
-    tokens, _, _, update, update_scales, gate = stream
+    tokens, _, _, update, update_scales, gate = residual
     factor, shift = layer.weight, layer.bias
     assert shift is not None and shift.stride() == factor.stride()
     batch, count, width = tokens.shape
@@ -79,7 +79,7 @@ def adaptive_norm(
         factor.stride(0), gate.stride(0), int(update is not None), int(update_scales is not None), eps, largest,
         warps=warps_for(width), BLOCK=block,
     )
-    return Stream(tokens), normed
+    return Residual(tokens), normed
 
 
 def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:

@@ -1,4 +1,4 @@
-"""Over rows of tokens: layer norm of a residual stream with a deferred bias, GEGLU, norms of heads, and attention over
+"""Over rows of tokens: layer norm of a residual with a deferred bias, GEGLU, norms of heads, and attention over
 few keys."""
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....core.layer_weights import LayerWeights
 from ....core.leaves import RMSNorm
-from ....core.operators import Stream, Turns
+from ....core.operators import Residual, Rotary
 from .launch_config import ATTENTION, GEGLU, LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
@@ -24,13 +24,13 @@ LOG2_E = 1.4426950408889634
 
 
 def layer_norm(
-    stream: Stream, weight: Tensor, bias: Tensor | None, eps: float, config: LaunchConfig = LAYER_NORM.candidates[0]
-) -> tuple[Stream, Tensor]:
-    """The stream, its deferred bias as one vector in float32, and its layer norm (..., width), contiguous.
+    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, config: LaunchConfig = LAYER_NORM.candidates[0]
+) -> tuple[Residual, Tensor]:
+    """The residual, its deferred bias as one vector in float32, and its layer norm (..., width), contiguous.
 
     The deferred bias is added in float32, and is not rounded on the way.
     """
-    tokens, deferred_bias, addend = stream[:3]
+    tokens, deferred_bias, addend = residual[:3]
     width, (rows_together, warps) = tokens.shape[-1], config
     rows = tokens.numel() // width
     output = torch.empty_like(tokens)
@@ -43,12 +43,12 @@ def layer_norm(
         int(addend is not None), int(bias is not None), eps, warps=warps, BLOCK=power_of_two(width),
         ROWS=rows_together,
     )
-    return Stream(tokens, deferred_now), output
+    return Residual(tokens, deferred_now), output
 
 
-def materialize(stream: Stream, config: LaunchConfig = LAYER_NORM.candidates[0]) -> Tensor:
+def materialize(residual: Residual, config: LaunchConfig = LAYER_NORM.candidates[0]) -> Tensor:
     """The tokens with the deferred bias added; the very tokens where there is none."""
-    tokens, deferred_bias, addend = stream[:3]
+    tokens, deferred_bias, addend = residual[:3]
     if deferred_bias is None:
         return tokens if addend is None else tokens + addend
     width, (rows_together, warps) = tokens.shape[-1], config
@@ -80,18 +80,18 @@ def gelu(numbers: Tensor) -> Tensor:
 
 
 def normed_heads(
-    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], turns: Turns | None
+    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
 ) -> list[Tensor]:
     """See core.operators. The parts with a norm are one or two, the first ones, with the same epsilon; projected is
     contiguous, and written into."""
     batch, tokens, width = projected.shape
     normed = [norm for norm in norms if norm is not None]
     (first, norm), (second, _) = normed[0], normed[-1]
-    cosines, sines = (first.weight, first.weight) if turns is None else turns
+    cosines, sines = (first.weight, first.weight) if rotary is None else rotary
     half = norm.width // 2
     launch(
         "tokens.normed_heads_row", (batch * tokens,), projected, first.weight, second.weight, cosines, sines, width,
-        tokens, heads, int(turns is not None), norm.eps, warps=HEADS_WARPS, PARTS=len(normed),
+        tokens, heads, int(rotary is not None), norm.eps, warps=HEADS_WARPS, PARTS=len(normed),
         HEADS=power_of_two(heads), HALF=half,
     )
     return list(projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind())
