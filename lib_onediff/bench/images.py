@@ -55,7 +55,7 @@ class Drawing:
 
     def times(self, size: Size, steps: int, batch: int, runs: int) -> tuple[list[float], Tensor]:
         """Seconds an image of each call, after calls that nobody times, and the last images."""
-        with runtime.wait_for_compile():
+        with runtime.warming_up():
             for _ in range(WAITING_IMAGES):
                 self.draw(size, steps, batch)
         for _ in range(SETTLING_IMAGES):
@@ -176,7 +176,7 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     with runtime.devices.lossy.low_bit.used_everywhere():
         for chosen in [{}, *options.set]:
             compile_pipe(pipe, **chosen)
-            with runtime.wait_for_compile():
+            with runtime.warming_up():
                 draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
             images = draw_prompts(pipe, wanted, steps)
             row = {"options": name_of_options(chosen) or EXACT, "served_by": served_by()}

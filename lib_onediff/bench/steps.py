@@ -204,7 +204,7 @@ def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: T
     if sample.is_cuda:
         torch.cuda.reset_peak_memory_stats(sample.device)
         before = torch.cuda.memory_allocated(sample.device)
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         call, preparing_s = timed(lambda: variant.prepare(unet, arguments), sample.device)
         _, calling_s = timed(call, sample.device)
     # The last calls are at the timestep of the exact output.

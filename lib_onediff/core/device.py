@@ -99,9 +99,9 @@ class Device(abc.ABC):
     name: str
     traits = Traits()
 
-    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
-        """Raise Refusal with the reason where this machine lacks what it needs, or these settings rule it out. waits:
-        whether the caller waits for what takes long to find out."""
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
+        """Raise Refusal with the reason where this machine lacks what it needs, or these settings rule it out.
+        is_warm_up: whether the caller waits for what takes long to find out."""
 
     def refuse_call(self, call: Call) -> None:
         """Raise Refusal with the reason for inputs that it does not compute."""
@@ -119,7 +119,7 @@ class Device(abc.ABC):
         measured."""
         return False
 
-    def runner(self, managed: Any, key: Any, call: Call, waits: bool) -> Any:
+    def runner(self, managed: Any, key: Any, call: Call, is_warm_up: bool) -> Any:
         """A runner of its own for a call (managed_unet.Runner); None where it has none, and calls are launched or
         captured. Raises Refusal."""
 

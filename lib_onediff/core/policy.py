@@ -83,7 +83,7 @@ class Moment:
     the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be cut
     in two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it.
     edition: of the network's weights now, looked at anew. ordered: the context in which memory that calls share may be
-    written. belongs_to_image: otherwise it makes a shape ready, and belongs to no sampling. is_counted: otherwise it is
+    written. is_warm_up: it makes a shape ready, and belongs to no image. is_counted: otherwise it is
     a part of a call that is counted as a whole.
     """
 
@@ -99,7 +99,7 @@ class Moment:
     cut_memory: Callable[[Hashable], CutMemory]
     edition: Callable[[], int]
     ordered: Callable[[], contextlib.AbstractContextManager[object]]
-    belongs_to_image: bool = True
+    is_warm_up: bool = False
     is_counted: bool = True
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:

@@ -53,10 +53,10 @@ class Devices:
         """The one that computes in eight bits; None where there is none."""
         return next((device for device in self.all if device.traits.takes_lossy), None)
 
-    def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> Candidates:
-        """What to try by these settings on a device (torch's) for a network of this type, whole. waits: see
-        Device.refuse. The one that is named comes first, and after it what is slower; of two that launch the same, the
-        one with graphs."""
+    def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
+        """What to try by these settings on a device (torch's) for a network of this type, whole. The one that is named
+        comes first, and after it what is slower; of two that launch the same, the one with graphs. is_warm_up: see
+        Device.refuse."""
         names = [one.name for one in self.all]
         wanted = names.index(settings.backend) if settings.backend in names else 0
         found: list[Device] = []
@@ -71,16 +71,16 @@ class Devices:
             if not traits.has_graphs and any(before.traits.has_graphs for before in found):
                 continue
             try:
-                one.refuse(settings, device, dtype, waits)
+                one.refuse(settings, device, dtype, is_warm_up)
                 found.append(one)
             except Refusal as refusal:
                 # Why what is slower than one already found refuses is of no interest.
                 reason = reason or ("" if found else str(refusal))
         return Candidates(tuple(found), reason)
 
-    def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> Candidates:
+    def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
         """As candidates, for work that is launched operator by operator and never captured."""
-        found = self.candidates(settings, device, dtype, waits)
+        found = self.candidates(settings, device, dtype, is_warm_up)
         launching = dict.fromkeys(one if one.traits.launches else self.reference for one in found.devices)
         # Without a GPU, that it has no graphs is no reason.
         return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
@@ -91,7 +91,7 @@ class Devices:
         device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
         is_newer = release(torch.__version__) > release(NEWEST_TORCH)
         here = f"torch {torch.__version__}{f' (newer than {NEWEST_TORCH}, the newest tested)' if is_newer else ''}"
-        found = self.candidates(settings, device, torch.float16, waits=False)
+        found = self.candidates(settings, device, torch.float16, is_warm_up=False)
         way = f"{found.devices[0].name} is used" if settings.enabled else "switched off in the settings"
         why = f": {found.reason}" if settings.enabled and found.reason else ""
         return f"{way} on {card_name(device)} with {here}{why}"
@@ -132,7 +132,7 @@ class Devices:
         self, network: weakref.ref[nn.Module], settings: Settings, read: Callable[[nn.Module], Any],
         dtype: torch.dtype, device: torch.device,
     ) -> None:
-        first = self.candidates(settings, device, dtype, waits=False).devices[0]
+        first = self.candidates(settings, device, dtype, is_warm_up=False).devices[0]
         present = network()
         if present is None or first is self.reference:
             return

@@ -323,7 +323,7 @@ class WarmUp:
         self._times.note(DECODING, size.batch * size.width * size.height, took)
 
     def _warm_decode(self, size: Size) -> None:
-        with self._runtime.wait_for_compile():
+        with self._runtime.warming_up():
             self._webui.warm_decode(size.width, size.height, size.batch)
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
 
@@ -339,7 +339,7 @@ class WarmUp:
         captures = number == 1 and devices.has_graphs(call_stats.last_call.backend or standing)
         self._say(job, MEASURING if number == 1 and not captures else WORK_OF_A_SHAPE[number])
         began = time.perf_counter()
-        with self._runtime.wait_for_compile():
+        with self._runtime.warming_up():
             self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
         made = call_stats.last_call
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)

@@ -48,7 +48,7 @@ class BackendChoice:
         Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
         """
         device, budget = call.latent.device, settings.memory_budget
-        candidates = self._devices.candidates(settings, device, call.latent.dtype, self._services.waits_for_compile)
+        candidates = self._devices.candidates(settings, device, call.latent.dtype, self._services.is_warm_up)
         managed.bound.reader = self._devices.contents_reader(device)
         managed.bound.refresh(
             call, candidates.devices[0].traits.channels_last, lambda: self._services.holdings.room(budget, device)
@@ -73,7 +73,7 @@ class BackendChoice:
         if first.traits.casts_weights:
             return found._replace(devices=tuple(one for one in found.devices if one.traits.casts_weights))
         others = self._devices.candidates(
-            replace(settings, backend=AUTO), call.latent.device, call.latent.dtype, self._services.waits_for_compile
+            replace(settings, backend=AUTO), call.latent.device, call.latent.dtype, self._services.is_warm_up
         ).devices
         left = tuple(one for one in others if one.traits.casts_weights and not one.traits.channels_last)
         return Candidates(left, f"the backend {first.name} does not compute with {' and '.join(kinds)}")
@@ -208,7 +208,7 @@ class LowBitRoute:
             choice = before
             if not choice.awaits:
                 return choice.left_out
-        if self._services.waits_for_compile or (call.cut is not None and call.cut.reads):
+        if self._services.is_warm_up or (call.cut is not None and call.cut.reads):
             return choice.left_out
         if choice.awaits:
             half = half_of(time_of(call.timestep), self._families.of(layout).first_timestep)

@@ -69,10 +69,10 @@ class Generation:
         self.log.is_interrupted |= is_cut_short
 
 
-class Apart(threading.local):
-    """Of a thread. is_on: its calls make shapes ready, and belong to no image."""
+class ThisThread(threading.local):
+    """State of one thread. is_warm_up: see Generations."""
 
-    is_on = False
+    is_warm_up = False
 
 
 class Generations:
@@ -80,7 +80,23 @@ class Generations:
 
     def __init__(self) -> None:
         self.running: list[weakref.ref[Generation]] = []
-        self.apart = Apart()
+        self._thread = ThisThread()
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether this thread's calls are a warm-up: they make shapes ready, belong to no image, and wait for compilers
+        and measurements."""
+        return self._thread.is_warm_up
+
+    @contextlib.contextmanager
+    def warming_up(self, is_warm_up: bool = True) -> Iterator[None]:
+        """Calls of this thread are a warm-up inside. is_warm_up: False within a warm-up makes them an image's again."""
+        before = self._thread.is_warm_up
+        self._thread.is_warm_up = is_warm_up
+        try:
+            yield
+        finally:
+            self._thread.is_warm_up = before
 
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
         """p: what the host makes the images from. A copy of one in progress goes on with it; one that begins again has
@@ -112,12 +128,17 @@ class Generations:
 
 
 class LastCall(NamedTuple):
-    """How the last call of the UNet went, and whether it belonged to an image or not. backend: that computed it; None
-    for the host."""
+    """How the last call of the UNet was computed, of an image or of a warm-up. route: None before the first call.
+    reason: why not by a faster route. entry: of its shape; None for the host's own."""
 
-    route: str | None
-    reason: str
-    backend: str | None
+    route: str | None = None
+    reason: str = NO_IMAGE
+    entry: Entry | None = None
+
+    @property
+    def backend(self) -> str | None:
+        """Which backend computed it; None for the host."""
+        return None if self.entry is None else self.entry.key.backend
 
 
 class Timing(threading.local):
@@ -129,8 +150,7 @@ class Timing(threading.local):
 class CallStats:
     """The last UNet call, how many went by each route, and the record of the last image.
 
-    generations: whose images are being made. entry: at which a call is tried, or was made; None where nothing is known
-    of it yet, and for the host's own.
+    generations: whose images are being made.
     """
 
     def __init__(self) -> None:
@@ -149,12 +169,9 @@ class CallStats:
         self.host: Stopwatch | None = None
         self._stands_for: tuple[Stopwatch | None, str] | None = None
         self._timing = Timing()
-        # Of the call that is being made, or of the last one.
+        self.last_call = LastCall()
+        # Where the last call belongs.
         self._place = Place()
-        self._size: torch.Size | None = None
-        self.route: str | None = None
-        self.reason = NO_IMAGE
-        self.entry: Entry | None = None
         self.calls: Counter[str] = Counter()
         self._told: dict[tuple[str, str], float] = {}
 
@@ -162,11 +179,6 @@ class CallStats:
     def total(self) -> int:
         """How many UNet calls were seen."""
         return sum(self.calls.values())
-
-    @property
-    def last_call(self) -> LastCall:
-        """Also of one that made a shape ready."""
-        return LastCall(self.route, self.reason, None if self.entry is None else self.entry.key.backend)
 
     # --- the image ------------------------------------------------------------------------------------------------
 
@@ -182,7 +194,7 @@ class CallStats:
 
     def begin_image(self) -> None:
         """A sampling begins: where no generation tells more, it is an image."""
-        if not self.generations.apart.is_on and self.generations.innermost is None:
+        if not self.generations.is_warm_up and self.generations.innermost is None:
             self._close()
 
     def _close(self) -> None:
@@ -248,7 +260,7 @@ class CallStats:
     def _log(self) -> ImageLog | None:
         """The image of the call that is being made; None where it belongs to none."""
         generations = self.generations
-        if generations.apart.is_on:
+        if generations.is_warm_up:
             return None
         generation = generations.innermost if generations.running else None
         return self._open if generation is None else generation.log
@@ -322,14 +334,6 @@ class CallStats:
     # --- one call -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def call_of(self, latent: Tensor) -> Iterator[None]:
-        """A call of the UNet with this latent, (batch, channels, ..., h, w), is found out or made by the host inside:
-        nothing of the last one counts for it."""
-        self.begin_call(latent)
-        with self.timing(UNET, latent.device):
-            yield
-
-    @contextlib.contextmanager
     def timing(self, network: str, device: torch.device) -> Iterator[None]:
         """Time what is done inside for the image in progress, once where it is entered within itself. network: UNET or
         VAE."""
@@ -349,56 +353,56 @@ class CallStats:
             if network == UNET and self.calls[HOST] != hosts:
                 current.host.add(took)
 
-    def begin_call(self, latent: Tensor | None) -> None:
-        """A call of the UNet begins, and nothing of the last one counts for it. latent: (batch, channels, ..., h, w);
-        None: not known."""
-        self.entry, self._size = None, None if latent is None else latent.shape[-2:]
-
-    def _resolution(self) -> str | None:
-        """In pixels, of the call that is being made: the latent's, or what its generation has announced."""
-        if self._size is not None:
-            height, width = self._size
+    def _resolution(self, latent: Tensor | None) -> str | None:
+        """In pixels: the latent's, (batch, channels, ..., h, w), or what its generation has announced."""
+        if latent is not None:
+            height, width = latent.shape[-2:]
             return f"{width * LATENT_PIXEL}x{height * LATENT_PIXEL}"
-        generation = None if self.generations.apart.is_on else self.generations.innermost
+        generation = None if self.generations.is_warm_up else self.generations.innermost
         return None if generation is None else generation.resolution
 
-    def note(self, route: str, reason: str, model: str | None = None) -> None:
-        """The call went by this route; reason: why not by a faster one. model: whose it is, where the host has computed
-        it."""
+    def note_host(
+        self, reason: str, model: str | None = None, latent: Tensor | None = None, host: Stopwatch | None = None
+    ) -> None:
+        """The host computes a call, for this reason. model, latent: its network's name and its input; None: not known.
+        host: the host's times at this shape, which later steps without a call stand for; None: not known."""
+        self._place = Place(model, self._resolution(latent))
+        self.calls[HOST] += 1
+        self.count(HOSTS, host, host, HOST, None, reason)
+        self._note_last(LastCall(HOST, reason))
+
+    def note_served(self, served: Served) -> None:
+        """We have computed a call."""
+        entry, route, reason = served.entry, served.route, served.reason
+        self._place = entry.place
         self.calls[route] += 1
-        entry = self.entry
-        if route == HOST or entry is None:
-            self.entry, self._place = None, Place(model, self._resolution())
-            # What stands for the host's own at later steps of this shape is still its time.
-            host = None if entry is None else entry.host
-            self.count(HOSTS, host, host, route, None, reason)
-        else:
-            self._place = entry.place
-            kind = CACHED if entry.key.part == CACHED else WHOLE
-            self.count(kind, entry.own, entry.host, route, entry, reason)
-        changed = (route, reason) != (self.route, self.reason)
-        self.route, self.reason = route, reason
-        sentence = f"{route} route" + (f" ({reason})" if reason else "")
+        kind = CACHED if entry.key.part == CACHED else WHOLE
+        self.count(kind, entry.own, entry.host, route, entry, reason)
+        last = self.last_call
+        is_news = last.entry is not entry or last.route != route or last.reason != reason
+        if is_news or log.isEnabledFor(logging.DEBUG):
+            self._note_last(LastCall(route, reason, entry))
+
+    def _note_last(self, call: LastCall) -> None:
+        before = self.last_call
+        self.last_call = call
+        route, reason = call.route, call.reason
+        sentence = f"{route} route ({reason})" if reason else f"{route} route"
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s%s", sentence, f" {self.entry.key}" if self.entry else "")
-        elif changed:
+            log.debug("%s%s", sentence, f" {call.entry.key}" if call.entry else "")
+        elif (route, reason) != (before.route, before.reason):
             # Two routes may take turns within a step, and one line each is enough.
             now = time.monotonic()
-            if now - self._told.get((route, reason), float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
+            if now - self._told.get((str(route), reason), float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", sentence)
             self._told = {one: at for one, at in self._told.items() if now - at <= SECONDS_UNTIL_TOLD_AGAIN}
-            self._told[route, reason] = now
+            self._told[str(route), reason] = now
 
     def explain(self, reason: str) -> None:
         """Give the last call another reason than it was noted with."""
-        self.reason = reason
+        self.last_call = self.last_call._replace(reason=reason)
         if self._latest is not None:
             self._latest.reason = reason
-
-    def note_served(self, served: Served) -> None:
-        """We have computed the call."""
-        self.entry = served.entry
-        self.note(served.route, served.reason)
 
     def status(self, image: ImageRecord | None = None) -> dict[str, Any]:
         """The record of an image as plain values, by default of the last one, and the calls of all; see ImageRecord."""

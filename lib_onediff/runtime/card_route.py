@@ -45,30 +45,35 @@ class CardRoute:
         self.services, self._stepping = services, stepping
         self.choice, self.low_bit, self.patched = BackendChoice(services), LowBitRoute(services), PatchedRoute(services)
 
-    def answer(
-        self, managed: ManagedUNet, settings: Settings, call: Call, host: Host, times_host: bool = True,
-        is_counted: bool = True,
-    ) -> Answer:
-        """The output of a call, with the step policies around it that are on for each card. times_host: host makes this
-        call and no more. is_counted: otherwise it is a part of a call that is counted as a whole.
+    def card(self, managed: ManagedUNet, settings: Settings, times_host: bool = True) -> OneCard:
+        """Computes a UNet's calls by these settings. times_host: the host's forward of a call makes that call alone."""
+        return OneCard(self, managed, settings, times_host)
+
+    def answer(self, card: OneCard, call: Call, host: Host, is_counted: bool = True) -> Answer:
+        """The output of a call, with the step policies around it that are on for each card. is_counted: False for a
+        part of a call that is counted as a whole.
 
         Raises Refusal where the host must run it, torch.cuda.OutOfMemoryError, and what the host raises.
         """
-        compute = OneCard(self, managed, settings, times_host)
-        return self._stepping.around(compute, False, managed, settings, is_counted=is_counted)(call, host)
+        compute = self._stepping.around(card, False, card.managed, card.settings, is_counted=is_counted)
+        return compute(call, host)
 
 
 class OneCard:
-    """The calls of one UNet by these settings. It is a core.policy.Compute."""
+    """The calls of one UNet by these settings. It is a core.policy.Compute.
+
+    tried: the entry at which a call was tried last; None before.
+    """
 
     def __init__(self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool) -> None:
         self._route, self._services = route, route.services
         self._graphs, self._devices = route.services.graphs, route.services.devices
-        self._managed, self._settings, self._times_host = managed, settings, times_host
+        self.managed, self.settings, self._times_host = managed, settings, times_host
+        self.tried: Entry | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        session = self._managed.session
-        served = None if session is None else session.replay(call, self._settings, call.latent.device)
+        session = self.managed.session
+        served = None if session is None else session.replay(call, self.settings, call.latent.device)
         if served is None:
             served = self.serve(call, host)
         return Answer(served.output, served)
@@ -89,14 +94,14 @@ class OneCard:
 
     def _checked(self, call: Call, functions: FunctionCalls | None, host: Host | None) -> tuple[Served, bool]:
         """The output, and whether it was compared with the host's now. functions: the call's patch points."""
-        services, managed, device = self._services, self._managed, call.latent.device
+        services, managed, device = self._services, self.managed, call.latent.device
         with services.computing(device):
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
-            candidates = self._route.choice.begin(managed, self._settings, call)
+            candidates = self._route.choice.begin(managed, self.settings, call)
             served = self._compute(candidates, call, functions)
-        entry, is_noise = served.entry, services.waits_for_compile
-        if entry.state is State.COLD or not (entry.verdict.of_image or is_noise or entry.key.is_cached_pass):
+        entry, is_warm_up = served.entry, services.is_warm_up
+        if entry.state is State.COLD or not (entry.verdict.of_image or is_warm_up or entry.key.is_cached_pass):
             if host is None:
                 raise Refusal("it is not checked yet")
             services.call_stats.note_first_use()
@@ -105,7 +110,7 @@ class OneCard:
                 functions.rewind()
             # Outside our modes: the host's forward must run exactly as the host would run it.
             is_news = prove(
-                entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_noise,
+                entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_warm_up,
                 () if call.patches is None else call.patches.functions, self._times_host,
                 self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
                 # A LoRA's coarse type would explain almost anything, and is no part of the network's own.
@@ -118,7 +123,7 @@ class OneCard:
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
         """Let later calls like this one go by a faster route."""
-        entry, managed, device = served.entry, self._managed, call.latent.device
+        entry, managed, device = served.entry, self.managed, call.latent.device
         managed.served_last = True
         # A call whose functions were not prepared for being called again is not captured.
         if captures and served.route == PLAIN and (call.patches is None or served.rewind is not None):
@@ -151,13 +156,13 @@ class OneCard:
     def _note_session(self, call: Call, served: Served) -> None:
         """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
         are in eight bits, what some devices compile."""
-        managed, settings, device, key = self._managed, self._settings, call.latent.device, served.entry.key
+        managed, settings, device, key = self.managed, self.settings, call.latent.device, served.entry.key
         choice = managed.low_bit_choice
         low_bit_is_decided = bool(key.lossy.low_bit) and (choice is None or not choice.awaits)
         looks_again = self._devices.named(key.backend).traits.decides_anew or (
             settings.low_bit != "off" and not low_bit_is_decided
         )
-        if served.route != GRAPH or looks_again or self._services.waits_for_compile or call.patches is not None:
+        if served.route != GRAPH or looks_again or self._services.is_warm_up or call.patches is not None:
             return
         session = managed.session
         if session is None or not session.holds(settings, device):
@@ -172,7 +177,7 @@ class OneCard:
         The first output of a shape that overflows is computed again with attention in float32; so is every other of
         this network from then on.
         """
-        bound, tuned, by_host = self._managed.bound, self._services.tuning_cache, call.upcast_attention
+        bound, tuned, by_host = self.managed.bound, self._services.tuning_cache, call.upcast_attention
         dtype, device = bound.binding.dtype, call.latent.device
         name = f"attention overflows, {bound.identity()}, {str(dtype).removeprefix('torch.')}"
         overflows = seen = tuned.get(name) is True
@@ -180,7 +185,7 @@ class OneCard:
             upcast = by_host or overflows
             if upcast != call.upcast_attention:
                 call = replace(call, upcast_attention=upcast)
-            flags = flags_for(self._settings, dtype, device, upcast)
+            flags = flags_for(self.settings, dtype, device, upcast)
             with our_modes(device, flags):
                 served = self._by_the_first(candidates, call, functions, flags)
             if served.entry.state is not State.COLD or upcast or bool(torch.isfinite(served.output).all()):
@@ -199,7 +204,7 @@ class OneCard:
 
         Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
-        managed, reason = self._managed, candidates.reason
+        managed, reason = self.managed, candidates.reason
         lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
         for device, lossy in (*lossy_first, *((device, EXACT) for device in candidates.devices)):
             admitted = attempted(partial(self._admitted, device, call, lossy, flags))
@@ -223,7 +228,7 @@ class OneCard:
         raise Refusal(reason)
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
-        managed, bound = self._managed, self._managed.bound
+        managed, bound = self.managed, self.managed.bound
         layout, dtype = bound.layout, bound.binding.dtype
         key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, managed.kinds, lossy)
         entry = self._services.table.entry(key, layout.model_name)
@@ -243,11 +248,11 @@ class OneCard:
         """The output by one backend. reason: why the one before was not good. Raises Refusal."""
         if entry.key.is_cached_pass and entry.state is State.COLD:
             raise Refusal("it was not checked beside a whole step yet")
-        self._services.call_stats.entry = entry
+        self.tried = entry
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
-        time_ms = self._services.time_ms(call) if self._services.waits_for_compile else None
-        device.prepare(network_of(self._managed, call, entry.key.lossy), time_ms)
+        time_ms = self._services.time_ms(call) if self._services.is_warm_up else None
+        device.prepare(network_of(self.managed, call, entry.key.lossy), time_ms)
         return self._run(device, entry, call, functions, reason)
 
     def _run(
@@ -255,17 +260,17 @@ class OneCard:
     ) -> Served:
         """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
         """
-        managed, lossy, has_graphs = self._managed, entry.key.lossy, device.traits.has_graphs
+        managed, lossy, has_graphs = self.managed, entry.key.lossy, device.traits.has_graphs
         if lossy.low_bit:
-            self._route.low_bit.fit(managed, lossy, call, self._settings, is_first=entry.state is State.COLD)
+            self._route.low_bit.fit(managed, lossy, call, self.settings, is_first=entry.state is State.COLD)
         if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
             raise Refusal("the weights have changed since the last whole step")
         plainly = partial(self._plainly, entry)
-        streamed = managed.streamed(lossy, self._settings)
+        streamed = managed.streamed(lossy, self.settings)
         told = lambda why: "; ".join(filter(None, (why, streamed)))  # noqa: E731
         if functions is not None:
             return self._route.patched.run(managed, entry, call, functions, plainly, told(reason))
-        runner = device.runner(managed, entry.key, call, self._services.waits_for_compile)
+        runner = device.runner(managed, entry.key, call, self._services.is_warm_up)
         if runner is None and entry.state is not State.COLD:
             # What a graph replays was launched and judged before.
             runner = managed.runner(entry.key, call.cut)
@@ -286,14 +291,14 @@ class OneCard:
         return Served(output, entry, managed.bound.edition, PLAIN, told(reason), call)
 
     def _plainly(self, entry: Entry, call: Call) -> Tensor:
-        managed, lossy = self._managed, entry.key.lossy
+        managed, lossy = self.managed, entry.key.lossy
         ops = self._devices.operators(entry.key.backend, managed.has_wide_norms)
         source = managed.source(lossy, call)
         return self._services.families.output(source.layout, source.weights(), ops, call)
 
     def _spread(self, key: ShapeKey, call: Call) -> float:
         """How far rounding moves this output of the UNet alone; see rounding.spread."""
-        managed, plain = self._managed, replace(call, patches=None, cut=None)
+        managed, plain = self.managed, replace(call, patches=None, cut=None)
         ops = self._devices.operators(self._devices.reference.name, managed.has_wide_norms)
 
         def output(ops: Operators) -> Tensor:
@@ -314,7 +319,7 @@ class OneCard:
             return
         captured = attempted(lambda: self._capture_now(entry, call))
         if captured.outcome is Outcome.OUT_OF_MEMORY:
-            makes_room = self._managed.make_room(entry.needs)
+            makes_room = self.managed.make_room(entry.needs)
             self._graphs.free()
             # With room, it is captured after the next call, with the weights where they are then.
             if not makes_room:
@@ -329,26 +334,26 @@ class OneCard:
             self._services.call_stats.note_first_use()
             # Something else was chosen: let it do its first work outside the capture.
             self._plainly(entry, replace(call, patches=None))
-        if entry.key.lossy.low_bit and self._managed.low_bit is None:
+        if entry.key.lossy.low_bit and self.managed.low_bit is None:
             # By what was measured now, the next call goes another way.
             return
-        lacking = self._graphs.capture(self._managed, entry, self._settings.memory_budget, call)
+        lacking = self._graphs.capture(self.managed, entry, self.settings.memory_budget, call)
         if entry.state is State.READY:
             self._services.call_stats.note_first_use()
         if lacking < 0:
-            self._managed.note_left_over(-lacking - ROOM_TO_SPARE)
-        elif lacking and not self._managed.make_room(lacking + ROOM_TO_SPARE):
-            self._graphs.shrink_low_bit(self._managed, lacking + ROOM_TO_SPARE)
+            self.managed.note_left_over(-lacking - ROOM_TO_SPARE)
+        elif lacking and not self.managed.make_room(lacking + ROOM_TO_SPARE):
+            self._graphs.shrink_low_bit(self.managed, lacking + ROOM_TO_SPARE)
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
         """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
-        layout, low_bit = self._managed.bound.layout, self._route.low_bit
+        layout, low_bit = self.managed.bound.layout, self._route.low_bit
         attentions = self._services.families.of(layout).attentions(layout, call)
-        network, time_ms = network_of(self._managed, call, key.lossy), self._services.time_ms(call)
+        network, time_ms = network_of(self.managed, call, key.lossy), self._services.time_ms(call)
         measured = self._devices.named(key.backend).tune(network, attentions, call, time_ms)
-        if not key.lossy.low_bit or not low_bit.tune(self._managed, key.lossy, call):
+        if not key.lossy.low_bit or not low_bit.tune(self.managed, key.lossy, call):
             return measured
-        fitted = attempted(lambda: low_bit.fit(self._managed, key.lossy, call, self._settings))
+        fitted = attempted(lambda: low_bit.fit(self.managed, key.lossy, call, self.settings))
         if fitted.outcome is Outcome.REFUSED:
             return False
         fitted.given()

@@ -19,13 +19,14 @@ from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, WARM_UP_TIMES, Sampling
 from ..core.settings import ONE_GPU, Settings
+from ..core.table import Entry
 from ..core.weak_dictionary import WeakDictionary
 from ..steps.registry import step_policies
 from ..store.history import History
 from ..weights.scan import HostTraits
 from .cache import Cache
-from .call_stats import HOST
-from .card_route import CardRoute
+from .call_stats import UNET
+from .card_route import CardRoute, OneCard
 from .managed_unet import ManagedUNet
 from .services import SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
@@ -58,7 +59,7 @@ class Runtime:
         self.guard, self.table, self.tuning_cache = services.guard, services.table, services.tuning_cache
         self.devices, self.call_stats = services.devices, services.call_stats
         self.generations, self.pressure = services.generations, services.pressure
-        self.wait_for_compile, self.computing = services.wait_for_compile, services.computing
+        self.warming_up, self.computing = services.generations.warming_up, services.computing
         self.release_memory = services.release_memory
         self.stepping = Stepping(services, step_policies() if policies is None else policies, self.sampling_of)
         self.by_card = CardRoute(services, self.stepping)
@@ -151,7 +152,7 @@ class Runtime:
 
     def sampling_of(self, managed: ManagedUNet) -> Sampling:
         """The sampling in progress; one whose steps are all whole where nobody has announced any."""
-        if self.services.waits_for_compile:
+        if self.services.is_warm_up:
             # A call that makes a shape ready belongs to no image.
             return Sampling(times=lambda: WARM_UP_TIMES)
         return managed.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
@@ -221,10 +222,12 @@ class Runtime:
             compute = self.stepping.around(compute, True, managed, settings, guidance)
         except Exception as error:
             tried: Attempt[Any] = Attempt.of(error, around)
-            work: Callable[[], Tensor] = partial(self.by_host, unet, tried, "looking a UNet up", as_host(host))
+            work: Callable[[], Tensor] = partial(
+                self.by_host, unet, tried, "looking a UNet up", as_host(host), call.latent
+            )
         else:
             work = lambda: compute(call, as_host(host)).output  # noqa: E731
-        with self.guard.beside("timing a call", self.call_stats.call_of(call.latent)):
+        with self.guard.beside("timing a call", self.call_stats.timing(UNET, call.latent.device)):
             return self.guard.as_raised(work)
 
     def note_served(self, served: Served) -> None:
@@ -260,8 +263,12 @@ class Runtime:
         """Those that hold for a network now, and why they are off where a generation says so."""
         return self.services.run_settings or (managed.settings or self.settings, "")
 
-    def by_host(self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host) -> Tensor:
-        """Run the host's forward, because of what became of ours. hook: what we were doing; see Guard.note.
+    def by_host(
+        self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
+        tried: Entry | None = None,
+    ) -> Tensor:
+        """Run the host's forward, because of what became of ours. hook: what we were doing; see Guard.note. latent: of
+        the call, where it was read. tried: the entry at which ours was tried last; None where it was at none.
 
         A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
         """
@@ -269,7 +276,8 @@ class Runtime:
         if attempt.outcome is Outcome.OUT_OF_MEMORY:
             self.release_memory()
         told = attempt.reason if fault is None else NOT_UNDERSTOOD.format(first_line(fault))
-        self.call_stats.note(HOST, told, self._known_name(unet))
+        host_times = None if tried is None else tried.host
+        self.call_stats.note_host(told, self._known_name(unet), latent, host_times)
         self._leave_as_found(unet)
         managed = self.services.managed.get(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
@@ -285,14 +293,12 @@ class Runtime:
 
     def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
         """Run the host's forward of a call that could not be read."""
-        self.call_stats.begin_call(None)
         self.guard.attempt("counting a call", self.two_gpus.note)
         return self.by_host(unet, attempt, "the UNet's forward", host)
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
-        self.call_stats.begin_call(None)
-        self.call_stats.note(HOST, reason, None if unet is None else self._known_name(unet))
+        self.call_stats.note_host(reason, None if unet is None else self._known_name(unet))
         self.two_gpus.note()
         if unet is not None:
             self._leave_as_found(unet)
@@ -320,14 +326,16 @@ class OursOrHosts:
     def __call__(self, call: Call, host: Host | None) -> Answer:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
         host = as_host(host)
-        made = attempted(partial(self._ours, call, host), beside_host=True)
+        card = self._runtime.by_card.card(self._managed, self._settings)
+        made = attempted(partial(self._ours, card, call, host), beside_host=True)
         if made.is_ours:
             return made.given()
-        return Answer(self._runtime.by_host(self._unet, made, "the UNet's forward", host))
+        runtime = self._runtime
+        return Answer(runtime.by_host(self._unet, made, "the UNet's forward", host, call.latent, card.tried))
 
-    def _ours(self, call: Call, host: Host) -> Answer:
+    def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
         """Raises what CardRoute.answer raises."""
-        two_gpus, call_stats, settings = self._runtime.two_gpus, self._runtime.call_stats, self._settings
+        two_gpus, settings = self._runtime.two_gpus, self._settings
         if settings.second_gpu != ONE_GPU:
             split = two_gpus.answer(self._managed, settings, call, host)
             if split is not None:
@@ -336,8 +344,7 @@ class OursOrHosts:
             two_gpus.forget(self._unet)
             # Another UNet may be computed on both.
             two_gpus.note()
-        call_stats.entry = None
-        answer = self._runtime.by_card.answer(self._managed, settings, call, host)
+        answer = self._runtime.by_card.answer(card, call, host)
         if answer.served is not None:
             self._runtime.note_served(answer.served)
         return answer

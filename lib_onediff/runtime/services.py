@@ -1,8 +1,7 @@
 """What the UNet's route and the VAE's share: settings, what is known of shapes, operators, memory, and the lock."""
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -77,25 +76,15 @@ class Services:
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
-        if self.generations.apart.is_on or not self.generations.running:
+        if self.is_warm_up or not self.generations.running:
             return None
         generation = self.generations.innermost
         return None if generation is None else (generation.settings, generation.why_off)
 
     @property
-    def waits_for_compile(self) -> bool:
-        """Whether this thread's calls belong to no image: they wait for OneFlow's compiler and measurements."""
-        return self.generations.apart.is_on
-
-    @contextlib.contextmanager
-    def wait_for_compile(self) -> Iterator[None]:
-        """Calls made inside belong to no image; see waits_for_compile."""
-        apart = self.generations.apart
-        before, apart.is_on = apart.is_on, True
-        try:
-            yield
-        finally:
-            apart.is_on = before
+    def is_warm_up(self) -> bool:
+        """See Generations.is_warm_up."""
+        return self.generations.is_warm_up
 
     def time_ms(self, call: Call) -> TimeMs:
         """How long work takes in a graph where this call is computed."""

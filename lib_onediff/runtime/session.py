@@ -70,7 +70,7 @@ class Session:
             # torch's switches of precision were moved since: another graph computes with them.
             return None
         with self._turn:
-            if services.is_between_graphs or services.generations.apart.is_on or managed.session is not self:
+            if services.is_between_graphs or services.is_warm_up or managed.session is not self:
                 # Given back since, the last.
                 return None
             runner = managed.runner(entry.key, call.cut)

@@ -137,7 +137,7 @@ class Stepping:
         if not on:
             return compute
         services, sampling = self._services, self._sampling_of(managed)
-        belongs_to_image = not services.waits_for_compile
+        is_warm_up = services.is_warm_up
 
         def moment_of(call: Call, host: Host | None) -> Moment:
             assert host is not None, "who computes without a host has no policy inside"
@@ -145,7 +145,7 @@ class Stepping:
             return Moment(
                 call, host, settings, sampling, guidance, services.call_stats, managed.step_memories,
                 cache(partial(sampling.position, call.timestep)), managed.deepest, managed.cut_memory,
-                bound.edition_now, partial(services.computing, call.latent.device), belongs_to_image, is_counted,
+                bound.edition_now, partial(services.computing, call.latent.device), is_warm_up, is_counted,
             )
 
         for policy in reversed(on):

@@ -220,10 +220,8 @@ class TwoGpusRoute:
                 there, session = take_rows(call, second_rows), pair.managed.session
                 where = pair.mirror.binding.device
                 second = None if session is None else session.replay(there, settings, where)
-        self._services.call_stats.entry = None
-        first = served_of(
-            self._by_card.answer(managed, settings, here, lambda: host()[first_rows], times_host=False)
-        )
+        card = self._by_card.card(managed, settings, times_host=False)
+        first = served_of(self._by_card.answer(card, here, lambda: host()[first_rows]))
         if self._services.devices.named(first.entry.key.backend).traits.one_card:
             raise Refusal(f"the backend {first.entry.key.backend} computes on one GPU")
         if pair is None:
@@ -251,9 +249,8 @@ class TwoGpusRoute:
 
         pair.follow(managed)
         with self._on(pair.device):
-            return served_of(self._by_card.answer(
-                pair.managed, settings, pair.rows(call, rows), of_host, times_host=False, is_counted=False
-            ))
+            card = self._by_card.card(pair.managed, settings, times_host=False)
+            return served_of(self._by_card.answer(card, pair.rows(call, rows), of_host, is_counted=False))
 
     # --- the copy -------------------------------------------------------------------------------------------------
 

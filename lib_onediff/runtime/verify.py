@@ -39,12 +39,12 @@ SCRIPT = ".py"
 
 def prove(
     entry: Entry, output: Tensor, history: History, host: Callable[[], Tensor],
-    yardstick: Callable[[], Tensor] | None, nobody_waits: bool, functions: Iterable[Any] = (), times_host: bool = True,
+    yardstick: Callable[[], Tensor] | None, is_warm_up: bool, functions: Iterable[Any] = (), times_host: bool = True,
     allowed: float = 0.0, spread: Callable[[], float] | None = None,
 ) -> bool:
     """Compare a first output with the host's, unless that was done on this machine before.
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
-    nobody_waits: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
+    is_warm_up: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
     can be compared. allowed: what the backend may differ, where that is more than rounding. spread: see judge.
 
     Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be
@@ -52,12 +52,12 @@ def prove(
     """
     is_news = False
     # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
-    known = not entry.key.patches and (history.recall(entry) or (nobody_waits and entry.state is not State.COLD))
-    if known and nobody_waits and times_host and entry.host.settled_ms is None:
+    known = not entry.key.patches and (history.recall(entry) or (is_warm_up and entry.state is not State.COLD))
+    if known and is_warm_up and times_host and entry.host.settled_ms is None:
         time_host(entry, output.device, host, often=True)
     if not known:
         rewind = state_of(entry.key.device, functions)
-        miss = judge(entry, output, host, yardstick, nobody_waits, times_host, allowed, spread=spread)
+        miss = judge(entry, output, host, yardstick, is_warm_up, times_host, allowed, spread=spread)
         if miss is not None:
             # The host runs once more, for the answer.
             rewind()
@@ -70,21 +70,21 @@ def prove(
             raise Refusal(entry.blame(miss))
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-            is_news = not (entry.key.patches or nobody_waits)
+            is_news = not (entry.key.patches or is_warm_up)
     if entry.state is not State.READY:
         entry.state = State.PROVED
     entry.verdict.failures = 0
-    entry.verdict.of_image |= known or not nobody_waits
+    entry.verdict.of_image |= known or not is_warm_up
     return is_news
 
 
 def judge(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
-    nobody_waits: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
+    is_warm_up: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
     spread: Callable[[], float] | None = None,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
-    forward as our output must be, where the host's own is farther from exact than rounding explains. nobody_waits:
+    forward as our output must be, where the host's own is farther from exact than rounding explains. is_warm_up:
     there is time to time the host often enough, however long it takes. times_host, allowed: see prove. same_type:
     whether ours has to have the type of the host's; under autocast, a UNet's need not. spread: measures how far
     rounding moves this output, where an error is neither usual nor too large; see rounding.spread.
@@ -100,9 +100,9 @@ def judge(
         if output.shape != expected.shape or (same_type and output.dtype != expected.dtype):
             return f"it is {tuple(output.shape)} in {output.dtype}, not {tuple(expected.shape)} in {expected.dtype}"
         entry.relative_error = relative_error(output, expected)
-        if times_host and not entry.key.patches and (nobody_waits or entry.host.settled_ms is None):
+        if times_host and not entry.key.patches and (is_warm_up or entry.host.settled_ms is None):
             # A function of another extension may count its calls.
-            time_host(entry, output.device, host, nobody_waits)
+            time_host(entry, output.device, host, is_warm_up)
     computed = entry.key.dtype, output.device, entry.key.precision
     least, most = no_question(*computed), rounding_limit(*computed)
     allowed = max(allowed, MOST_LOW_BIT_ERROR if entry.key.lossy != EXACT else 0.0)

@@ -229,7 +229,7 @@ class Passes:
         again = self._cut(reads=True)
         try:
             compute.check(again, answer.served)
-            if not moment.belongs_to_image:
+            if moment.is_warm_up:
                 # No call that makes shapes ready asks for it by itself.
                 compute(again, None)
         except Refusal as refusal:

@@ -60,7 +60,7 @@ class Forecast:
         call, sampling = moment.call, moment.sampling
         if call.patches is not None:
             raise Refusal(PATCHED)
-        if not moment.belongs_to_image:
+        if moment.is_warm_up:
             raise Refusal("")
         position = moment.position()
         if no_line := sampling.why_no_forecast():

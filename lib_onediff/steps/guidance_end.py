@@ -67,7 +67,7 @@ class GuidanceEnd:
 
     def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
         """From skip_negative_after percent of the sampling's steps on, half of a call is computed."""
-        if not moment.belongs_to_image:
+        if moment.is_warm_up:
             raise Refusal("")
         position = moment.position()
         guided = moment.memory_of(self.name, Guided)

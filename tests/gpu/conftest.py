@@ -11,8 +11,8 @@ from lib_onediff.weights.low_bit import KINDS_OF
 
 
 @pytest.fixture(autouse=True)
-def wait_for_compile() -> Iterator[None]:
-    with runtime.wait_for_compile():
+def warming_up() -> Iterator[None]:
+    with runtime.warming_up():
         yield
 
 

@@ -33,7 +33,7 @@ def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
 def last_call() -> dict[str, Any]:
     """A status in which the last call stands in the place of the last image: calls of these tests belong to none."""
     last = runtime.call_stats.last_call
-    entry = runtime.call_stats.entry
+    entry = last.entry
     found = {**status(), "route": last.route, "reason": last.reason, "backend": last.backend}
     if entry is not None:
         found.update(lossy=str(entry.key.lossy), relative_error=entry.relative_error)

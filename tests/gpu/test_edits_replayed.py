@@ -24,13 +24,9 @@ TRIALS, EDITS_OF_A_UNET = 1000, 2 * len(EDITS)
 
 @contextlib.contextmanager
 def as_in_images() -> Iterator[None]:
-    """Calls that wait for kernels are no images' calls, and go by no session."""
-    apart = runtime.generations.apart
-    before, apart.is_on = apart.is_on, False
-    try:
+    """Calls that wait for kernels are no images' calls, and get no plan."""
+    with runtime.warming_up(False):
         yield
-    finally:
-        apart.is_on = before
 
 
 def compiled(network: str = "tiny-sdxl", side: int = 128, **options: Any) -> tuple[Any, dict[str, Any]]:

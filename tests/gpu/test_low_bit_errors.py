@@ -22,7 +22,7 @@ FIRST, LATER, MIDDLE, BUDGET = 981.0, 700.0, 400.0, 0.02
 
 
 @pytest.fixture(autouse=True)
-def wait_for_compile() -> Iterator[None]:
+def warming_up() -> Iterator[None]:
     """Not in all calls: what makes a shape ready measures nothing."""
     yield
 
@@ -47,7 +47,7 @@ def called(unet: nn.Module, given: dict[str, Any], timestep: float) -> Tensor:
 def test_sdxl_is_within_its_budget(sdxl: nn.Module, option: str) -> None:
     compile_unet(sdxl, low_bit=option, low_bit_budget=BUDGET)
     given = arguments(sdxl, 1024, 1024)
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         for _ in range(3):
             called(sdxl, given, FIRST)
     assert last_call()["low_bit"] == [], "no image yet"
@@ -57,7 +57,7 @@ def test_sdxl_is_within_its_budget(sdxl: nn.Module, option: str) -> None:
     output = called(sdxl, given, MIDDLE)
     assert last_call()["route"] == "graph", last_call()["reason"]
     compile_unet(sdxl)
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         found = relative_error(output, called(sdxl, given, MIDDLE))
         assert not last_call()["lossy"], last_call()["reason"]
     print(f"\nSDXL 1024x1024, batch 2, {option}, budget {BUDGET}: {found:.2e}, by the runtime {errors['error']}")

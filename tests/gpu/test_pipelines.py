@@ -21,7 +21,7 @@ NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 
 
 @pytest.fixture(autouse=True)
-def wait_for_compile() -> None:
+def warming_up() -> None:
     """Not for whole tests: a call that belongs to no image makes every step whole."""
 
 
@@ -61,7 +61,7 @@ def test_a_picture_is_the_pipelines_own_to_within_half_precision(name: str) -> N
     pipe = pipeline(name, torch.float16)
     own = latents(pipe, **size)
     compile_pipe(pipe)
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         latents(pipe, **size)
     ours = latents(pipe, **size)
     assert last_call()["route"] == "graph", last_call()["reason"]
@@ -81,7 +81,7 @@ DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2}
 
 def with_kernels(pipe: Any) -> Any:
     """The pipe, once its kernels are compiled."""
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         latents(pipe, **PICTURE)
     return pipe
 

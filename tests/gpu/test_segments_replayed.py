@@ -94,7 +94,7 @@ def test_every_replay_is_the_hosts(name: str, side: int, backend: str) -> None:
     with scaled_context(unet):
         for seed, route in enumerate(ROUTES):
             assert call(unet, side, side, seed=seed, backend=backend, route=route) < 5e-3
-    assert call(unet, side, side, seed=9) < 5e-3 and not runtime.call_stats.entry.key.patches
+    assert call(unet, side, side, seed=9) < 5e-3 and not runtime.call_stats.last_call.entry.key.patches
 
 
 def test_functions_may_keep_and_draw(unet: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_function_that_fails_while_it_is_recorded_harms_nobody(unet: Any) -> N
     call(unet, seed=0)
     Failing.after = count + count // 2
     call(unet, seed=1)
-    assert "a function that fails" in runtime.call_stats.entry.no_graph
+    assert "a function that fails" in runtime.call_stats.last_call.entry.no_graph
     put(unet, lambda processor: getattr(processor, "_own", processor))
     for seed, route in enumerate(ROUTES):
         assert call(unet, seed=seed, route=route) < 5e-3

@@ -52,7 +52,7 @@ def test_two_threads_with_streams_of_their_own(unets: list[nn.Module], shared: b
 
     def work(index: int) -> None:
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream), torch.no_grad(), runtime.wait_for_compile():
+        with torch.cuda.stream(stream), torch.no_grad(), runtime.warming_up():
             start.wait(SECONDS)
             outputs = [users[index](**given[index], return_dict=False)[0] for _ in range(CALLS)]
             stream.synchronize()

@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
-def wait_for_compile() -> Iterator[None]:
+def warming_up() -> Iterator[None]:
     """Not for whole tests: calls that belong to no image are found out anew each time."""
     torch.cuda.set_device(0)
     yield
@@ -45,7 +45,7 @@ def second() -> dict[str, Any]:
 
 def ready(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int = 4) -> Tensor:
     """The output of a call that both cards replay."""
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         for _ in range(2):
             called(unet, given)
     for _ in range(calls):
@@ -159,7 +159,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
     """The output of a call by a graph."""
     before = torch.cuda.current_device()
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         for _ in range(2):
             called(unet, given)
     for _ in range(6):
@@ -198,7 +198,7 @@ def test_a_vae_on_another_card() -> None:
     for half, given in ((vae.decoder, latent), (vae.encoder, pixels)):
         expected = half(given)
         diffusers_vae.attach(half)
-        with runtime.wait_for_compile():
+        with runtime.warming_up():
             for _ in range(2):
                 half(given)
         with as_in_images():

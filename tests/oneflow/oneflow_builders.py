@@ -28,12 +28,12 @@ class Ours:
         self.bound = self.managed.bound
         self.graphs = graphs
 
-    def runner(self, call: Call, waits_for_compile: bool = True) -> OneFlowRunner | str:
+    def runner(self, call: Call, is_warm_up: bool = True) -> OneFlowRunner | str:
         """The graph's runner, or the sentence that refuses it."""
         self.bound.refresh(call)
         key = ShapeKey.of(self.bound.layout.architecture, self.bound.binding.dtype, call)
         try:
-            return self.graphs.runner(self.managed, key, call, waits_for_compile)
+            return self.graphs.runner(self.managed, key, call, is_warm_up)
         except Refusal as refusal:
             return str(refusal)
 

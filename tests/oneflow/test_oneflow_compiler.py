@@ -80,10 +80,10 @@ def test_a_cap_on_graphs() -> None:
 def test_it_compiles_in_the_background() -> None:
     unet = diffusers_unet(**SMALL)
     ours, call = Ours(unet, OneFlow(FAMILIES.output)), a_call(unet)
-    assert ours.runner(call, waits_for_compile=False) == COMPILING
+    assert ours.runner(call, is_warm_up=False) == COMPILING
     assert ours.graphs.count == 1
     steps, until = 0, time.monotonic() + 120
-    while (runner := ours.runner(call, waits_for_compile=False)) == COMPILING and time.monotonic() < until:
+    while (runner := ours.runner(call, is_warm_up=False)) == COMPILING and time.monotonic() < until:
         diffusers_output(unet, call)
         steps += 1
     assert steps > 1
@@ -93,7 +93,7 @@ def test_it_compiles_in_the_background() -> None:
 def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
     unet = diffusers_unet(**SMALL)
     ours, call = Ours(unet, OneFlow(FAMILIES.output)), a_call(unet)
-    assert ours.runner(call, waits_for_compile=False) == COMPILING
+    assert ours.runner(call, is_warm_up=False) == COMPILING
     for parameter in unet.parameters():
         parameter.data = torch.empty(0)
     del unet

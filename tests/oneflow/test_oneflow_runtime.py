@@ -39,7 +39,7 @@ def test_it_serves_once_it_is_ready() -> None:
 
 def test_patience_edits_and_exchanges() -> None:
     unet = compile_unet(diffusers_unet(**SMALL), backend="oneflow")
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         for seed, size in enumerate([(8, 8), (16, 8), (8, 8)]):
             call = a_call(unet, *size, seed=seed)
             assert agree(served(unet, call), diffusers_output(unet, call))

@@ -133,7 +133,7 @@ class Rig(Adopted):
         output = self.runtime.run(self.unet, call, lambda: self.host(call))
         after = counts(self.runtime)
         changed = [deepcache for deepcache in after if after[deepcache] != before.get(deepcache, 0)]
-        assert self.runtime.call_stats.route != "host", self.runtime.call_stats.reason
+        assert self.runtime.call_stats.last_call.route != "host", self.runtime.call_stats.last_call.reason
         self.log.append(changed[0] if changed else "whole")
         return output
 

@@ -160,7 +160,7 @@ def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(mo
 
 
 @pytest.mark.parametrize("replays", [True, False])
-@pytest.mark.parametrize("what", ["call_stats.note_served", "call_stats.note"])
+@pytest.mark.parametrize("what", ["call_stats.note_served", "call_stats.count"])
 def test_a_note_that_fails_costs_the_note(
     unet: nn.Module, replays: bool, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("c
         for names in prompts:
             rig.check(call_of(rig.unet, time, names, seed=id(rig) % 97), "+".join(names),
                       FULL if index in whole else CACHED)
-            routes.append(runtime.call_stats.route)
+            routes.append(runtime.call_stats.last_call.route)
     return routes
 
 
@@ -68,11 +68,11 @@ def test_other_weights_in_mid_sampling_make_the_next_call_of_each_prompt_full(
                     unet.get_submodule("mid_block.resnets.0.conv1").weight.mul_(1.5)
         for names in prompts:
             rig.check(call_of(rig.unet, STEPS[index], names), names[0], half)
-    assert runtime.call_stats.route == "graph"
+    assert runtime.call_stats.last_call.route == "graph"
 
 
 def test_pre_warming_makes_both_halves_ready(rig: Rig) -> None:
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         for _ in range(3):
             rig.run(call_of(rig.unet, 500.0))
     assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2

@@ -80,7 +80,7 @@ def both(unet: Any, embeddings: list[Tensor] | None = None, seed: int = 0, **oth
 
 def added(what: str) -> bool:
     """Whether our forward computed this itself."""
-    key = runtime.call_stats.entry.key
+    key = runtime.call_stats.last_call.entry.key
     return lib_onediff.status()["route"] == "plain" and not key.patches and any(what in one for one in key.additions)
 
 

@@ -123,7 +123,7 @@ def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
     images = Images(**EVERY_THIRD)
     images.make()
     before, call = images.status(), call_of(images.unet, STEPS[0], size=9)
-    with images.runtime.wait_for_compile(), torch.no_grad():
+    with images.runtime.warming_up(), torch.no_grad():
         images.runtime.begin_sampling(images.unet)
         for _ in range(ENOUGH):
             images.runtime.run(images.unet, call, lambda: images.host(call))

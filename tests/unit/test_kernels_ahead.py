@@ -372,7 +372,7 @@ def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves
     monkeypatch.setattr(archive.zipfile, "ZipFile", read)
     devices = Devices([native.Native(TuningCache()), Eager()], lambda network: None)
     for _ in range(3):
-        found = devices.candidates(Settings(), GPU, torch.float16, waits=False)
+        found = devices.candidates(Settings(), GPU, torch.float16, is_warm_up=False)
         assert [one.name for one in found.devices] == ["eager"]
         assert found.reason == "OneDiff's kernels cannot be read (gone): install it anew"
     assert reads == [1]

@@ -29,11 +29,11 @@ def test_the_name_stands_once_on_a_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.splitlines() == shown
 
 
-def test_two_routes_that_take_turns_within_a_step_are_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_reasons_that_take_turns_within_a_step_are_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     show_on_console()
     call_stats = CallStats()
     for _ in range(20):
-        call_stats.note("plain", "")
-        call_stats.note("host", "perturbed attention")
+        call_stats.note_host("perturbed attention")
+        call_stats.note_host("freeu")
     assert len(capsys.readouterr().err.splitlines()) == 2
-    assert call_stats.calls == {"plain": 20, "host": 20}
+    assert call_stats.calls == {"host": 40}

@@ -58,22 +58,22 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
         served(unet, call)
     managed, route = runtime.services.managed.get(unet), oneflow.OneFlow(FAMILIES.output)
 
-    def runner(index: int, waits_for_compile: bool = False) -> oneflow.OneFlowRunner:
+    def runner(index: int, is_warm_up: bool = False) -> oneflow.OneFlowRunner:
         call, bound = calls[index], managed.bound
         key = ShapeKey.of(bound.layout.architecture, bound.binding.dtype, call, ONEFLOW)
-        return route.runner(managed, key, call, waits_for_compile)
+        return route.runner(managed, key, call, is_warm_up)
 
-    runner(0, waits_for_compile=True).run(calls[0])
+    runner(0, is_warm_up=True).run(calls[0])
     watched.may_end.clear()
     for index, reason in ((1, oneflow.COMPILING), (0, oneflow.COMPILING_ANOTHER)):
         with pytest.raises(Refusal, match=re.escape(reason)):
             runner(index)
-    waiting = threading.Thread(target=lambda: runner(0, waits_for_compile=True).run(calls[0]))
+    waiting = threading.Thread(target=lambda: runner(0, is_warm_up=True).run(calls[0]))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive() and not watched.overlapped
     watched.may_end.set()
     waiting.join(SECONDS)
-    runner(1, waits_for_compile=True).run(calls[1])
+    runner(1, is_warm_up=True).run(calls[1])
     runner(0).run(calls[0])
     assert not watched.overlapped and watched.runs == 6

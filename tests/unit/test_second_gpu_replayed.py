@@ -85,7 +85,7 @@ def test_later_calls_are_looked_up_on_both_cards_the_second_first(
         # The second card's replay comes inside its own device, the first one's after it.
         assert order == ["1", "1"] and image.cards.launched == [SECOND]
     assert found_out == []
-    assert image.second["split"] == "cpu + cpu:1, 1+1 rows" and image.runtime.call_stats.route == "graph"
+    assert image.second["split"] == "cpu + cpu:1, 1+1 rows" and image.runtime.call_stats.last_call.route == "graph"
 
 
 def change_by_loading(unet: Any) -> None:

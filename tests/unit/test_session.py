@@ -1,10 +1,8 @@
 """Later calls of a sampling replay what its first ones found out, and notice what has changed between two of them."""
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from builders import (
     SMALL_XL,
     a_call,
     compute,
-    diffusers_arguments,
     diffusers_output,
     diffusers_unet,
     generating,
@@ -30,7 +27,6 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.backend_choice import BackendChoice
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import Binding
 from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
@@ -222,45 +218,6 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
         assert relative_error(output, expected) < CLOSE
         assert relative_error(output, diffusers_output(unet, call)) > 1e-3
     assert len(found_out) == 7
-
-
-def moves_between_files(work: Callable[[], object]) -> list[str]:
-    """The files of ours that are entered from another one of ours, or from outside, while work() runs; without what a
-    graph would replay."""
-    package = str(Path(lib_onediff.__file__).parent)
-    entered: list[str] = []
-    is_replaying = False
-
-    def watch(frame: Any, event: str, argument: Any) -> None:
-        nonlocal is_replaying
-        if frame.f_code in (compute.__code__, Binding.weights.__code__):
-            is_replaying = event == "call"
-        if is_replaying or event != "call" or not frame.f_code.co_filename.startswith(package):
-            return
-        caller = frame.f_back
-        while caller is not None and not caller.f_code.co_filename.startswith(package):
-            caller = caller.f_back
-        if caller is None or caller.f_code.co_filename != frame.f_code.co_filename:
-            entered.append(f"{frame.f_code.co_filename.removeprefix(package)} {frame.f_code.co_name}")
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return entered
-
-
-def test_the_way_of_a_later_call_is_short(unet: Any, found_out: list[Call]) -> None:
-    arguments = diffusers_arguments(a_call(unet))
-    work = lambda: unet(**arguments)  # noqa: E731
-    with torch.no_grad():
-        for _ in range(4):
-            work()
-        entered = moves_between_files(work)
-    assert runtime.status()["route"] == "graph" and len(found_out) == 3
-    assert len(entered) <= 19, "\n".join(entered)
 
 
 def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found_out: list[Call]) -> None:

@@ -84,15 +84,15 @@ class Host:
         return torch.ones(2, 4, 8, 8)
 
 
-@pytest.mark.parametrize(("seconds", "nobody_waits", "timed"), [
+@pytest.mark.parametrize(("seconds", "is_warm_up", "timed"), [
     (60.0, False, ENOUGH), (-1.0, False, 1), (-1.0, True, ENOUGH),
 ], ids=["quick", "slow", "slow, while nobody waits"])
 def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
-    seconds: float, nobody_waits: bool, timed: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, is_warm_up: bool, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", seconds)
     entry, host = Entry(KEY), Host()
-    judge(entry, torch.ones(2, 4, 8, 8), host, nobody_waits=nobody_waits)
+    judge(entry, torch.ones(2, 4, 8, 8), host, is_warm_up=is_warm_up)
     assert (host.calls, len(entry.host._times)) == (1 + timed, timed)
     assert (entry.host.settled_ms is not None) == (timed == ENOUGH)
 
@@ -109,14 +109,14 @@ def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(
     runtime.history.open(tmp_path)
     runtime.adopt(unet)
     try:
-        with runtime.wait_for_compile():
+        with runtime.warming_up():
             run()
         (entry,) = runtime.table.entries()
         runtime.history.keep_verdict(entry)
-        for waits_for_compile, calls in ((False, 0), (True, ENOUGH)):
+        for is_warm_up, calls in ((False, 0), (True, ENOUGH)):
             runtime.table.forget({entry.key})
             host.calls = 0
-            with runtime.wait_for_compile() if waits_for_compile else contextlib.nullcontext():
+            with runtime.warming_up() if is_warm_up else contextlib.nullcontext():
                 run()
             assert host.calls == calls
     finally:

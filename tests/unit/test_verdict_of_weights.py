@@ -82,7 +82,7 @@ def test_noise_that_makes_a_shape_ready_proves_nothing_for_a_prompt(monkeypatch:
 
     monkeypatch.setattr(FAMILIES, "output", erring)
     unet = checkpoint(False)
-    with runtime.wait_for_compile():
+    with runtime.warming_up():
         assert route_of(unet) == "plain"
     assert route_of(unet, context=100 * a_call(unet).context) == "host"
 

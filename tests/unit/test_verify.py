@@ -149,7 +149,7 @@ class Recalled(History):
         return self.is_known
 
 
-@pytest.mark.parametrize(("recalled", "state", "patches", "nobody_waits", "is_compared"), [
+@pytest.mark.parametrize(("recalled", "state", "patches", "is_warm_up", "is_compared"), [
     (False, State.COLD, False, False, True), (True, State.COLD, False, False, False),
     (True, State.PROVED, False, True, False), (False, State.PROVED, False, True, False),
     # Noise alone has proved it, or nothing has: a call of an image is compared, and so is what is cold.
@@ -157,7 +157,7 @@ class Recalled(History):
     # Functions of other extensions may do something else each time.
     (True, State.PROVED, True, False, True), (True, State.PROVED, True, True, True),
 ])
-def test_what_is_compared(recalled: bool, state: State, patches: bool, nobody_waits: bool, is_compared: bool) -> None:
+def test_what_is_compared(recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool) -> None:
     entry, calls = an_entry(**(PATCHED if patches else {})), []
     entry.state = state
 
@@ -165,15 +165,15 @@ def test_what_is_compared(recalled: bool, state: State, patches: bool, nobody_wa
         calls.append(1)
         return torch.ones(8)
 
-    prove(entry, torch.ones(8), Recalled(recalled), host, None, nobody_waits, times_host=False)
+    prove(entry, torch.ones(8), Recalled(recalled), host, None, is_warm_up, times_host=False)
     assert bool(calls) == is_compared and entry.state is State.PROVED
 
 
-@pytest.mark.parametrize(("nobody_waits", "times_host", "is_settled", "is_timed"), [
+@pytest.mark.parametrize(("is_warm_up", "times_host", "is_settled", "is_timed"), [
     (True, True, False, True), (False, True, False, False), (True, False, False, False), (True, True, True, False),
 ])
 def test_a_host_whose_output_is_known_is_timed_often_where_nobody_waits(
-    nobody_waits: bool, times_host: bool, is_settled: bool, is_timed: bool
+    is_warm_up: bool, times_host: bool, is_settled: bool, is_timed: bool
 ) -> None:
     entry, calls = an_entry(), []
     if is_settled:
@@ -183,7 +183,7 @@ def test_a_host_whose_output_is_known_is_timed_often_where_nobody_waits(
         calls.append(1)
         return torch.ones(8)
 
-    prove(entry, torch.ones(8), Recalled(True), host, None, nobody_waits, times_host=times_host)
+    prove(entry, torch.ones(8), Recalled(True), host, None, is_warm_up, times_host=times_host)
     assert (len(calls) >= ENOUGH) if is_timed else not calls
     assert (entry.host.settled_ms is not None) == (is_timed or is_settled)
 

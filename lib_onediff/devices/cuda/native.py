@@ -97,7 +97,7 @@ class Native(Device):
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
         self._lock = threading.Lock()
 
-    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
         refuse_without_gpu(device)
         lack = self.why_not(device)
         if lack is not None:

@@ -96,9 +96,9 @@ class OneFlow(Device):
         """How many graphs there are, those in the making included."""
         return sum(not graph.done() or graph.result() is not None for graph in self._graphs.values())
 
-    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
         """Calls by these settings follow."""
-        lack = self._gate.why_not(device, dtype, waits)
+        lack = self._gate.why_not(device, dtype, is_warm_up)
         if lack is not None:
             raise Refusal(lack)
         self._variables = oneflow_variables(settings)
@@ -117,9 +117,9 @@ class OneFlow(Device):
         """A graph has its own; what is launched beside it is PyTorch's."""
         return torch_ops
 
-    def runner(self, managed: Any, key: ShapeKey, call: Call, waits: bool) -> OneFlowRunner:
+    def runner(self, managed: Any, key: ShapeKey, call: Call, is_warm_up: bool) -> OneFlowRunner:
         """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
-        thread, seconds where the shape or the address of a weight is new. waits: wait for it."""
+        thread, seconds where the shape or the address of a weight is new. is_warm_up: wait for it."""
         binding = managed.bound.binding
         weights = binding.weights()
         # Graphs do not know what is summed in half precision.
@@ -129,9 +129,9 @@ class OneFlow(Device):
             build = forward_of(self._output, binding.layout, call)
             self._graphs[identity] = self._worker.submit(self._compile, build, present(weights), contiguous(call))
         making = self._graphs[identity]
-        if not (waits or making.done()):
+        if not (is_warm_up or making.done()):
             raise Refusal(COMPILING)
-        if not (waits or all(graph.done() for graph in self._graphs.values())):
+        if not (is_warm_up or all(graph.done() for graph in self._graphs.values())):
             raise Refusal(COMPILING_ANOTHER)
         graph = making.result()
         if graph is None:

@@ -27,7 +27,7 @@ class CudaGraphs(Eager):
 
     name, traits = "cudagraph", Traits(has_graphs=True, launches=False)
 
-    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, waits: bool) -> None:
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
         refuse_without_gpu(device)
 
 

@@ -233,7 +233,7 @@ class Decode:
         """The image in a type by the first device that does not fail. What cannot be compared with the host's own is
         decoded by torch's operators, which all others are compared with. Raises as serve."""
         services, stored = self.services, self._latent.dtype
-        found = services.devices.launched(self.settings, self._latent.device, stored, services.waits_for_compile)
+        found = services.devices.launched(self.settings, self._latent.device, stored, services.is_warm_up)
         devices, reason = ((services.devices.reference,), "") if uncompared else (found.devices, found.reason)
         latent = self._latent.to(dtype)
         network = Network(self.layout.architecture, self.layout.kernel_users, dtype, latent.device)

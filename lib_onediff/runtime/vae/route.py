@@ -116,7 +116,7 @@ class DecoderRoute:
             with services.guard.beside("timing a decode", services.call_stats.timing(VAE, device)):
                 return services.guard.as_raised(work)
         finally:
-            if services.waits_for_compile:
+            if services.is_warm_up:
                 # It belongs to no image.
                 self._route, self._reason, self._entry = before
 

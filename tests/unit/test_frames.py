@@ -1,0 +1,47 @@
+"""How much of lib_onediff a call goes through: a replay costs Python's time, and a first call a reader's."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import SMALL_XL, a_call, compute, diffusers_arguments, diffusers_unet
+from frames import Frames, frames_of
+from graph_builders import PretendedGraph, PretendedGraphs
+from ladder_builders import NATIVE
+
+import lib_onediff
+from lib_onediff.families.registry import Families
+from lib_onediff.weights.watch import Tree
+
+# One frame each: the network's forward, a graph's replay, and the walk through a module tree.
+CLOSED = tuple(one.__code__ for one in (compute, Families.output, PretendedGraph.run, Tree.stands))
+REPLAY_FILES, REPLAY_FRAMES = 16, 61
+FIRST_CALL_FILES = 43
+
+
+@pytest.fixture
+def unet(pretended: PretendedGraphs) -> Any:
+    """A diffusers UNet whose calls at 64x64 pixels are replayed."""
+    compiled = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
+    for _ in range(3):
+        frames_of_call(compiled)
+    return compiled
+
+
+def frames_of_call(unet: Any, size: int = 8) -> Frames:
+    arguments = diffusers_arguments(a_call(unet, size, size))
+    with torch.no_grad():
+        return frames_of(lambda: unet(**arguments), CLOSED)
+
+
+def test_a_replay_crosses_few_files(unet: Any) -> None:
+    frames = frames_of_call(unet)
+    assert lib_onediff.status()["route"] == "graph"
+    assert len(frames.files) <= REPLAY_FILES and len(frames.calls) <= REPLAY_FRAMES, str(frames)
+
+
+def test_a_first_call_at_a_new_size_crosses_few_files(unet: Any) -> None:
+    frames = frames_of_call(unet, size=16)
+    assert lib_onediff.status()["route"] == "plain"
+    assert len(frames.files) <= FIRST_CALL_FILES, str(frames)
