@@ -95,7 +95,7 @@ def settings_of_run(*arguments: Any) -> Settings:
     return run_settings.settings_of_run(arguments, standing_settings())
 
 
-paste_functions = infotext.paste_functions(lambda: runtime.settings)
+paste_functions = infotext.paste_functions(lambda: runtime.settings, settings_tab.tell)
 
 
 class OneDiffScript(scripts.Script):

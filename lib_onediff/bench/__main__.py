@@ -43,7 +43,7 @@ examples:
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """OneDiff's options from words such as "tf32=on". Raises ValueError with a sentence."""
+    """OneDiff's options from words such as "low_bit=int8". Raises ValueError with a sentence."""
     known, chosen = {option.name: option for option in fields(Settings)}, {}
     for word in words:
         name, _, value = word.partition("=")

@@ -5,7 +5,6 @@ in .readme/speed-and-quality.md to them.
 """
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -16,17 +15,6 @@ from .sizes import parse_prewarm
 WORD_OF_BOOL = {True: "on", False: "off"}
 BOOL_OF_WORD = {word: value for value, word in WORD_OF_BOOL.items()}
 TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
-# Options of earlier versions that have no meaning today.
-GONE = frozenset({
-    "attention_upcast", "cache_folder", "convolution_accumulation", "forecast_interval", "fp8", "guidance_end",
-    "idle_prewarm", "low_bit_attention", "matmul_accumulation", "own_presets", "prewarm_most_used",
-    "reduced_precision_reduction", "tf32", "verify",
-    *(f"deepcache_{name}" for name in ("center", "end", "feature", "hires", "power", "schedule", "start")),
-    *(f"deepcache_hires_{name}" for name in ("center", "depth", "end", "interval", "power", "schedule", "start")),
-})
-# By (option, value), what the value is called today.
-VALUES = {("backend", "inductor"): "auto", ("low_bit", "sage"): "off"}
-SWITCHED_ON = ("True", "on")
 HOST_KEY_PREFIX = "onediff_"
 # Where a user finds the switch; its label stands in Settings below.
 OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
@@ -127,34 +115,6 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f" Did you mean {lower[near[0]]!r}?" if near else f" Choose from {', '.join(known)}."
 
 
-def migrate_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Today's options for those of any version, as config files, pasted infotext, scripts and clients of the API name
-    them: what has a meaning today is mapped, the rest is dropped without an error. values: by name, as values or as
-    words; so is the answer."""
-    found = {name: value for name, value in values.items() if name not in GONE}
-    for name, value in VALUES:
-        if found.get(name) == value:
-            found[name] = VALUES[name, value]
-    if "matmul_accumulation" in values:
-        found.setdefault("accumulation", values["matmul_accumulation"])
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        # It was a share of the steps, and 1 was never.
-        share = float(values["guidance_end"])
-        percent = max(1, round(100 * share)) if share < 1 else 0
-        found.setdefault("skip_negative_after", str(percent) if isinstance(values["guidance_end"], str) else percent)
-    if "fp8" in values:
-        found.setdefault("low_bit", "fp8" if str(values["fp8"]) in SWITCHED_ON else "off")
-    forecast = str(values.get("forecast_interval", 1))
-    if forecast != "1" and str(values.get("deepcache_interval", 1)) == "1":
-        # An output forecast is DeepCache that computes nothing in the steps between.
-        number = isinstance(values["forecast_interval"], int)
-        found.update(deepcache_interval=values["forecast_interval"], deepcache_depth=0 if number else "0")
-    most_used = str(values.get("prewarm_most_used", 0))
-    if most_used not in ("", "0"):
-        found["prewarm"] = ", ".join(filter(None, (found.get("prewarm"), f"most used {most_used}")))
-    return found
-
-
 @dataclass(frozen=True)
 class Settings:
     """One consistent set of choices. Immutable, so that a running call cannot see half a change."""
@@ -239,10 +199,10 @@ class Settings:
 
         Raises ValueError with a sentence for the user on an unknown name or a value of the wrong kind.
         """
-        known, values = {option_field.name for option_field in fields(cls)}, migrate_values(values)
-        unknown = sorted(set(values) - known)
+        known = sorted(option_field.name for option_field in fields(cls))
+        unknown = sorted(set(values).difference(known))
         if unknown:
-            raise ValueError(f"OneDiff has no option {unknown[0]!r}.{did_you_mean(unknown[0], sorted(known))}")
+            raise ValueError(f"OneDiff has no option {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
         return replace(base or cls(), **values)
 
     def changed_from(self, other: Settings) -> dict[str, Any]:
@@ -255,7 +215,6 @@ class Settings:
     def for_run(self, values: dict[str, Any]) -> Settings:
         """These settings with other values for one generation. Raises ValueError as from_mapping does, and for an
         option that only holds for the whole WebUI."""
-        values = migrate_values(values)
         for option_field in fields(self):
             if option_field.name in values and not option_field.metadata["per_run"]:
                 name = option_field.name

@@ -14,8 +14,6 @@ LONGEST_QUOTE = 40
 TOKENS = 77
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
 MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
-# Of earlier versions: the first image at a size takes hardly longer than the others.
-GONE = "while idle"
 USUAL_NUMBER = 8
 
 
@@ -86,7 +84,7 @@ def parse_prewarm(text: str) -> PrewarmList:
     for part in filter(None, map(str.strip, SEPARATOR.split(text))):
         if found := MOST_USED.fullmatch(part):
             most_used = int(found[1] or USUAL_NUMBER)
-        elif part.lower() != GONE:
+        else:
             sizes.append(part)
     if most_used > MOST_SIZES:
         raise ValueError(f"{most_used} sizes are too many at once; give at most {MOST_SIZES}.")

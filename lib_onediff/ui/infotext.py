@@ -19,7 +19,6 @@ from ..core.settings import (
     allowed_values,
     did_you_mean,
     format_value,
-    migrate_values,
     options_of_a_run,
     parse_value,
 )
@@ -68,7 +67,7 @@ def names_by_label() -> dict[str, str]:
     }
 
 
-def words_in(text: str) -> dict[str, Any]:
+def words_in(text: str) -> dict[str, str]:
     """The words of each option in a text, by name, with those of a preset's options for its name; of two of one option
     the last counts. An option is named as in the code or as on the page: "DeepCache interval 3".
     """
@@ -85,7 +84,7 @@ def words_in(text: str) -> dict[str, Any]:
                 words.update({option: format_value(of) for option, of in preset_of(value).all_values.items()})
                 continue
         words.update({SWITCH: part} if part in BOOL_OF_WORD else {name: value})
-    return migrate_values(words)
+    return words
 
 
 def read_changes(text: str) -> dict[str, Any]:
@@ -111,8 +110,8 @@ def read_changes(text: str) -> dict[str, Any]:
 def parse(text: Any) -> dict[str, Any]:
     """The options in an infotext of describe, as Settings.from_mapping takes them; empty for any other text.
 
-    Anybody may have written it, with any version of OneDiff: what is not an option here, or not a value of it, is left
-    out.
+    Anybody may have written it, with any version of OneDiff: unknown options and wrong values are left out; see
+    problem_of.
     """
     options, words, found = options_of_a_run(), words_in(str(text)), {}
     for name in options.keys() & words.keys():
@@ -121,12 +120,26 @@ def parse(text: Any) -> dict[str, Any]:
     return found if SWITCH in found else {}
 
 
-def paste_functions(standing: Callable[[], Settings]) -> tuple[PasteFunction, PasteFunction, PasteFunction]:
+def problem_of(text: Any) -> str:
+    """The first unknown option or wrong value in an infotext of describe, in a sentence for the user; "" if there is
+    none, and for any other text."""
+    if not parse(text):
+        return ""
+    try:
+        read_changes(str(text))
+    except ValueError as problem:
+        return f"Not all of the pasted infotext is used. {problem}"
+    return ""
+
+
+def paste_functions(
+    standing: Callable[[], Settings], tell: Callable[[str], object],
+) -> tuple[PasteFunction, PasteFunction, PasteFunction]:
     """What fills the accordion's checkbox, list of presets and text of changes from a pasted infotext, as the host has
     read it; each returns what the component is set to, or None to leave it as it is.
 
     The run then has the settings of the infotext. What the settings tab (standing) has already is not written into the
-    accordion: it goes on following the settings.
+    accordion: it goes on following the settings. tell: called with the problem of the infotext, if it has one.
 
     Make them once for all tabs: hosts hand a component's value on, when an image is sent from one tab to another, where
     both tabs' functions are equal.
@@ -139,7 +152,16 @@ def paste_functions(standing: Callable[[], Settings]) -> tuple[PasteFunction, Pa
 
         return paste
 
+    paste_switch = pasting(lambda wanted: wanted.enabled)
+
+    def paste_first(parameters: dict[str, Any]) -> bool | str | None:
+        # The host calls all three: a problem is told once.
+        problem = problem_of(parameters.get(KEY, ""))
+        if problem:
+            tell(problem)
+        return paste_switch(parameters)
+
     return (
-        pasting(lambda wanted: wanted.enabled), pasting(lambda wanted: shortest(wanted, standing())[0]),
+        paste_first, pasting(lambda wanted: shortest(wanted, standing())[0]),
         pasting(lambda wanted: "; ".join(shortest(wanted, standing())[1])),
     )

@@ -14,8 +14,6 @@ from ..core.settings import Settings, did_you_mean, options_of_a_run
 # Where a preset can be chosen: none.
 AS_IN_SETTINGS = "As in the settings"
 EXACT, BALANCED, FAST, DRAFT = "Exact", "Balanced", "Fast", "Draft"
-# What API calls and pages' defaults of earlier versions call them.
-FORMER_NAMES = {"Quality first": EXACT, "Speed first": FAST, "Fast drafts": DRAFT}
 NOT_OF_PRESETS = frozenset({"enabled", "backend"})
 # What computes each layer faster than exactly, whatever DeepCache does.
 FASTER_LAYERS: Mapping[str, Any] = {
@@ -61,8 +59,8 @@ def preset_options() -> dict[str, Field[Any]]:
 
 
 def preset_of(name: str) -> Preset:
-    """The preset of a name, also of an earlier version's. Raises ValueError with a sentence."""
-    found = PRESETS.get(FORMER_NAMES.get(name, name.capitalize()))
+    """The preset of a name, in any case of letters. Raises ValueError with a sentence."""
+    found = PRESETS.get(name.capitalize())
     if found is None:
         raise ValueError(f"OneDiff has no preset {name!r}.{did_you_mean(name, PRESETS)}")
     return found

@@ -22,7 +22,6 @@ from ..core.settings import (
     Settings,
     format_value,
     host_key,
-    migrate_values,
     parse_value,
     words_of,
 )
@@ -152,19 +151,27 @@ def settings_from(opts: Any) -> Settings:
 
 
 def stored_settings(opts: Any) -> Settings:
-    """The settings that the WebUI has stored, before its options are registered. What it has not is the default.
+    """The settings that the WebUI has stored, before its options are registered. An option that is not stored has its
+    default.
 
-    What an earlier OneDiff has stored is replaced: a page with a value that is no choice any more cannot be applied.
+    A wrong value is replaced by the default, since a page with a value that is not a choice cannot be applied. Unknown
+    options are removed. Both are told in the log.
     """
-    everything = migrate_values({
-        key.removeprefix(HOST_KEY_PREFIX): value for key, value in opts.data.items() if key.startswith(HOST_KEY_PREFIX)
-    })
+    stored = {key for key in opts.data if key.startswith(HOST_KEY_PREFIX)}
     settings = Settings()
     for option in fields(Settings):
-        if option.name in everything:
-            try:
-                settings = replace(settings, **{option.name: everything[option.name]})
-            except ValueError as problem:
-                log.warning("%s Its default is used.", problem)
-            opts.data[host_key(option.name)] = getattr(settings, option.name)
+        key = host_key(option.name)
+        if key not in stored:
+            continue
+        try:
+            settings = replace(settings, **{option.name: opts.data[key]})
+        except ValueError as problem:
+            log.warning("%s Its default is used.", problem)
+        opts.data[key] = getattr(settings, option.name)
+    unknown = sorted(stored.difference(host_key(option.name) for option in fields(Settings)))
+    if unknown:
+        names = ", ".join(unknown)
+        log.warning("OneDiff has no options of these names, so the WebUI's settings lose them: %s.", names)
+        for key in unknown:
+            del opts.data[key]
     return settings

@@ -45,7 +45,7 @@ def test_the_commands_of_the_documentation_are_understood(words: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    ("step --share", "--share"), ("webui http://here --share . --set tf32=on", "--share"),
+    ("step --share", "--share"), ("webui http://here --share . --set low_bit=int8", "--share"),
     ("webui http://here --share no/such", "--share"), ("step --size 1024", "'1024' is not a size"),
     ("step --size 100x512", "100x512: the width must be a multiple of 8"), ("step --size '512x512 x2'", "--size takes"),
 ])

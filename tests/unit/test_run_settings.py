@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lib_onediff.core.settings import OFF_IN_SETTINGS, Settings
-from lib_onediff.ui.presets import AS_IN_SETTINGS, BALANCED, FORMER_NAMES, PRESETS, preset_of, with_preset
+from lib_onediff.ui.presets import AS_IN_SETTINGS, BALANCED, PRESETS, with_preset
 from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings_of_run
 
 
@@ -19,8 +19,6 @@ from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings
     ({"enabled": False}, Settings(), Settings(enabled=False)),
     ({"backend": "eager"}, Settings(memory_budget=500), Settings(backend="eager", memory_budget=500)),
     ({}, Settings(low_bit="int8"), Settings(low_bit="int8")),
-    ({"verify": False, "tf32": "on", "forecast_interval": 3}, Settings(),
-     Settings(deepcache_interval=3, deepcache_depth=0)),
 ])
 def test_clients_that_know_one_argument(argument: Any, standing: Settings, expected: Settings) -> None:
     """Their WebUI fills in the others, or it does not."""
@@ -30,7 +28,7 @@ def test_clients_that_know_one_argument(argument: Any, standing: Settings, expec
 
 
 @pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"},
-                                      {"prewarm": "512x512"}, {"memory_budget": 1}, {"prewarm_most_used": 2},
+                                      {"prewarm": "512x512"}, {"memory_budget": 1}, {"fp8": True},
                                       {"deepcache_interval": 0}, {"skip_negative_after": float("nan")}])
 def test_wrong_first_arguments(argument: Any) -> None:
     with pytest.raises(ValueError, match="OneDiff"):
@@ -43,6 +41,7 @@ def test_wrong_first_arguments(argument: Any) -> None:
     (["Balanced"], "", "second script argument"), (3, "", "second script argument"),
     (None, 3, "third script argument"), ("", {"low_bit": "int8"}, "third script argument"),
     (BALANCED, "speed 9", "no preset '9'"),
+    ("Quality first", "", "no preset 'Quality first'"), (BALANCED, "verify off", "no option 'verify'"),
     (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "no option"),
 ])
 def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
@@ -54,7 +53,7 @@ def test_the_order_in_which_they_count() -> None:
     standing = Settings(deepcache_interval=9, low_bit="fp8", vae_precision="bf16", backend="eager")
     balanced = with_preset(Settings(backend="eager"), BALANCED)
     assert settings_of_run([True, BALANCED, ""], standing) == balanced
-    changes = "deepcache_interval 5; low_bit int8; verify off"
+    changes = "deepcache_interval 5; low_bit int8"
     assert settings_of_run([True, BALANCED, changes], standing) == replace(
         balanced, deepcache_interval=5, low_bit="int8"
     )
@@ -92,8 +91,3 @@ def test_a_preset_sets_what_it_names_and_resets_the_rest(name: str) -> None:
         backend="eager", memory_budget=7, skip_negative_after=50, deepcache_interval=9, vae_precision="bf16",
     )
     assert with_preset(before, name) == Settings(backend="eager", memory_budget=7, **PRESETS[name].values)
-
-
-@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
-def test_former_names_are_understood(former: str, name: str) -> None:
-    assert preset_of(former) is PRESETS[name]

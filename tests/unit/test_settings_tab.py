@@ -47,24 +47,28 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     assert exact == {key: known["options"][key]["default"] for key in exact}
 
 
-@pytest.mark.parametrize(("stored", "wanted"), [
-    ({"matmul_accumulation": "half", "convolution_accumulation": "full"}, {"accumulation": "half"}),
-    ({"fp8": True}, {"low_bit": "fp8"}), ({"fp8": False}, {}), ({"backend": "inductor"}, {}),
-    ({"forecast_interval": 3}, {"deepcache_interval": 3, "deepcache_depth": 0}),
-    ({"deepcache_interval": 2, "deepcache_hires": "own values", "deepcache_schedule": "uneven", "verify": False},
-     {"deepcache_interval": 2}),
-    ({"prewarm": "64x64", "prewarm_most_used": 3, "idle_prewarm": True},
-     {"prewarm": "64x64, most used 3"}),
-    ({"cache_folder": "/somewhere", "own_presets": "mine: tf32 on"}, {}),
-    # A wrong value, which somebody has written into the file, costs no other option.
-    ({"deepcache_interval": 99, "tf32": "perhaps", "vae_precision": "fp32"}, {"vae_precision": "fp32"}),
+@pytest.mark.parametrize(("stored", "wanted", "told"), [
+    ({"deepcache_interval": 2, "backend": "eager"}, {"deepcache_interval": 2, "backend": "eager"}, []),
+    ({"fp8": True, "deepcache_interval": 2, "verify": False}, {"deepcache_interval": 2},
+     ["settings lose them: onediff_fp8, onediff_verify."]),
+    # A wrong value costs no other option.
+    ({"deepcache_interval": 99, "vae_precision": "fp32"}, {"vae_precision": "fp32"}, ["from 1 to 20, not 99"]),
+    ({"backend": "inductor"}, {}, ["backend is one of"]),
 ], ids=str)
-def test_what_an_earlier_version_has_stored_is_understood(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_what_is_stored_is_used_and_the_rest_is_told(
+    stored: dict[str, Any], wanted: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture,
+) -> None:
     opts = Options()
-    opts.data.update({host_key(name): value for name, value in stored.items()})
+    opts.data.update({host_key(name): value for name, value in stored.items()}, other=1)
     assert settings_tab.stored_settings(opts) == Settings(**wanted)
+    assert len(caplog.records) == len(told)
+    assert all(part in record.message for part, record in zip(told, caplog.records, strict=True))
+    assert opts.data["other"] == 1 and "onediff_fp8" not in opts.data
     settings_tab.add_options(opts, OptionInfo, lambda: None)
     assert runtime.settings == Settings(**wanted)
+    caplog.clear()
+    settings_tab.stored_settings(opts)
+    assert not caplog.records
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
