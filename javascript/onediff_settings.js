@@ -1,13 +1,11 @@
 /* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, buttons that
    set a speed, a mark and a button where they are not at their default, and a note where a value does nothing on this
-   machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py; the last button
-   is for whoever uninstalls OneDiff, and clicks on a hidden one of lib_onediff/ui/onediff_tab.py. */
+   machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py. */
 "use strict";
 
 (() => {
     const BETWEEN_LOOKS = 400;
     const rowOf = (key) => document.getElementById(`setting_${key}`);
-    const REMOVE = "Remove OneDiff's settings from config.json, its entries from ui-config.json, and its cache folder?";
     let told = null;
 
     // --- values ---
@@ -55,18 +53,12 @@
         return made;
     }
 
-    function aButton(text, name, wanted, isWanted = () => true) {
+    function aButton(text, name, wanted) {
         const button = element("button", "onediff-small", text);
         button.type = "button";
         button.setAttribute("aria-label", name);
-        button.addEventListener("click", () => { if (isWanted()) { showAll(wanted); look(); } });
+        button.addEventListener("click", () => { showAll(wanted); look(); });
         return button;
-    }
-
-    function removeEverything() {
-        if (!window.confirm(REMOVE)) return false;
-        document.getElementById("onediff_remove").click();
-        return true;
     }
 
     // Below the field itself; what stands there already is not drawn anew. Returns what was made.
@@ -97,16 +89,15 @@
         }
         head.append(aButton("Reset all to defaults", "Reset all to defaults", defaults));
         section.querySelector(".onediff-group").before(head);
-        const foot = element("div", "onediff-settings-foot", "To uninstall: "), name = "Remove what OneDiff keeps";
-        foot.append(aButton(name, name, defaults, removeEverything));
         const useless = Object.values(told.options).filter((option) => option.useless);
         if (useless.length) {
+            const foot = element("div", "onediff-settings-foot", "");
             const list = element("details", "onediff-folded", ""), options = useless.length === 1 ? "option has" : "options have";
             list.append(element("summary", "", `${useless.length} ${options} no effect on this machine`), element("ul", "", ""));
             for (const {label, useless: reason} of useless) list.lastChild.append(element("li", "", `${label}: ${reason}`));
-            foot.prepend(list);
+            foot.append(list);
+            Object.keys(told.options).map(rowOf).filter(Boolean).pop().after(foot);
         }
-        Object.keys(told.options).map(rowOf).filter(Boolean).pop().after(foot);
     }
 
     function mark(section, now) {
@@ -143,7 +134,6 @@
         if (!data) return;
         told = told || JSON.parse(data.dataset.onediffSettings);
         if (!section.querySelector(".onediff-settings-head")) build(section);
-        say(section.querySelector(".onediff-settings-foot"), "removed", document.getElementById("onediff_removed").textContent.trim());
         mark(section, values());
     }
 

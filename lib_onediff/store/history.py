@@ -142,18 +142,6 @@ class History:
             self.commit()
         self._store = None
 
-    def remove(self) -> int:
-        """As close(), and delete everything in the folder, and it if nothing else is in it. Returns the bytes that came
-        back."""
-        before, store = self.size_bytes(), self._store
-        self.close()
-        if store is None:
-            return 0
-        store.delete(everything=True)
-        with contextlib.suppress(OSError):
-            store.folder.rmdir()
-        return before - store.size_bytes()
-
     # --- uses and times -------------------------------------------------------------------------------------------
 
     def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:

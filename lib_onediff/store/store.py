@@ -144,13 +144,12 @@ class Store:
             pass
         return []
 
-    def delete(self, everything: bool = False) -> None:
-        """Delete the files that were set aside and those of earlier versions, or everything; what cannot be deleted
-        stays, and without everything also what a newer version keeps here."""
+    def delete(self) -> None:
+        """Delete the files that were set aside and those of earlier versions; what cannot be deleted stays."""
         # In this order: another process may begin a file meanwhile.
         files, current = self._files(ALL_STORES), self.path.name
         for file in files:
-            if everything or not (file.name.startswith(current) or is_newer(file)):
+            if not (file.name.startswith(current) or is_newer(file)):
                 with contextlib.suppress(OSError):
                     file.unlink()
         self._damage = ""

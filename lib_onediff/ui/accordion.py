@@ -16,12 +16,12 @@ import gradio as gr
 
 from ..core.settings import OFF_IN_SETTINGS, Settings, format_value, options_of_a_run, words_of
 from ..runtime.runtime import runtime
+from . import settings_tab
 from .effects import described
 from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults
 from .infotext import SWITCH, names_by_label, shortest
 from .markup import folded, sentence
 from .presets import AS_IN_SETTINGS, EXACT, PRESETS, preset_options
-from .removal import build_for_the_settings
 from .run_settings import AS_AT_FIRST, EXAMPLE
 
 # A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
@@ -75,7 +75,9 @@ def build_accordion(
                 status = a_place(f"{tab}_status", value=lambda: status_lines()[1])
         if tab == "txt2img":
             # gradio 6 makes other tabs when they are first opened, the settings among them.
-            build_for_the_settings()
+            with gr.Column(elem_classes=HIDDEN):
+                # Read by javascript/onediff_settings.js: the WebUI itself builds the settings page.
+                gr.HTML(settings_tab.for_the_browser())
         arguments = [enabled, preset, changes]
         ask = connect_controls(tab, arguments, controls, told, set_here, settings_of)
     return arguments, (summary, status, ask)

@@ -1,9 +1,7 @@
 """scripts/onediff.py in the standalone host, each moment of it made to fail: nothing reaches the host, images go on."""
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +17,10 @@ from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
-from lib_onediff.core.settings import Settings
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import OURS
-from lib_onediff.ui.removal import remove_what_is_kept
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "onediff.py"
 
@@ -172,30 +168,6 @@ def test_the_environment_alone_says_where_the_cache_folder_is(
     assert runtime.history.folder == folder
     assert list(folder.glob("*.sqlite3")) and not (tmp_path / "stored").exists()
     assert standalone.generate().shape
-
-
-def test_what_the_webui_keeps_of_onediff_can_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.delenv("ONEDIFF_CACHE", raising=False)
-    standalone = request.getfixturevalue("standalone")
-    config, page = tmp_path / "config.json", tmp_path / "ui-config.json"
-    monkeypatch.setattr(shared, "config_filename", str(config))
-    monkeypatch.setattr(shared.cmd_opts, "ui_config_file", str(page), raising=False)
-    shared.opts.data.update({"samples_save": True, "onediff_of_an_earlier_version": 1, "onediff_vae_precision": "fp32"})
-    others = {"txt2img/Seed/value": -1, "customscript/another.py/txt2img/Speed/value": "é"}
-    ours = {"customscript/onediff.py/txt2img/Speed/value": "Fast", "onediff/Tabs@onediff_pages/selected": None}
-    page.write_text(json.dumps({**others, **ours}), encoding="utf-8")
-    standalone.switch(True)
-    standalone.generate()
-    assert runtime.settings.vae_precision == "fp32" and list((tmp_path / "cache/onediff").iterdir())
-    told = remove_what_is_kept()
-    assert told.startswith(f"Removed: {len(fields(Settings)) + 1} settings, 2 defaults of the page and ")
-    standalone.generate()
-    shared.opts.save(str(config))
-    assert runtime.settings == Settings() and not (tmp_path / "cache/onediff").exists()
-    assert json.loads(config.read_text(encoding="utf-8")) == {"samples_save": True}
-    assert json.loads(page.read_text(encoding="utf-8")) == others
 
 
 @pytest.mark.parametrize("where", [
