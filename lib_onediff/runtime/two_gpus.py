@@ -32,7 +32,6 @@ from .services import Services
 from .stepping import Stepping
 
 log = logging.getLogger("onediff")
-AUTO = "auto"
 NO_SECOND = "PyTorch sees only one GPU"
 GIBIBYTE = 2**30
 ONE_ROW = "the call has one row"
@@ -40,22 +39,14 @@ CAPTURES = "the caller captures a CUDA graph of its own"
 FULL = "out of memory on {}: one GPU computes until the weights or the option change"
 
 
-def second_card(option: str, first: torch.device, needs: int, cards: Card) -> torch.device:
-    """The GPU that option (settings.Settings.second_gpu) names beside the first, with room for needs bytes. Raises
-    Refusal where there is none."""
+def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
+    """The first GPU besides this one with room for so many bytes. Raises Refusal if there is none."""
     all_cards = cards.all()
     if first not in all_cards:
         raise Refusal(f"this UNet is on the {first.type.upper()}")
     others = [card for card in all_cards if card != first]
     if not others:
         raise Refusal(NO_SECOND)
-    if option != AUTO:
-        index = int(option)
-        if index >= len(all_cards):
-            raise Refusal(f"there is no GPU {index}: PyTorch sees {len(all_cards)}, 0 to {len(all_cards) - 1}")
-        if all_cards[index] == first:
-            raise Refusal(f"GPU {index} already computes")
-        others = [all_cards[index]]
     rooms = [(card, cards.room(card)) for card in others]
     for card, room in rooms:
         if room >= needs:
@@ -72,14 +63,14 @@ class SecondGpuFull(Refusal):
 class Pair:
     """A UNet's copy on the second card.
 
-    unet: the copies' module. made_for: the option and the first card. bytes: of the copied weights.
+    unet: the copies' module. first: the card of the original. bytes: of the copied weights.
     """
 
     unet: nn.Module
     managed: ManagedUNet
     mirror: MirrorUNet
     device: torch.device
-    made_for: tuple[str, torch.device]
+    first: torch.device
     bytes: int
 
     def rows(self, call: Call, rows: slice) -> Call:
@@ -94,10 +85,11 @@ class Pair:
 
 
 def rest(reason: str, lasts: bool, managed: ManagedUNet, settings: Settings) -> tuple[Any, ...]:
-    """Why one card computes, and as long as what: this option, these weights, and this sampling, unless it lasts."""
+    """Why one card computes, and the conditions under which that holds: the memory budget, the weights, and this
+    sampling, unless it lasts."""
     bound = managed.bound
     weights = bound.looks, bound.edition, None if lasts else bound.samplings
-    return reason, lasts, settings.second_gpu, settings.memory_budget, *weights
+    return reason, lasts, settings.memory_budget, *weights
 
 
 class TwoGpusRoute:
@@ -208,9 +200,9 @@ class TwoGpusRoute:
         Where both cards know what to do, the second one begins first: the first one is done when its own launches are.
         """
         first_card, batch = call.latent.device, call.latent.shape[0]
-        pair = self._pair(managed, settings, first_card)
+        pair = self._pair(managed, first_card)
         if pair is None:
-            self._choose(managed, settings, first_card)
+            self._choose(managed, first_card)
         first_rows, second_rows = slice(0, batch - batch // 2), slice(batch - batch // 2, batch)
         here, second = take_rows(call, first_rows), None
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
@@ -254,35 +246,35 @@ class TwoGpusRoute:
 
     # --- the copy -------------------------------------------------------------------------------------------------
 
-    def _pair(self, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair | None:
-        """The copy that there is, if it is of the layers that the UNet has now, and where the option wants it."""
+    def _pair(self, managed: ManagedUNet, first: torch.device) -> Pair | None:
+        """The copy that exists, if it is of the layers that the UNet has now, and made for this first card."""
         pair = self._pairs.get(managed.bound.module)
-        if pair is None or pair.made_for == (settings.second_gpu, first) and pair.mirror.is_of(managed.bound):
+        if pair is None or pair.first == first and pair.mirror.is_of(managed.bound):
             return pair
         self.forget(managed.bound.module)
         return None
 
-    def _choose(self, managed: ManagedUNet, settings: Settings, first: torch.device) -> torch.device:
+    def _choose(self, managed: ManagedUNet, first: torch.device) -> torch.device:
         """The second card, with room for a copy as far as is known. Raises Refusal."""
         needs = bytes_of(managed.bound.binding) if managed.bound.has_binding else 0
         try:
-            return second_card(settings.second_gpu, first, needs, self.cards)
+            return second_card(first, needs, self.cards)
         except Refusal:
             if not self._pairs:
                 raise
             # The copies of other UNets are there for speed alone.
             self.forget_all(but=managed.bound.module)
-            return second_card(settings.second_gpu, first, needs, self.cards)
+            return second_card(first, needs, self.cards)
 
     def _make(self, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair:
-        """A copy without values, on the card that the option names. Raises Refusal."""
+        """A copy without values, on another card. Raises Refusal."""
         refuse_kinds(managed)
-        binding, device = managed.bound.binding, self._choose(managed, settings, first)
+        binding, device = managed.bound.binding, self._choose(managed, first)
         with self._on(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(managed.bound, copy)
         copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
-        pair = Pair(copy, copied, mirror, device, (settings.second_gpu, first), bytes_of(binding))
+        pair = Pair(copy, copied, mirror, device, first, bytes_of(binding))
         self._pairs[managed.bound.module] = pair
         with self._services.lock:
             self._services.managed[copy] = copied

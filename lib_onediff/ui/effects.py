@@ -77,7 +77,7 @@ def of_second_gpu(value: str) -> str | None:
     if not Card().all():
         return "PyTorch sees no GPU here"
     try:
-        second_card(value, torch.device("cuda", torch.cuda.current_device()), 0, Card())
+        second_card(torch.device("cuda", torch.cuda.current_device()), 0, Card())
     except Refusal as refusal:
         return str(refusal)
     return None

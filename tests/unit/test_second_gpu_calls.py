@@ -136,22 +136,17 @@ def test_a_refused_card_costs_no_second_computation(cards: TwoCpus, reason: str)
 THREE = [torch.device("cuda", index) for index in range(3)]
 
 
-@pytest.mark.parametrize(("option", "first", "rooms", "expected"), [
-    ("auto", 0, (9, 9, 9), 1), ("auto", 1, (9, 9, 9), 0), ("auto", 0, (9, 1, 9), 2), ("2", 0, (9, 9, 9), 2),
-    ("0", 0, (9, 9, 9), "GPU 0 already computes"),
-    ("5", 0, (9, 9, 9), "there is no GPU 5: PyTorch sees 3, 0 to 2"),
-    ("2", 0, (9, 9, 1), "the weights take 4.0 GiB, cuda:2 has room for 1.0 GiB"),
-    ("auto", 0, (9, 1, -2), "the weights take 4.0 GiB, cuda:1 has room for 1.0 GiB, cuda:2 has room for 0.0 GiB"),
+@pytest.mark.parametrize(("first", "rooms", "expected"), [
+    (0, (9, 9, 9), 1), (1, (9, 9, 9), 0), (0, (9, 1, 9), 2),
+    (0, (9, 1, -2), "the weights take 4.0 GiB, cuda:1 has room for 1.0 GiB, cuda:2 has room for 0.0 GiB"),
 ])
-def test_the_second_card_is_the_one_named_or_the_next_with_room(
-    option: str, first: int, rooms: tuple[int, ...], expected: int | str
-) -> None:
+def test_the_second_card_is_the_next_with_room(first: int, rooms: tuple[int, ...], expected: int | str) -> None:
     class Machine(TwoCpus):
         def room(self, device: torch.device) -> int:
             return rooms[device.index] << 30
 
     try:
-        assert second_card(option, THREE[first], 4 << 30, Machine(THREE)) == THREE[expected]  # type: ignore[index]
+        assert second_card(THREE[first], 4 << 30, Machine(THREE)) == THREE[expected]  # type: ignore[index]
     except Refusal as refusal:
         assert str(refusal) == expected
 
