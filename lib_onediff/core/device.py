@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,14 +68,13 @@ class Network(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What the rest has to know of a device.
+    """Properties of a device that decide how the runtime uses it.
 
-    has_graphs: a CUDA graph can hold its launches. launches: it also serves where every operator is launched by itself;
-    launches_patched: also between functions of other extensions. channels_last: it wants the weights of convolutions
-    so. takes_lossy: it computes what Lossy names. casts_weights: it computes with weights that the host casts or
-    changes at each use. on_request: it is tried only where the user names it. one_card: it computes on one GPU.
-    decides_anew: at every call it is found out anew whether it serves. errors: by the type computed in, what it may
-    differ from the host's forward, relative to the output's norm, where that is more than rounding.
+    has_graphs: CUDA graphs can capture its launches.
+    launches: it also serves without graphs, each operator launched by itself.
+    launches_patched: it does so between functions of other extensions, too.
+    channels_last: it needs the weights of convolutions in the channels-last memory format.
+    takes_lossy: it computes the 8-bit products that Lossy names.
     """
 
     has_graphs: bool = False
@@ -83,57 +82,72 @@ class Traits:
     launches_patched: bool = True
     channels_last: bool = False
     takes_lossy: bool = False
-    casts_weights: bool = True
-    on_request: bool = False
-    one_card: bool = False
-    decides_anew: bool = False
-    errors: Mapping[torch.dtype, float] = field(default_factory=dict)
 
 
 class Device(abc.ABC):
-    """A way to compute: what is said here holds where a device does not say otherwise.
+    """One way to compute a network. A device overrides the defaults below where it differs.
 
-    name: of the backend, as users choose it and as a shape's key holds it.
+    name: the backend's name, as users choose it and as a shape's key holds it.
     """
 
     name: str
     traits = Traits()
 
-    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """Raise Refusal with the reason where this machine lacks what it needs, or these settings rule it out.
-        is_warm_up: whether the caller waits for what takes long to find out."""
+    def is_wanted(self, settings: Settings) -> bool:
+        """Whether these settings ask for this device. False: it is not tried, and nobody is told why."""
+        return True
 
-    def refuse_call(self, call: Call) -> None:
-        """Raise Refusal with the reason for inputs that it does not compute."""
+    def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
+        """Raise Refusal with the reason where this machine lacks what the device needs, or settings rule it out.
+
+        is_warm_up: the caller accepts seconds of waiting, where finding out takes as long.
+        """
+
+    def refuse_call(self, call: Call, applied: Sequence[str]) -> None:
+        """Raise Refusal with the reason for a call that the device does not compute.
+
+        applied: what the host does to the weights at each use, such as a cast, in words for the user.
+        """
+
+    def allowed_error(self, dtype: torch.dtype) -> float:
+        """The relative error against the host's forward that counts as correct, where it may exceed rounding."""
+        return 0.0
 
     @abc.abstractmethod
     def operators(self, wide_norms: bool = False) -> Operators:
-        """By which it computes. wide_norms: the host has norms in float32."""
+        """The device's implementation of the operators. wide_norms: the host computes norms in float32."""
 
     def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:
-        """Have the kernels that a network needs loaded. time_ms: and measured by it, for seconds. Raises Refusal where
-        that fails, and torch.cuda.OutOfMemoryError."""
+        """Load the kernels that a network needs. time_ms: also measure the fastest configuration of each, for seconds.
+
+        Raises Refusal where loading fails, and torch.cuda.OutOfMemoryError.
+        """
 
     def tune(self, network: Network, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
-        """Measure what is the fastest for a call with these attentions, where that is not known. Returns whether it was
-        measured."""
+        """Measure the fastest kernels for a call with these attentions, unless they are known. Returns whether anything
+        was measured."""
         return False
 
     def runner(self, managed: Any, key: Any, call: Call, is_warm_up: bool) -> Any:
-        """A runner of its own for a call (managed_unet.Runner); None where it has none, and calls are launched or
-        captured. Raises Refusal."""
+        """A runner that the device makes and keeps by itself; None: the runtime launches or captures its operators.
+
+        Raises Refusal where the device has runners, and none for this call. is_warm_up: see refuse.
+        """
 
     def contents_reader(self, device: torch.device) -> Reader | None:
-        """Reads the contents of many tensors in one launch; None where torch's operators do it as well."""
+        """A function that sums the contents of many tensors in one launch; None: torch's operators do."""
         return None
 
     def measure_anew(self) -> None:
-        """Trust nothing that was measured before."""
+        """Forget every measurement."""
 
 
 class Candidates(NamedTuple):
-    """The devices to try, the best first, and why that is not the one that was wanted. lossy: what the first one
-    computes less exactly, to be tried before all is exact."""
+    """The devices to try, the fastest first.
+
+    reason: why a faster one, or the one that the settings name, is not among them. lossy: 8-bit variants of the first
+    device, tried before all exact ones.
+    """
 
     devices: tuple[Device, ...]
     reason: str

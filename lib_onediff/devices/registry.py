@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,29 +54,29 @@ class Devices:
         return next((device for device in self.all if device.traits.takes_lossy), None)
 
     def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
-        """What to try by these settings on a device (torch's) for a network of this type, whole. The one that is named
-        comes first, and after it what is slower; of two that launch the same, the one with graphs. is_warm_up: see
-        Device.refuse."""
-        names = [one.name for one in self.all]
-        wanted = names.index(settings.backend) if settings.backend in names else 0
+        """The devices to try for a whole call of a network of this dtype on a torch device, the fastest first.
+
+        The device that the settings name comes first, then the slower ones. is_warm_up: see Device.refuse.
+        """
         found: list[Device] = []
         reason = ""
-        for one in self.all[wanted:]:
-            traits = one.traits
-            if traits.on_request and one.name != settings.backend:
-                continue
-            # What follows serves with the weights laid out as the first one wants them, and does not repeat it.
-            if found and traits.channels_last and not found[0].traits.channels_last:
-                continue
-            if not traits.has_graphs and any(before.traits.has_graphs for before in found):
+        for one in self._from(settings.backend):
+            if not one.is_wanted(settings) or not adds_to(found, one):
                 continue
             try:
                 one.refuse(settings, device, dtype, is_warm_up)
-                found.append(one)
             except Refusal as refusal:
-                # Why what is slower than one already found refuses is of no interest.
-                reason = reason or ("" if found else str(refusal))
+                # Users want to know why nothing faster serves; a slower one's refusal does not tell.
+                if not found and not reason:
+                    reason = str(refusal)
+            else:
+                found.append(one)
         return Candidates(tuple(found), reason)
+
+    def _from(self, name: str) -> tuple[Device, ...]:
+        """The device of this name and the slower ones; all of them where no device has it."""
+        names = [one.name for one in self.all]
+        return self.all[names.index(name):] if name in names else self.all
 
     def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
         """As candidates, for work that is launched operator by operator and never captured."""
@@ -142,3 +142,16 @@ class Devices:
             del present
             low_bit = "" if settings.low_bit == "off" else settings.low_bit
             first.prepare(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit))
+
+
+def adds_to(found: Sequence[Device], device: Device) -> bool:
+    """Whether trying a device makes sense after these have failed.
+
+    Weights keep the memory format of the first device: none follows that needs another one. Operators launched one by
+    one are the same as in a graph that failed: a device without graphs adds nothing to one with them.
+    """
+    if not found:
+        return True
+    other_layout = device.traits.channels_last and not found[0].traits.channels_last
+    had_graphs = any(before.traits.has_graphs for before in found)
+    return not other_layout and (device.traits.has_graphs or not had_graphs)

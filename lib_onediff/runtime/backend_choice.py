@@ -20,7 +20,6 @@ from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
 from ..core.settings import MOST_LOW_BIT_ERROR, Settings
-from ..devices.registry import AUTO
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.streaming import RING
 from .low_bit_errors import TOGETHER, Choice, half_of
@@ -55,8 +54,6 @@ class BackendChoice:
         )
         managed.refuse_call(call)
         applied = managed.bound.on_the_fly.applied
-        if managed.kinds:
-            candidates = self._that_cast(candidates, managed.kinds, settings, call)
         if settings.low_bit == "off":
             self._graphs.drop_low_bit(managed)
             managed.low_bit_choice = None
@@ -66,17 +63,6 @@ class BackendChoice:
         else:
             candidates = self._with_low_bit(managed, settings, call, candidates)
         return candidates
-
-    def _that_cast(self, found: Candidates, kinds: tuple[str, ...], settings: Settings, call: Call) -> Candidates:
-        """Those that compute with weights which a host casts or changes at each use."""
-        first = found.devices[0]
-        if first.traits.casts_weights:
-            return found._replace(devices=tuple(one for one in found.devices if one.traits.casts_weights))
-        others = self._devices.candidates(
-            replace(settings, backend=AUTO), call.latent.device, call.latent.dtype, self._services.is_warm_up
-        ).devices
-        left = tuple(one for one in others if one.traits.casts_weights and not one.traits.channels_last)
-        return Candidates(left, f"the backend {first.name} does not compute with {' and '.join(kinds)}")
 
     def _with_low_bit(self, managed: ManagedUNet, settings: Settings, call: Call, found: Candidates) -> Candidates:
         """The same, with products in eight bits to be tried first, or the reason why not."""

@@ -112,7 +112,7 @@ class OneCard:
             is_news = prove(
                 entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_warm_up,
                 () if call.patches is None else call.patches.functions, self._times_host,
-                self._devices.named(entry.key.backend).traits.errors.get(entry.key.dtype, 0.0),
+                self._devices.named(entry.key.backend).allowed_error(entry.key.dtype),
                 # A LoRA's coarse type would explain almost anything, and is no part of the network's own.
                 None if managed.bound.on_the_fly.has_narrow_loras else partial(self._spread, entry.key, served.call),
             )
@@ -154,15 +154,14 @@ class OneCard:
             raise Refusal(entry.reason)
 
     def _note_session(self, call: Call, served: Served) -> None:
-        """Let later calls of this sampling go by replay, unless something is decided anew at each of them: which layers
-        are in eight bits, what some devices compile."""
+        """Let later calls of this sampling go by replay, where the runtime keeps their runner, unless it is decided
+        anew at each of them which layers are in eight bits."""
         managed, settings, device, key = self.managed, self.settings, call.latent.device, served.entry.key
         choice = managed.low_bit_choice
         low_bit_is_decided = bool(key.lossy.low_bit) and (choice is None or not choice.awaits)
-        looks_again = self._devices.named(key.backend).traits.decides_anew or (
-            settings.low_bit != "off" and not low_bit_is_decided
-        )
-        if served.route != GRAPH or looks_again or self._services.is_warm_up or call.patches is not None:
+        looks_again = settings.low_bit != "off" and not low_bit_is_decided
+        has_runner = served.route == GRAPH and key in managed.runners
+        if not has_runner or looks_again or self._services.is_warm_up or call.patches is not None:
             return
         session = managed.session
         if session is None or not session.holds(settings, device):
@@ -236,7 +235,7 @@ class OneCard:
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """The entry of a call by a backend that computes such calls. Raises Refusal for any other."""
-        device.refuse_call(call)
+        device.refuse_call(call, self.managed.kinds)
         if call.patches is not None and lossy != EXACT:
             # Its operators hand each other more than tensors.
             raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")

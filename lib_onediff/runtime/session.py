@@ -22,7 +22,7 @@ class Session:
     It ends with other settings, as those of a generation inside this one, with another autocast mode, with an announced
     sampling, and with any change that the UNet's look finds (BoundUNet.during). A call of another shape, with inputs of
     other types or other ControlNet residuals, or cut elsewhere, has another signature. A runner that was purged is not
-    found. Calls that decide anew at each step (Low-bit while it is measured, OneFlow) are never noted.
+    found. Calls whose runner a device keeps by itself, and calls while Low-bit is measured, are never noted.
     """
 
     def __init__(self, services: Services, managed: ManagedUNet, settings: Settings, device: torch.device) -> None:

@@ -184,9 +184,6 @@ class TwoGpusRoute:
             if known == rest(reason, lasts, managed, settings):
                 raise Refusal(reason)
             del self._rests[managed.bound.module]
-        wanted = next((one for one in self._services.devices.all if one.name == settings.backend), None)
-        if wanted is not None and wanted.traits.one_card:
-            raise Refusal(f"the backend {wanted.name} computes on one GPU")
         if managed.bound.has_binding:
             refuse_kinds(managed)
         if lack := why_not_taken(call):
@@ -214,8 +211,6 @@ class TwoGpusRoute:
                 second = None if session is None else session.replay(there, settings, where)
         card = self._by_card.card(managed, settings, times_host=False)
         first = served_of(self._by_card.answer(card, here, lambda: host()[first_rows]))
-        if self._services.devices.named(first.entry.key.backend).traits.one_card:
-            raise Refusal(f"the backend {first.entry.key.backend} computes on one GPU")
         if pair is None:
             pair = self._make(managed, settings, first_card)
         # Asked now, while both compute: what turns out to be stale is computed again, and not replayed.

@@ -83,7 +83,7 @@ class ToyDevice(Eager):
         super().__init__()
         self.calls = 0
 
-    def refuse_call(self, call: Call) -> None:
+    def refuse_call(self, call: Call, applied: Any) -> None:
         if call.latent.shape[-1] > 16:
             raise Refusal("it is too wide for a toy")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -73,11 +73,7 @@ class OneFlow(Device):
     """
 
     name = "oneflow"
-    traits = Traits(
-        launches=False, casts_weights=False, on_request=True, one_card=True, decides_anew=True,
-        # What is checked once serves with sums in half precision too: it is told of them when it runs.
-        errors={torch.float16: ROUNDING_HALF_SUMS},
-    )
+    traits = Traits(launches=False)
 
     def __init__(self, output: Output, most: int = MOST_GRAPHS) -> None:
         """output: computes a call; see Families.output."""
@@ -87,6 +83,8 @@ class OneFlow(Device):
         self._variables: Mapping[str, str] = {}
         # By shape and addresses of weights. None: OneFlow failed.
         self._graphs: dict[Hashable, Future[Any | None]] = {}
+        # Of its graphs; None before the first.
+        self._card: torch.device | None = None
         self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
         # OneFlow ends the process where one thread runs a graph while another compiles one.
         self._running = threading.Lock()
@@ -96,6 +94,10 @@ class OneFlow(Device):
         """How many graphs there are, those in the making included."""
         return sum(not graph.done() or graph.result() is not None for graph in self._graphs.values())
 
+    def is_wanted(self, settings: Settings) -> bool:
+        """It compiles for seconds and keeps that memory: only on request."""
+        return settings.backend == self.name
+
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
         """Calls by these settings follow."""
         lack = self._gate.why_not(device, dtype, is_warm_up)
@@ -103,7 +105,12 @@ class OneFlow(Device):
             raise Refusal(lack)
         self._variables = oneflow_variables(settings)
 
-    def refuse_call(self, call: Call) -> None:
+    def refuse_call(self, call: Call, applied: Sequence[str]) -> None:
+        if applied:
+            # Its graphs hold the addresses of the stored weights.
+            raise Refusal(f"the backend {self.name} does not compute with {' and '.join(applied)}")
+        if self._card not in (None, call.latent.device):
+            raise Refusal(f"OneFlow computes on one device, and has begun on {self._card}")
         if call.patches is not None:
             raise Refusal("OneFlow runs no functions of other extensions")
         if call.cut is not None:
@@ -112,6 +119,10 @@ class OneFlow(Device):
             raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
         if call.latent.dim() != IMAGE_DIMENSIONS:
             raise Refusal("OneFlow computes only UNets")
+
+    def allowed_error(self, dtype: torch.dtype) -> float:
+        """A graph checked once also serves with sums in half precision, which OneFlow is told of at each run."""
+        return ROUNDING_HALF_SUMS if dtype == torch.float16 else 0.0
 
     def operators(self, wide_norms: bool = False) -> Operators:
         """A graph has its own; what is launched beside it is PyTorch's."""
@@ -126,6 +137,7 @@ class OneFlow(Device):
         identity = replace(key, precision=()), addresses(weights)
         if identity not in self._graphs:
             self._refuse_another(weights)
+            self._card = call.latent.device
             build = forward_of(self._output, binding.layout, call)
             self._graphs[identity] = self._worker.submit(self._compile, build, present(weights), contiguous(call))
         making = self._graphs[identity]
