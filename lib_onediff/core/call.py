@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .fields import ANY_DTYPE, LEFT_OUT, named_tensors, shapes_of, signature_function, walked_names
 from .leaves import TransformerBlock
 from .precision import autocast_dtype
 
+# Of every family's calls.
+BASE_INPUTS = ("latent", "timestep", "upcast_attention", "cut")
 INPUT, MIDDLE, OUTPUT, LAST = "input", "middle", "output", "last"
 # A transformer block: in which part and stage, and the how manyth of its spatial transformer.
 Block = tuple[str, int, int]
@@ -161,8 +163,8 @@ class Cut:
 
     depth: int
     reads: bool
-    memory: CutMemory
-    edition: int = -1
+    memory: CutMemory = field(metadata=LEFT_OUT)
+    edition: int = field(default=-1, metadata=LEFT_OUT)
 
     @property
     def name(self) -> str:
@@ -182,26 +184,6 @@ class Control:
     middle: tuple[Tensor | None, ...] = ()
     output: tuple[Tensor | None, ...] = ()
 
-    @property
-    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """The shape of every residual in slot order, None where a slot is empty, and () after each of the three parts.
-        """
-        parts: tuple[tuple[Tensor | None, ...], ...] = (self.input, self.middle, self.output)
-        return tuple(
-            shape for part in parts
-            for shape in (*(None if residual is None else tuple(residual.shape) for residual in part), ())
-        )
-
-    @property
-    def residuals(self) -> list[Tensor]:
-        """Every residual, in slot order."""
-        return [residual for residual in (*self.input, *self.middle, *self.output) if residual is not None]
-
-    @property
-    def kinds(self) -> tuple[tuple[torch.dtype, torch.device], ...]:
-        """Type and device of every residual, in slot order."""
-        return tuple((residual.dtype, residual.device) for residual in self.residuals)
-
 
 @dataclass(frozen=True)
 class ImagePrompt:
@@ -211,10 +193,18 @@ class ImagePrompt:
     key_values: (batch, tokens, sum of the widths of all parts); of each part keys, then values. The adapter's scale is
     a factor of the values.
     parts: first column and width of each cross attention's part, by the path of its query.
+    structure: what is added where, in words; equal for image prompts that are computed the same way.
     """
 
     key_values: Tensor
-    parts: Mapping[str, tuple[int, int]]
+    parts: Mapping[str, tuple[int, int]] = field(metadata=LEFT_OUT)
+    structure: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        which = hashlib.sha256("\n".join(sorted(self.parts)).encode()).hexdigest()[:8]
+        tokens = self.key_values.shape[1] if self.key_values.dim() > 1 else 0
+        structure = f"an image prompt of {tokens} tokens in {len(self.parts)} attentions ({which})"
+        object.__setattr__(self, "structure", structure)
 
     def key_value(self, query_path: str) -> tuple[Tensor, Tensor] | None:
         """Keys and values for a cross attention, (batch, tokens, width) each; None where the adapter leaves it
@@ -224,11 +214,6 @@ class ImagePrompt:
             return None
         key, value = self.key_values.narrow(-1, *part).chunk(2, dim=-1)
         return key, value
-
-    @cached_property
-    def structure(self) -> str:
-        which = hashlib.sha256("\n".join(sorted(self.parts)).encode()).hexdigest()[:8]
-        return f"an image prompt of {self.key_values.shape[1]} tokens in {len(self.parts)} attentions ({which})"
 
 
 @dataclass(frozen=True)
@@ -249,14 +234,14 @@ class Call:
     """
 
     latent: Tensor
-    timestep: Tensor
+    timestep: Tensor = field(metadata=ANY_DTYPE)
     context: Tensor
     y: Tensor | None = None
     timestep_condition: Tensor | None = None
     control: Control | None = None
     upcast_attention: bool = False
     cut: Cut | None = None
-    patches: PatchPoints | None = None
+    patches: PatchPoints | None = field(default=None, metadata=LEFT_OUT)
     image_prompts: tuple[ImagePrompt, ...] = ()
 
     @property
@@ -266,36 +251,36 @@ class Call:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for calls of one UNet whose inputs have the same shapes and types and lie on the same devices;
-        microseconds."""
-        latent, timestep, context, y, condition = (
-            self.latent, self.timestep, self.context, self.y, self.timestep_condition,
-        )
-        cut, control = self.cut, self.control
-        return (
-            latent.shape, latent.dtype, timestep.shape, timestep.device, context.shape, context.dtype, context.device,
-            y is None or (y.shape, y.dtype, y.device),
-            condition is None or (condition.shape, condition.dtype, condition.device),
-            (control.shapes, control.kinds) if control else (), self.upcast_attention, self.additions,
-            cut and (cut.depth, cut.reads),
-        )
+        """Equal for calls of one network whose inputs have the same shapes and types and lie on the same devices;
+        microseconds. Functions of other extensions are not part of it."""
+        kind: Any = type(self)
+        return signature_function(kind)(self)
+
+    @property
+    def own_inputs(self) -> tuple[tuple[str, Hashable], ...]:
+        """The shapes and plain values of the inputs that only calls of this family have, by name, without those that
+        are None or empty."""
+        kind: Any = type(self)
+        own = (name for name in walked_names(kind) if name not in BASE_INPUTS)
+        shapes = [(name, shapes_of(getattr(self, name))) for name in own]
+        return tuple((name, shape) for name, shape in shapes if shape not in (None, ()))
+
+    @property
+    def label(self) -> str:
+        """Words for users that tell this call from usual ones of its size, such as "with control"."""
+        return "with control" if self.control else ""
 
     @property
     def unusual(self) -> tuple[str, ...]:
         """The inputs whose type or device is not the latent's, in words for a shape's key: a host may refuse them, or
         compute with them in another way. Every host casts the timestep to float32, so its type is left out."""
-        latent, control = self.latent, self.control
-        named = ("context", self.context), ("y", self.y), ("timestep condition", self.timestep_condition)
-        tensors: list[tuple[str, Tensor]] = [(name, tensor) for name, tensor in named if tensor is not None]
-        tensors += [("image prompt", prompt.key_values) for prompt in self.image_prompts]
-        if control is not None:
-            tensors += [("residual", residual) for residual in control.residuals]
-        kinds = [(name, tensor.dtype, tensor.device) for name, tensor in tensors]
-        kinds.append(("timestep", latent.dtype, self.timestep.device))
-        found = dict.fromkeys(
-            f"{name} in {str(dtype).removeprefix('torch.')} on {device}"
-            for name, dtype, device in kinds if dtype != latent.dtype or device != latent.device
-        )
+        latent = self.latent
+        found: dict[str, None] = {}
+        for name, tensor in named_tensors(self):
+            dtype = latent.dtype if tensor is self.timestep else tensor.dtype
+            if dtype != latent.dtype or tensor.device != latent.device:
+                words = name.replace("_", " ")
+                found[f"{words} in {str(dtype).removeprefix('torch.')} on {tensor.device}"] = None
         if not found:
             return ()
         # What autocast lets pass, a host refuses without it.

@@ -1,14 +1,14 @@
-"""The inputs of a call, all treated alike: copies that a graph owns, and rows of them."""
+"""Copies of a call's inputs that a graph owns, and some of their rows."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .call import Call, Control
+from .call import Call
+from .fields import mapped, tensors_of
 
 
 def own_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_format) -> Call:
@@ -18,23 +18,6 @@ def own_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_f
     """
     own = mapped(call, lambda tensor: tensor.detach().clone(memory_format=memory_format))
     return replace(own, timestep=own.timestep.float())
-
-
-def mapped(call: Call, of: Callable[[Tensor], Any]) -> Call:
-    """The call with of(tensor) in the place of every input that is a tensor, in an order that depends on the shape
-    alone."""
-
-    def change(tensor: Tensor | None) -> Any:
-        return None if tensor is None else of(tensor)
-
-    latent, timestep, condition = of(call.latent), of(call.timestep), change(call.timestep_condition)
-    parts = (getattr(call.control, part.name) for part in fields(Control)) if call.control else ()
-    control = Control(*(tuple(map(change, part)) for part in parts)) if call.control else None
-    prompts = tuple(replace(prompt, key_values=of(prompt.key_values)) for prompt in call.image_prompts)
-    return replace(
-        call, latent=latent, timestep=timestep, timestep_condition=condition, control=control,
-        context=of(call.context), y=change(call.y), image_prompts=prompts,
-    )
 
 
 def take_rows(call: Call, rows: slice) -> Call:
@@ -60,13 +43,6 @@ def rows_within(value: Any, rows: slice, batch: int) -> Any:
         inside = [rows_within(part, rows, batch) for part in value]
         return inside if isinstance(value, list) else tuple(inside)
     return rows_of(value, rows, batch) if isinstance(value, Tensor) and value.dim() else value
-
-
-def tensors_of(call: Call) -> list[Tensor]:
-    """What a graph reads, in an order that depends on the shape alone."""
-    tensors: list[Tensor] = []
-    mapped(call, tensors.append)
-    return tensors
 
 
 def bytes_of(inputs: Call) -> int:

@@ -1,6 +1,7 @@
 """What makes two UNet calls, or two decodes, the same shape."""
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from .precision import Flags
 LATENT_PIXEL = 8
 # In a key's inputs: not a call of the UNet but a decode of the VAE.
 DECODE = "vae decode"
-OPTIONAL_INPUTS = ("y", "timestep condition")
 
 
 class Lossy(NamedTuple):
@@ -39,7 +39,7 @@ EXACT = Lossy()
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
-    inputs: the optional ones that are given, then what tells the call from the usual one; see Call.unusual.
+    inputs: what tells the call from the usual one; see Call.unusual. own_inputs, label: see Call.
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
     that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
     patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
@@ -55,7 +55,7 @@ class ShapeKey:
     latent_dtype: torch.dtype
     device: torch.device
     inputs: tuple[str, ...]
-    control: tuple[tuple[int, ...] | None, ...]
+    own_inputs: tuple[tuple[str, Hashable], ...]
     upcast_attention: bool
     backend: str = ""
     precision: Flags = ()
@@ -64,6 +64,7 @@ class ShapeKey:
     patches: tuple[str, ...] = ()
     additions: tuple[str, ...] = ()
     lossy: Lossy = EXACT
+    label: str = ""
 
     @classmethod
     def of(
@@ -74,13 +75,11 @@ class ShapeKey:
         tells it from other calls."""
         batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
         cut = call.cut
-        optional = zip(OPTIONAL_INPUTS, (call.y, call.timestep_condition), strict=True)
-        given = (name for name, tensor in optional if tensor is not None)
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
             dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device,
-            inputs=(*given, *marks, *call.unusual),
-            control=call.control.shapes if call.control else (), upcast_attention=call.upcast_attention,
+            inputs=(*marks, *call.unusual),
+            own_inputs=call.own_inputs, label=call.label, upcast_attention=call.upcast_attention,
             lossy=lossy, backend=backend, precision=precision,
             part=cut.name if cut else "", depth=cut.depth if cut else 0,
             patches=() if call.patches is None else call.patches.structure, additions=call.additions,
@@ -97,7 +96,7 @@ class ShapeKey:
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=0,
             dtype=dtype, latent_dtype=latent.dtype, device=latent.device, inputs=(DECODE, *marks),
-            control=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
+            own_inputs=(), upcast_attention=upcast_attention, backend=backend, precision=precision,
         )
 
     @property
@@ -124,6 +123,6 @@ class ShapeKey:
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
         patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""
-        marks = () if self.is_decode else (mark for mark in self.inputs if mark not in OPTIONAL_INPUTS)
+        marks = () if self.is_decode else self.inputs
         added = "".join(f", {one}" for one in (*marks, *self.additions))
         return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}{added}"

@@ -72,7 +72,7 @@ class ShapeRow:
     bytes: the GPU memory that comes back when this graph alone goes. needs: what it takes of the memory that all share.
     last_used: a time.time().
     relative_error: from the host's own output.
-    control: whether a ControlNet or an adapter adds to the call.
+    label: see core.call.Call.label.
     part: DeepCache's pass; "" for the whole UNet.
     backend: who computes it; "" where that is not known. lossy: what of that is less exact; see core.key.Lossy.
     """
@@ -89,12 +89,12 @@ class ShapeRow:
     uses: int
     last_used: float
     relative_error: float | None
-    control: bool
     needs: int = 0
     pinned: bool = False
     part: str = ""
     backend: str = ""
     lossy: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
     return ShapeRow(
         batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
         host_ms=row.host_ms, ratio=ratio_of(row.step_ms, row.host_ms), bytes=0, uses=row.uses, last_used=row.last_used,
-        relative_error=row.relative_error, control=False, pinned=pinned,
+        relative_error=row.relative_error, pinned=pinned,
     )
 
 
@@ -219,6 +219,6 @@ def shape_row(entry: Entry, pinned: bool, gives_back: int) -> ShapeRow:
         batch=key.batch, tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), state=entry.state.value,
         reason=entry.reason or entry.no_graph or entry.waits, step_ms=entry.own.median_ms,
         host_ms=entry.host.median_ms, ratio=entry.ratio, bytes=gives_back, uses=entry.uses,
-        last_used=entry.last_used, relative_error=entry.relative_error, control=bool(key.control), needs=entry.needs,
+        last_used=entry.last_used, relative_error=entry.relative_error, label=key.label, needs=entry.needs,
         pinned=pinned, part=key.part, backend=key.backend, lossy=str(key.lossy),
     )

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..core.attempt import Outcome, as_host, attempted
 from ..core.call import Call, why_not_taken
-from ..core.inputs import mapped, take_rows
+from ..core.fields import mapped
+from ..core.inputs import take_rows
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
 from ..core.settings import Settings

@@ -27,7 +27,7 @@ CALLS = {"graph": 12, "plain": 3, "host": 4}
 TOTALS = Totals(vram=6 * MEBIBYTE, budget=0, disk=3 * MEBIBYTE, calls=CALLS, hit_rate=12 / 19)
 SHAPE = ShapeRow(
     batch=2, tokens=77, dtype="float16", state="ready", reason="", step_ms=12.345, host_ms=24.69, ratio=2.0,
-    bytes=3 * MEBIBYTE, uses=7, last_used=0.0, relative_error=1.5e-3, control=False, needs=5 * MEBIBYTE,
+    bytes=3 * MEBIBYTE, uses=7, last_used=0.0, relative_error=1.5e-3, needs=5 * MEBIBYTE,
 )
 ROW = ResolutionRow(
     resolution="512x768", model="SD1", state="ready", reason="", step_ms=12.345, host_ms=24.69, ratio=2.0,

@@ -20,7 +20,7 @@ from lib_onediff.store.history import History
 
 KEY = ShapeKey(
     architecture="sd1", height=64, width=64, batch=2, tokens=77, dtype=torch.float16, latent_dtype=torch.float16,
-    device=torch.device("cuda", 0), inputs=(), control=(), upcast_attention=False,
+    device=torch.device("cuda", 0), inputs=(), own_inputs=(), upcast_attention=False,
 )
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...core.call import Call
 from ...core.device import Device, Traits
-from ...core.inputs import mapped, own_inputs, tensors_of
+from ...core.fields import mapped, tensors_of
+from ...core.inputs import own_inputs
 from ...core.key import ShapeKey
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.operators import Operators

@@ -133,7 +133,7 @@ def prewarm_html(row: ResolutionRow) -> str:
 
 def shape_html(shape: ShapeRow) -> str:
     cells = (
-        f"{shape.batch}{' with control' if shape.control else ''}", str(shape.tokens) if shape.tokens else "VAE",
+        f"{shape.batch}{shape.label and ' ' + shape.label}", str(shape.tokens) if shape.tokens else "VAE",
         html.escape(shape.dtype),
         html.escape(", ".join(filter(None, (shape.backend, shape.lossy, shape.part)))) or NOTHING,
         state_html(shape.state), *times_html(shape), str(shape.uses),

@@ -1,0 +1,137 @@
+"""The walk over the fields of a frozen dataclass, such as a call: its tensors in order, a copy with other tensors in
+their place, and its signature.
+
+A field holds a tensor, a tuple, another frozen dataclass, None, or a plain value that can be hashed; a tuple holds any
+of these. Tensors are inputs. Plain values are part of the signature.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import Field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+# Metadata of a field that the walk leaves out: it is neither an input nor part of the signature.
+LEFT_OUT = {"is_left_out": True}
+# Metadata of a tensor whose type is not part of the signature.
+ANY_DTYPE = {"any_dtype": True}
+PLAIN_TYPES = (bool, int, float, str, torch.dtype, torch.device)
+
+Value = TypeVar("Value")
+
+
+@cache
+def walked_fields(kind: type) -> tuple[Field[Any], ...]:
+    """The fields of a class that the walk visits, in their order; none for a class that is no dataclass."""
+    if not is_dataclass(kind):
+        return ()
+    return tuple(one for one in fields(kind) if not one.metadata.get("is_left_out"))
+
+
+@cache
+def walked_names(kind: type) -> tuple[str, ...]:
+    return tuple(one.name for one in walked_fields(kind))
+
+
+@cache
+def settable_names(kind: type) -> tuple[str, ...]:
+    """Those that the class's constructor takes; the others follow from these."""
+    return tuple(one.name for one in walked_fields(kind) if one.init)
+
+
+def mapped(value: Value, of: Callable[[Tensor], Any]) -> Value:
+    """A copy with of(tensor) in the place of every tensor, in the order of the fields."""
+    given: Any = value
+    made: Any = given
+    if isinstance(given, Tensor):
+        made = of(given)
+    elif isinstance(given, tuple):
+        made = tuple([mapped(one, of) for one in given])
+    else:
+        kind: Any = type(given)
+        changes = {name: mapped(getattr(given, name), of) for name in settable_names(kind)}
+        if changes:
+            made = replace(given, **changes)
+    copy: Value = made
+    return copy
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in a value, in the order of its fields."""
+    found: list[Tensor] = []
+    collect(value, found)
+    return found
+
+
+def collect(value: Any, found: list[Tensor]) -> None:
+    """Append every tensor in a value to found."""
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple):
+        for one in value:
+            collect(one, found)
+    elif value is not None:
+        kind: Any = type(value)
+        for name in walked_names(kind):
+            collect(getattr(value, name), found)
+
+
+def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in a dataclass, with the name of the dataclass's own field in which it is."""
+    kind: Any = type(value)
+    for name in walked_names(kind):
+        for tensor in tensors_of(getattr(value, name)):
+            yield name, tensor
+
+
+def shapes_of(value: Any) -> Hashable:
+    """A value with the shape of each tensor in the tensor's place, as plain tuples."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, tuple):
+        return tuple([shapes_of(one) for one in value])
+    kind: Any = type(value)
+    names = walked_names(kind)
+    if names:
+        return tuple([shapes_of(getattr(value, name)) for name in names])
+    plain: Hashable = value
+    return plain
+
+
+def signature_of(value: Any) -> Hashable:
+    """Equal for two values of one class whose tensors have the same shapes and types and lie on the same devices, and
+    whose plain values are equal."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, tuple):
+        return tuple([signature_of(one) for one in value])
+    kind: Any = type(value)
+    return signature_function(kind)(value) if walked_names(kind) else value
+
+
+@cache
+def signature_function(kind: type) -> Callable[[Any], Hashable]:
+    """signature_of for values of one dataclass. It is generated once from the types of the fields, as dataclasses
+    generate __eq__: a loop over the fields takes twice as long, and every call of a network asks for its signature."""
+    hints = get_type_hints(kind)
+    parts = [signature_source(one, hints[one.name]) for one in walked_fields(kind)]
+    function: Callable[[Any], Hashable] = eval(f"lambda value: ({', '.join(parts)},)", {"signature_of": signature_of})
+    return function
+
+
+def signature_source(field: Field[Any], hint: Any) -> str:
+    """The Python expression of a field's part of the signature."""
+    read = f"value.{field.name}"
+    form = "({0}.shape, {0}.device)" if field.metadata.get("any_dtype") else "({0}.shape, {0}.dtype, {0}.device)"
+    if hint is Tensor:
+        return form.format(read)
+    if hint == (Tensor | None):
+        return f"None if (one := {read}) is None else {form.format('one')}"
+    if hint in PLAIN_TYPES:
+        return read
+    if get_origin(hint) is tuple:
+        return f"{read} and signature_of({read})"
+    return f"None if (one := {read}) is None else signature_of(one)"

@@ -1,0 +1,83 @@
+"""The walk over a call's fields: a field that a family adds needs no other line."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lib_onediff.core.call import Call, half_of
+from lib_onediff.core.fields import LEFT_OUT, tensors_of
+from lib_onediff.core.inputs import copy_inputs, own_inputs, take_rows
+from lib_onediff.core.key import ShapeKey
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Another image, and how strongly it counts."""
+
+    latents: tuple[Tensor | None, ...]
+    strength: float = 1.0
+    name: str = field(default="", metadata=LEFT_OUT)
+
+
+@dataclass(frozen=True)
+class ReferenceCall(Call):
+    reference: Reference | None = None
+    mask: Tensor | None = None
+
+
+def a_call() -> ReferenceCall:
+    rows = lambda *shape: torch.randn(4, *shape)  # noqa: E731
+    return ReferenceCall(
+        rows(4, 8, 8), torch.full((4,), 500), rows(77, 48), reference=Reference((None, rows(4, 6, 6))), mask=rows(77),
+    )
+
+
+def key_of(call: Call) -> ShapeKey:
+    return ShapeKey.of("architecture", torch.float32, call)
+
+
+def test_new_fields_are_inputs_with_rows_and_copies() -> None:
+    call = a_call()
+    assert call.reference is not None
+    assert [tuple(one.shape) for one in tensors_of(call)] == [
+        (4, 4, 8, 8), (4,), (4, 77, 48), (4, 4, 6, 6), (4, 77),
+    ]
+    rows = half_of(4, False)
+    taken = take_rows(call, rows)
+    assert taken.reference is not None
+    assert torch.equal(taken.reference.latents[1], call.reference.latents[1][rows])
+    assert torch.equal(taken.mask, call.mask[rows])
+    own = own_inputs(call)
+    copy_inputs(a_call(), own)
+    assert own.reference is not None and own.mask is not None
+    assert not torch.equal(own.mask, call.mask) and own.signature == call.signature
+
+
+@pytest.mark.parametrize("changes", [
+    {"mask": None}, {"mask": torch.ones(4, 78)}, {"reference": None},
+    {"reference": Reference((torch.ones(4, 4, 6, 6),))},
+    {"reference": Reference((None, torch.ones(4, 4, 6, 6)), strength=0.5)},
+], ids=["no mask", "longer mask", "no reference", "other slot", "strength"])
+def test_new_fields_tell_calls_apart(changes: dict[str, object]) -> None:
+    call = a_call()
+    other = replace(call, **changes)
+    assert other.signature != call.signature and key_of(other) != key_of(call)
+
+
+def test_values_of_tensors_and_what_is_left_out_tell_nothing_apart() -> None:
+    call = a_call()
+    assert call.reference is not None
+    other = replace(a_call(), reference=replace(call.reference, name="another"))
+    assert other.signature == call.signature and key_of(other) == key_of(call)
+    assert key_of(call).inputs == key_of(replace(call, timestep=call.timestep.double())).inputs
+
+
+def test_a_type_is_part_of_the_signature_but_for_the_timesteps() -> None:
+    call = a_call()
+    assert replace(call, timestep=call.timestep.double()).signature == call.signature
+    other = replace(call, mask=call.mask.half())
+    assert other.signature != call.signature
+    assert key_of(other).inputs == ("mask in float16 on cpu",)
