@@ -1,7 +1,7 @@
 """What a forward reads of a network: a weight and a bias for each layer, by the layer's path."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,23 +79,6 @@ def bias_of(weights: Weights, path: str) -> Tensor | None:
     """weights[path].bias, without the weight where that would have to be cast."""
     bias: Callable[[str], Tensor | None] | None = getattr(weights, "bias", None)
     return weights[path].bias if bias is None else bias(path)
-
-
-class WeightsAround(Mapping[str, LayerWeights]):
-    """Weights made of others: whoever inherits says what becomes of each layer's."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def bias(self, path: str) -> Tensor | None:
-        """That of a layer, without its weight."""
-        return bias_of(self._weights, path)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..core.settings import Settings
 from ..families.registry import FAMILIES, Families
 from ..weights.bound import BoundUNet
 from ..weights.low_bit import KINDS_OF, LowBitWeights, Round, WantedKinds
+from ..weights.operands import WithLowBit, merged_operand, source_of
 from ..weights.scan import HostTraits
 from .low_bit_errors import Choice
 
@@ -100,7 +101,8 @@ class ManagedUNet:
         those in main memory. left_out, are_alone: see LowBitWeights. Raises torch.cuda.OutOfMemoryError."""
         if self.low_bit is None or self.low_bit.layout != self.bound.layout:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
-        self.low_bit.fit(self._low_bit_state, partial(self.bound.on_the_fly.merged, self.bound.binding), wanted)
+        operand_of = partial(merged_operand, self.bound.binding, self.bound.on_the_fly)
+        self.low_bit.fit(self._low_bit_state, operand_of, wanted)
         self.bound.watch_contents(whole=False)
 
     def _low_bit_state(self) -> object:
@@ -116,9 +118,10 @@ class ManagedUNet:
         """The weights for a call, those in eight bits among them where they are wanted. layers: of these alone."""
         bound, low_bit = self.bound, self.low_bit
         if not lossy.low_bit or low_bit is None:
-            return bound.source(call)
+            return source_of(bound, call)
         alone = self._alone(lossy) if layers is None else frozenset[str]()
-        return low_bit.source(bound.source(call, alone), KINDS_OF[lossy.low_bit], layers, alone)
+        kept = low_bit.kept(KINDS_OF[lossy.low_bit], layers)
+        return source_of(bound, call, WithLowBit(kept, low_bit.gated_scales, bound.binding.dtype, alone))
 
     def _alone(self, lossy: Lossy) -> frozenset[str]:
         """The layers in eight bits whose other weights are in main memory: nobody copies those."""

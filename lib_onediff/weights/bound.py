@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..core.call import Call
-from ..core.layer_weights import Source
 from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
@@ -126,16 +125,19 @@ class BoundUNet:
             raise Refusal("this UNet has not been bound yet")
         return self._binding
 
-    def source(self, call: Call, left_out: Collection[str] = ()) -> Source:
-        """The weights for a call. left_out: the layers whose matrices nobody asks for."""
-        binding, streaming, applied = self.binding, self.streaming, self.on_the_fly.applied
-        if binding.away and streaming is None:
+    def streaming_now(self) -> Streaming | None:
+        """What copies the weights that are in main memory; None where all are on the device that computes. Raises
+        Refusal where its memory was freed."""
+        if self.binding.away and self.streaming is None:
             raise Refusal("the buffers for copied weights were freed with the graphs' memory")
-        if streaming is None or self._units_of is None:
-            return self.on_the_fly.source(binding, binding.weights)
-        units = self._units_of(binding.layout, call)
-        unread = frozenset(left_out).union(() if applied is None else applied.weights)
-        return self.on_the_fly.source(binding, lambda: streaming.weights(binding.weights(), units, unread))
+        return self.streaming
+
+    def units(self, call: Call) -> Units:
+        """The layers in the order in which the forward of a call reads them. Raises Refusal for a network of which that
+        is unknown."""
+        if self._units_of is None:
+            raise Refusal("a part of its weights is in main memory")
+        return self._units_of(self.binding.layout, call)
 
     def drop_applied(self) -> None:
         """Give back the memory of what is applied on the fly, and of what weights are copied to; the next refresh makes
@@ -313,10 +315,7 @@ class BoundUNet:
         copied = binding.bind(channels_last, None if call is None else call.latent.device)
         self.channels_last = channels_last
         if binding.away and call is not None:
-            if self._units_of is None:
-                raise Refusal("a part of its weights is in main memory")
-            units = self._units_of(binding.layout, replace(call, cut=None))
-            self.streaming = streaming_of(binding, units, self._memory)
+            self.streaming = streaming_of(binding, self.units(replace(call, cut=None)), self._memory)
         self._watch_parameters()
         self._note_moved()
         milliseconds = (time.perf_counter() - began) * 1e3

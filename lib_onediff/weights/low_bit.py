@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.layer_weights import LayerWeights, QuantizedWeight, Source, Weights, WeightsAround
+from ..core.layer_weights import LayerWeights, QuantizedWeight
 from ..core.leaves import Block, Convolution, FusedLinear, ResidualBlock, descriptions
 
 
@@ -126,7 +126,7 @@ def low_bit_products(
 class LowBitWeights:
     """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
     classes of layers that are never among them. are_alone: whether they stand for weights in main memory.
-    fitted_to: the state of the weights that all were rounded from."""
+    fitted_to: the state of the weights that all were rounded from. gated_scales: LayerWeights.gated_scale by layer."""
 
     def __init__(
         self, layout: Any, round_rows: Round, left_out: frozenset[str] = frozenset(), are_alone: bool = False
@@ -134,8 +134,7 @@ class LowBitWeights:
         self.layout, self.left_out, self.are_alone = layout, left_out, are_alone
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
-        # Those of float8 that follow from the norm before a layer.
-        self._scales: dict[str, Tensor] = {}
+        self.gated_scales: dict[str, Tensor] = {}
         every = every_low_bit_layer(layout)
         self._norms = {one.name: one.norm for one in every if one.norm}
         self._linear = {one.name for one in every if one.layer_class != CONVOLUTIONS}
@@ -169,9 +168,9 @@ class LowBitWeights:
                 self._round(rows, *self._kept[name, kind])
             if name in self._norms and FP8 in kinds:
                 scale = gated_scale(weight, bias, weights_of(self._norms[name]))
-                if name not in self._scales:
-                    self._scales[name] = torch.empty((1, 1), device=weight.device, dtype=torch.float32)
-                self._scales[name].copy_(scale)
+                if name not in self.gated_scales:
+                    self.gated_scales[name] = torch.empty((1, 1), device=weight.device, dtype=torch.float32)
+                self.gated_scales[name].copy_(scale)
             del weight, rows
         self.fitted_to = state()
 
@@ -186,17 +185,15 @@ class LowBitWeights:
         other weight."""
         return frozenset(name for name, kind in list(self._kept) if kind in kinds and name in self._linear)
 
-    def source(
-        self, source: Source, kinds: Collection[Kind], names: Collection[str] | None = None,
-        alone: Collection[str] = (),
-    ) -> Source:
-        """A source whose weights of these kinds come with those in eight bits. names: of these layers alone. alone:
-        the layers that have no others; those have their shapes and their types, and no values."""
+    def kept(
+        self, kinds: Collection[Kind], names: Collection[str] | None = None
+    ) -> dict[str, tuple[QuantizedWeight, ...]]:
+        """The weights of these kinds, by layer. names: of these layers alone."""
         found: dict[str, tuple[QuantizedWeight, ...]] = {}
-        for (name, kind), kept in self._kept.items():
+        for (name, kind), weight in self._kept.items():
             if kind in kinds and (names is None or name in names):
-                found[name] = (*found.get(name, ()), kept)
-        return Source(source.layout, source.dtype, lambda: WithLowBit(source.weights(), found, self._scales, alone))
+                found[name] = (*found.get(name, ()), weight)
+        return found
 
     def names(self) -> set[str]:
         """The layers of which there are weights."""
@@ -210,28 +207,6 @@ class LowBitWeights:
     def bytes(self) -> int:
         """GPU memory that is held beside the host's own weights."""
         return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
-
-
-class WithLowBit(WeightsAround):
-    """Weights, those in eight bits among them."""
-
-    def __init__(
-        self, weights: Weights, found: Mapping[str, tuple[QuantizedWeight, ...]], scales: Mapping[str, Tensor],
-        alone: Collection[str],
-    ) -> None:
-        """See LowBitWeights.source."""
-        super().__init__(weights)
-        self._found, self._scales, self._alone = found, scales, alone
-
-    def __getitem__(self, name: str) -> LayerWeights:
-        layer, low_bit = self._weights[name], self._found.get(name)
-        if low_bit is None:
-            return layer
-        weight, scale = layer.weight, self._scales.get(name)
-        if name in self._alone:
-            weight = torch.empty_like(weight, device="meta")
-        # What LoRAs add was rounded with the weight.
-        return layer._replace(weight=weight, low_bit=low_bit, low_rank=None, gated_scale=scale)
 
 
 def kind_of(values: Tensor) -> Kind:

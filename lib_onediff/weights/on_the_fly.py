@@ -1,7 +1,7 @@
-"""What a host applies to a UNet's weights at each use, brought up to date before every call: casts and functions.
+"""What a host applies to a network's weights at each use (casts and functions), brought up to date before every call.
 
-OnTheFly sees whether that is still what it was. AppliedFunctions is what was made of it, in memory that stays where it
-is. AppliedWeights are the weights as the host computes with them.
+OnTheFly finds out whether it is still the same. AppliedFunctions holds the tensors made of it, in memory that stays
+where it is. operands.py puts them in the place of the stored parameters.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.layer_weights import LayerWeights, LowRank, Source, Weights, WeightsAround, merged
+from ..core.layer_weights import LowRank, Weights
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader, digest_of_values
@@ -139,20 +139,12 @@ class OnTheFly:
     def copies_matrices(self) -> bool:
         return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
-    def source(self, binding: Binding, stored: Callable[[], Weights]) -> Source:
-        """The weights that the host computes with. stored: gives the parameters as they are stored. Raises Refusal
-        between drop and refresh."""
-        applied, dtype = self.applied, binding.dtype
-        if applied is not None:
-            return Source(binding.layout, dtype, lambda: AppliedWeights(stored(), applied, dtype))
-        if self._is_needed:
+    def applied_now(self) -> AppliedFunctions | None:
+        """What was made of the host's functions and casts; None where it applies nothing. Raises Refusal between drop
+        and refresh."""
+        if self.applied is None and self._is_needed:
             raise Refusal("the changes of weights that are applied at each call were freed with the graphs' memory")
-        return Source(binding.layout, dtype, stored)
-
-    def merged(self, binding: Binding, name: str) -> LayerWeights:
-        """A layer's tensors as the host computes with them, LoRAs added to the weight. Raises Refusal between drop and
-        refresh."""
-        return merged(self.source(binding, lambda: {name: binding.weights_on(binding.device, name)}).weights()[name])
+        return self.applied
 
     def kinds(self, binding: Binding) -> tuple[str, ...]:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
@@ -329,32 +321,3 @@ def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tenso
     length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     power = length.log2().round().exp2()
     return up * (update.scale * power), down / power.view(-1, *(1 for _ in down.shape[1:]))
-
-
-class AppliedWeights(WeightsAround):
-    """The weights that a host computes with. What it stores in another type is cast where it is asked for: there is
-    never a whole second UNet."""
-
-    def __init__(self, weights: Weights, applied: AppliedFunctions, dtype: torch.dtype) -> None:
-        super().__init__(weights)
-        self._applied, self._dtype = applied, dtype
-        # A layer is asked for twice in a row: as the reader of a norm, and for its product.
-        self._last: tuple[str, LayerWeights] | None = None
-
-    def __getitem__(self, path: str) -> LayerWeights:
-        if self._last is not None and self._last[0] == path:
-            return self._last[1]
-        weight, bias = self._weights[path][:2]
-        # What stands there is not cast anew.
-        weight, bias = self._applied.weights.get(path, weight), self._applied.biases.get(path, bias)
-        if weight.dim() == 1:
-            # What of it the host casts is kept so.
-            return LayerWeights(weight, bias)
-        found = LayerWeights(weight.to(self._dtype), bias, low_rank=self._applied.low_rank.get(path))
-        self._last = path, found
-        return found
-
-    def bias(self, path: str) -> Tensor | None:
-        """That of a layer, without its weight."""
-        bias = self._applied.biases.get(path)
-        return super().bias(path) if bias is None else bias

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.layer_weights import LayerWeights, WeightsAround
 from ..core.refusal import Refusal
 from .binding import Binding, in_one
 from .contents import Place
@@ -150,12 +149,13 @@ class Streaming:
         """Bytes of matrices that every call copies. left_out: layers of which nobody asks for the matrix."""
         return sum(size_of(parts) for name, parts in self._matrices.items() if name not in left_out)
 
-    def weights(self, there: Mapping[str, LayerWeights], units: Units, left_out: frozenset[str]) -> StreamedWeights:
-        """For one forward. there: the parameters where they are. units: of the forward."""
+    def forward(self, units: Units, left_out: frozenset[str]) -> StreamedForward:
+        """The copies of one forward. units: in which it reads its layers. left_out: layers whose matrices it does not
+        read."""
         key = tuple(map(tuple, units)), left_out
         if key not in self._plans:
             self._plans[key] = self._plan(units, left_out)
-        return StreamedWeights(there, self, self._plans[key])
+        return StreamedForward(self, self._plans[key])
 
     def _plan(self, units: Units, left_out: frozenset[str]) -> Plan:
         streamed = [[name for name in unit if name in self._matrices and name not in left_out] for unit in units]
@@ -179,9 +179,9 @@ class Streaming:
         """A forward begins: the vectors are on their way."""
         self.lane.wait(self.lane.copy(self._copies_of_vectors, self.lane.computed()))
 
-    def vector(self, name: str, kind: str, there: Tensor | None) -> Tensor | None:
-        """A layer's vector where it was copied to; there: where it is otherwise."""
-        return self._vectors.get((name, kind), there)
+    def vector(self, name: str, kind: str) -> Tensor | None:
+        """The copy of a layer's vector. kind: "weight" or "bias". None where it is not copied."""
+        return self._vectors.get((name, kind))
 
     def content(self, names: Collection[str]) -> int:
         """What tells whether matrices in main memory were edited where no edit is counted (weight.data += ...): of the
@@ -205,41 +205,37 @@ def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streamin
     return Streaming(binding, units, CopyStream(binding.device), memory, pinned=True)
 
 
-class StreamedWeights(WeightsAround):
-    """The weights of one forward. What it asks for is on the device when that comes to it."""
+class StreamedForward:
+    """The copies of one forward, in the order in which it reads its layers."""
 
-    def __init__(self, there: Mapping[str, LayerWeights], streaming: Streaming, plan: Plan) -> None:
-        super().__init__(there)
+    def __init__(self, streaming: Streaming, plan: Plan) -> None:
         self._streaming, self._plan = streaming, plan
         self._unit = -1
         # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
         self._marks: dict[int, torch.cuda.Event] = {}
         self._begun = 0
 
-    def __getitem__(self, name: str) -> LayerWeights:
-        plan, streaming = self._plan, self._streaming
-        if name in streaming.members:
-            fused, first, count = streaming.members[name]
-            joint = self[fused]
-            bias = None if joint.bias is None else joint.bias.narrow(0, first, count)
-            return LayerWeights(joint.weight.narrow(0, first, count), bias)
-        unit, there = plan.unit_of.get(name, -1), self._weights[name]
+    def weight(self, name: str) -> Tensor | None:
+        """The copy of a layer's weight, there once what is launched so far has run; None where it is not copied. Copies
+        what comes to lie over the units before this layer's."""
+        plan = self._plan
+        unit = plan.unit_of.get(name, -1)
         if unit > self._unit:
             self._go_on(unit)
-        weight = streaming.vector(name, "weight", plan.staged.get(name))
-        if name in plan.chunk_of:
-            if unit < self._unit:
-                # What it was copied to may hold another by now.
-                weight = streaming.alone(name)
-            else:
-                self._wait(plan.chunk_of[name])
-        return LayerWeights(there.weight if weight is None else weight, streaming.vector(name, "bias", there.bias))
+        chunk = plan.chunk_of.get(name)
+        if chunk is None:
+            return self._streaming.vector(name, "weight")
+        if unit < self._unit:
+            # What it was copied to may hold another by now.
+            return self._streaming.alone(name)
+        self._wait(chunk)
+        return plan.staged[name]
 
     def bias(self, name: str) -> Tensor | None:
-        """That of a layer, without its matrix."""
+        """The copy of a layer's bias; None where it is not copied."""
         if self._unit < 0:
             self._go_on(0)
-        return self._streaming.vector(name, "bias", self._weights[name].bias)
+        return self._streaming.vector(name, "bias")
 
     def _go_on(self, unit: int) -> None:
         """What reads the units before was launched: copy what comes to lie over them."""

@@ -14,7 +14,8 @@ from lib_onediff.core.leaves import Convolution
 from lib_onediff.core.operators import Operators, Residual
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.forge.weight_functions import low_rank_update
-from lib_onediff.weights.on_the_fly import AppliedFunctions, AppliedWeights
+from lib_onediff.weights.on_the_fly import AppliedFunctions
+from lib_onediff.weights.operands import Operands, steps_of
 from lib_onediff.weights.scan import LowRankUpdate, WeightFunctions
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -96,7 +97,8 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     down[1] = 0
     applied = AppliedFunctions(dtype, up.device)
     applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": layer}, {"a": ["a"]}, None)
-    output = torch_ops.linear(x, AppliedWeights({"a": layer}, applied, dtype)["a"])
+    stored = {"a": layer}
+    output = torch_ops.linear(x, Operands(stored, steps_of(stored, dtype, None, (), applied))["a"])
     exact = x.double() @ (layer.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
 

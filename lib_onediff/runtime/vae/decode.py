@@ -15,7 +15,7 @@ from ...core.card import on_card
 from ...core.device import Device, Network
 from ...core.guard import first_line
 from ...core.key import ShapeKey
-from ...core.layer_weights import LayerWeights, Weights, WeightsAround
+from ...core.layer_weights import Weights
 from ...core.operators import Operators
 from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
@@ -23,6 +23,7 @@ from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
 from ...families.vae import DecoderLayout, Decoding
 from ...weights.contents import digest_of_values
+from ...weights.operands import Cast, Operands
 from ..rounding import rounding_limit, rounds_as, spread
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, judge, time_host
@@ -48,18 +49,6 @@ BAD_LATENT = (
 
 def short_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class CastWeights(WeightsAround):
-    """Every layer's tensors in another type, cast when they are asked for: there is never a whole second VAE."""
-
-    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
-        super().__init__(weights)
-        self._dtype = dtype
-
-    def __getitem__(self, path: str) -> LayerWeights:
-        weight, bias = self._weights[path][:2]
-        return LayerWeights(weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
 
 
 def is_finite(image: Tensor) -> bool:
@@ -274,7 +263,7 @@ class Decode:
     def _spread(self, entry: Entry) -> float:
         """How far rounding moves this image; see rounding.spread."""
         key, latent = entry.key, self._latent.to(entry.key.dtype)
-        weights = self.weights if key.dtype == self._latent.dtype else CastWeights(self.weights, key.dtype)
+        weights = self._weights_in(key.dtype)
 
         def image(ops: Operators) -> Tensor:
             return Decoding(weights, ops, key.upcast_attention, fold_biases=False).run(self.layout, latent)
@@ -283,10 +272,16 @@ class Decode:
         with on_card(latent.device), our_modes(latent.device, key.precision):
             return spread(image, ops, rounds_as(key.dtype, latent.device, key.precision), latent.device)
 
+    def _weights_in(self, dtype: torch.dtype) -> Weights:
+        """The weights in a type, each cast when it is read."""
+        if dtype == self._latent.dtype:
+            return self.weights
+        return Operands(self.weights, [Cast(dtype, vectors=True)])
+
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image of a latent in the type to compute in, in the type of the host's."""
         key, device, stored = entry.key, latent.device, self._latent.dtype
-        weights = self.weights if key.dtype == stored else CastWeights(self.weights, key.dtype)
+        weights = self._weights_in(key.dtype)
         decoding = Decoding(weights, used.operators(), key.upcast_attention, fold_biases=used.traits.channels_last)
         # A first run at a size loads kernels and picks algorithms.
         stopwatch = entry.own if entry.uses > 1 else Stopwatch()

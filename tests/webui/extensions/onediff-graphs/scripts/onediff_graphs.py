@@ -9,7 +9,6 @@ functions of other extensions run within the UNet, what lies between them is rea
 """
 from __future__ import annotations
 
-import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -78,12 +77,10 @@ def tape() -> Any:
 
 def all_lying_still(weights: Any) -> Any:
     """What a graph knows of weights: addresses. What the host casts at each use is cast within the graph."""
-    from lib_onediff.weights.on_the_fly import AppliedWeights
+    from lib_onediff.weights.operands import Operands
 
-    if isinstance(weights, AppliedWeights):
-        # What was made of them is written over in its place, and its dictionaries are made anew.
-        return AppliedWeights(all_lying_still(weights._weights), copy.copy(weights._applied), weights._dtype)
-    return {name: lying_still(layer) for name, layer in weights.items()}
+    # What the steps hold is written over in its place.
+    return Operands({name: lying_still(layer) for name, layer in weights.stored.items()}, weights.steps)
 
 
 def lying_still(layer: Any) -> Any:
