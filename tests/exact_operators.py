@@ -37,10 +37,31 @@ def geglu(tokens: Tensor) -> Tensor:
     return value * gate * 0.5 * torch.special.erfc(-gate * 0.5**0.5)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Of heads, (batch, heads, tokens, width)."""
-    scores = query.double() @ key.double().transpose(-1, -2) / query.shape[-1] ** 0.5
-    return scores.softmax(-1) @ value.double()
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dimension."""
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    """Heads (batch, heads, tokens, width), rotated as complex numbers. cosines, sines: (batch or 1, tokens, width / 2).
+    """
+    wide = heads.double()
+    pairs = wide.unflatten(-1, (-1, 2)) if interleaved else wide.unflatten(-1, (2, -1)).transpose(-1, -2)
+    angles = torch.complex(cosines.double(), sines.double())[:, None]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angles)
+    return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Of heads, (batch, heads, tokens, width); keys and values may have fewer heads. mask: see core.operators."""
+    shared_by = query.shape[1] // key.shape[1]
+    key, value = (part.double().repeat_interleave(shared_by, dim=1) for part in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    if mask is None:
+        return scores.softmax(-1) @ value
+    weights = torch.where(mask, (scores - scores.amax(-1, keepdim=True)).exp(), torch.zeros_like(scores))
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1e-300) @ value
 
 
 def worst_error(output: Tensor, exact: Tensor) -> float:

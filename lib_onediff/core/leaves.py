@@ -57,14 +57,17 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class RMSNorm:
+    """plus_one: its weight is stored relative to one, so that 1 + weight is multiplied."""
+
     path: str
     width: int
     eps: float
+    plus_one: bool = False
 
 
 @dataclass(frozen=True)
 class AdaptiveNorm:
-    """A layer norm whose weight and bias follow from the timestep: it has no parameters."""
+    """A layer norm without parameters: a modulation follows, made from the timestep."""
 
     width: int
     eps: float
@@ -92,12 +95,18 @@ class FusedLinear:
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """norms: of each head's queries and of its keys, where it has any."""
+    """norms: of each head's queries and of its keys, or none. Keys and values may have fewer heads than queries."""
 
     query_key_value: FusedLinear
     out: Linear
     heads: int
     norms: tuple[RMSNorm, ...] = ()
+
+    @property
+    def key_heads(self) -> int:
+        """The number of heads of keys, and of values."""
+        head_width = self.out.in_features // self.heads
+        return (self.query_key_value.out_features // head_width - self.heads) // 2
 
 
 @dataclass(frozen=True)

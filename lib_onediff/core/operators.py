@@ -1,17 +1,23 @@
-"""The operators that a UNet needs. An implementation is a module with these functions.
+"""The operators that networks are written in. An implementation is a module, or an object, with these functions.
 
 Images are (batch, channels, height, width) in whatever memory format the implementation likes best; tokens are
-(batch, tokens, width). Every function returns new tensors in the dtype of its first argument and sums in float32.
+(batch, tokens, width). Every function returns new tensors in the dtype of its first argument, unless it says otherwise,
+and sums in float32. Elementwise functions of small vectors, such as the gates of a timestep, need no operator: a
+forward calls torch's.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from .layer_weights import LayerWeights
 from .leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
+
+# An RMS norm's weight, and its description.
+WeightedNorm = tuple[LayerWeights, RMSNorm]
 
 
 class Residual(NamedTuple):
@@ -28,6 +34,64 @@ class Residual(NamedTuple):
     update: Tensor | None = None
     update_scales: Tensor | None = None
     gate: Tensor | None = None
+
+
+class Modulation(NamedTuple):
+    """Vectors that change a norm's output, usually made from the timestep: norm * scale + shift.
+
+    scale: (batch, width). A network that stores scales relative to one adds the one before. shift: (batch, width), or
+    None for no shift.
+    """
+
+    scale: Tensor
+    shift: Tensor | None = None
+
+
+class Rotary(NamedTuple):
+    """A rotary embedding: the angles by which the heads of queries and keys are rotated.
+
+    cosines, sines: (tokens, head width / 2), or (batch, tokens, head width / 2) where the positions of the rows differ,
+    in float32. interleaved: the pairs of numbers that are rotated are 2 i and 2 i + 1; otherwise (halves) they are i
+    and i + head width / 2.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool = False
+
+
+class Heads(NamedTuple):
+    """The heads that one part of a projection holds: queries, keys or values.
+
+    number: how many. norm: the RMS norm over each head, or None. rotary: rotates them behind the norm, or None.
+    """
+
+    number: int
+    norm: WeightedNorm | None = None
+    rotary: Rotary | None = None
+
+
+class Activation(Enum):
+    """GELU: in its erf form. GELU_TANH: its approximation by tanh."""
+
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    SILU = "silu"
+
+
+class GatedUnit(NamedTuple):
+    """A gated linear unit over one half of its input's width: value * activation(gate).
+
+    gate_first: the first half is the gate, and the second one the value; otherwise the other way round.
+    """
+
+    activation: Activation
+    gate_first: bool
+
+
+# As diffusers has it, and as LLaMA does with its first and third layer in one.
+GEGLU = GatedUnit(Activation.GELU, gate_first=False)
+SWIGLU = GatedUnit(Activation.SILU, gate_first=True)
 
 
 class QuantizedTokens(NamedTuple):
@@ -54,9 +118,6 @@ class QuantizedImage(NamedTuple):
     scales: Tensor
 
 
-# Cosines and sines, (tokens, half a head's width) each, in float32: by which angles queries and keys are turned, in the
-# planes of each number of their first half and the one at its place in their second half.
-Rotary = tuple[Tensor, Tensor]
 # What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.
 # Nobody else looks into it.
 Rows = Any
@@ -86,39 +147,48 @@ class Operators(Protocol):
         """Group norm of image + shift (batch, channels), followed by SiLU if silu. reader: the convolution that it is
         for, where there is one."""
 
-    def layer_norm(
-        self, residual: Residual, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
+    def residual_norm(
+        self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
+        reader: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """The same residual, and its layer norm in the type of reader, the linear layer that it is for. layer: of
-        (width,), or of (batch, width) for an adaptive norm."""
+        """The same residual, and its norm in the dtype of reader, the linear layer that reads it. layer: the norm's
+        weight and bias, or None for an AdaptiveNorm."""
 
     def rms_norm(self, x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
         """The root mean square norm of x (..., width)."""
 
-    def normed_heads(
-        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
-    ) -> list[Tensor]:
-        """(batch, tokens, parts * width) as parts of (batch, heads, tokens, width of a head): those that have a norm
-        through it and, with a rotary embedding, rotated after it. May write into projected."""
+    def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+        """(batch, tokens, heads of all parts * head width) as one (batch, heads, tokens, head width) for each part,
+        normed and rotated as the part says. May write into projected."""
 
-    def add_linear(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Residual:
-        """residual + linear(x), or residual + gate * linear(x) with a gate (batch, width). May write into the residual
-        that it was given, which nobody uses afterwards."""
+    def add_linear(
+        self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
+        norm: WeightedNorm | None = None,
+    ) -> Residual:
+        """residual + gate * norm(linear(x, layer)), without what is None. gate: (batch, width). May write into the
+        given residual, which must not be used afterwards."""
 
     def materialize(self, residual: Residual) -> Tensor:
-        """The residual's tokens, with everything added."""
+        """The residual's tokens, with everything added to them."""
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
-        """Softmax attention over (batch, heads, tokens, width), scores in float32 if upcast."""
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        """Softmax attention over (batch, heads, tokens, head width), in float32 if upcast.
 
-    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Rows:
-        """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second. reader: as in layer_norm."""
+        Keys and values may have fewer heads than queries (grouped-query attention): each serves as many heads of
+        queries, which lie one after the other. mask: bool, of a shape that broadcasts to (batch, heads, queries, keys),
+        True where a query sees a key. A query that sees no key gives zeros.
+        """
 
-    def gated_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
-        """geglu(linear(x, layer), reader)."""
+    def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Rows:
+        """A gated linear unit: (..., 2 n) -> (..., n). reader: as in residual_norm."""
 
-    def gelu_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
-        """The GELU (erf form) of linear(x, layer). reader: as in layer_norm."""
+    def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Rows:
+        """gated(linear(x, layer), unit, reader)."""
+
+    def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, reader: LayerWeights) -> Rows:
+        """activation(linear(x, layer)). reader: as in residual_norm."""
 
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.leaves import GATED, NORMED, PLAIN, LayerNorm
-from lib_onediff.core.operators import QuantizedImage, QuantizedTokens, Residual
+from lib_onediff.core.operators import GEGLU, QuantizedImage, QuantizedTokens, Residual
 from lib_onediff.devices.cuda.kernels import products, rounding
 from lib_onediff.devices.cuda.kernels.launch_config import (
     CONVOLUTIONS,
@@ -145,12 +145,12 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
     vector, tokens = random(product.width, dtype=dtype), random(product.rows, product.width, dtype=dtype)
     residual = Residual(torch.zeros(product.rows, product.out, device=GPU, dtype=dtype))
     if product.source == NORMED:
-        _, rows = ops.layer_norm(Residual(tokens), LayerWeights(vector, None), norm, layer)
+        _, rows = ops.residual_norm(Residual(tokens), LayerWeights(vector, None), norm, layer)
         given = exact_layer_norm(tokens, vector, None, EPS)
         output = ops.linear(rows, layer)
     else:
         hidden = torch.cat([tokens, tokens.flip(0)], -1)
-        rows = ops.geglu(hidden, layer) if product.source == GATED else rounding.rounded(tokens, FP8)
+        rows = ops.gated(hidden, GEGLU, layer) if product.source == GATED else rounding.rounded(tokens, FP8)
         given = exact_geglu(hidden) if product.source == GATED else tokens.double()
         output = ops.materialize(ops.add_linear(residual, rows, layer))
     assert isinstance(rows, QuantizedTokens)
@@ -167,7 +167,7 @@ def test_the_compiled_norm_neither_saturates_nor_hides_a_nan(dtype: torch.dtype)
     tokens = torch.eye(width, device=GPU).to(dtype) * 100
     exact = exact_layer_norm(tokens, gamma, beta, EPS)
     tokens[5, 7], exact[5] = float("nan"), float("nan")
-    _, rows = ops.layer_norm(Residual(tokens), LayerWeights(gamma, beta), norm, layer)
+    _, rows = ops.residual_norm(Residual(tokens), LayerWeights(gamma, beta), norm, layer)
     assert isinstance(rows, QuantizedTokens) and rows.scales.shape == (1, 1)
     back = rows.values.double() * rows.scales.double()
     usual = [row for row in range(width) if row != 5]
@@ -177,6 +177,6 @@ def test_the_compiled_norm_neither_saturates_nor_hides_a_nan(dtype: torch.dtype)
     output = ops.linear(rows, layer)
     assert bool(output[5].isnan().all()) and bool(output[usual].isfinite().all())
     for hidden in (tokens, tokens.repeat(1, 2)):
-        given = ops.geglu(hidden, layer) if hidden.shape[1] > width else hidden
+        given = ops.gated(hidden, GEGLU, layer) if hidden.shape[1] > width else hidden
         added = ops.materialize(ops.add_linear(Residual(torch.zeros_like(tokens)), given, layer))
         assert bool(added[5].isnan().all()) and bool(added[usual].isfinite().all())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import lib_onediff
 from lib_onediff.core.call import Call
 from lib_onediff.core.layer_weights import LayerWeights
+from lib_onediff.core.operators import GatedUnit
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.diffusers import unet as diffusers_host
@@ -20,30 +21,30 @@ NATIVE, CUDAGRAPH, EAGER, ONEFLOW = "native", "cudagraph", "eager", "oneflow"
 
 
 class Weather:
-    """torch's operators, with geglu replaced, in the place of our kernels; counts how often geglu is called."""
+    """torch's operators, with the gated unit replaced, in the place of our kernels; counts its calls."""
 
     def __init__(self) -> None:
-        self.geglu_by: Callable[[Tensor, LayerWeights], Tensor] = torch_ops.geglu
+        self.gated_by: Callable[[Tensor, GatedUnit, LayerWeights], Tensor] = torch_ops.gated
         self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
 
-    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Tensor:
+    def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Tensor:
         self.calls += 1
-        return self.geglu_by(tokens, reader)
+        return self.gated_by(tokens, unit, reader)
 
-    def gated_linear(self, x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
-        return self.geglu(torch_ops.linear(x, layer), reader)
+    def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Tensor:
+        return self.gated(torch_ops.linear(x, layer), unit, reader)
 
     def raises(self, error: BaseException) -> None:
-        def broken(tokens: Tensor, reader: LayerWeights) -> Tensor:
+        def broken(tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Tensor:
             raise error
 
-        self.geglu_by = broken
+        self.gated_by = broken
 
     def clears(self) -> None:
-        self.geglu_by = torch_ops.geglu
+        self.gated_by = torch_ops.gated
 
 
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:

@@ -18,7 +18,7 @@ from lib_onediff.core.card import TuningCache
 from lib_onediff.core.key import Lossy
 from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
-from lib_onediff.core.operators import QuantizedTokens, Residual
+from lib_onediff.core.operators import GEGLU, QuantizedTokens, Residual
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.cuda.kernels import images, products, rounding, tokens
@@ -122,7 +122,7 @@ def exact_layer_norm(
 ) -> tuple[Residual, Tensor]:
     whole = Residual(materialize(residual))
     norm = LayerNorm("norm", len(weight), eps)
-    return torch_ops.layer_norm(whole, LayerWeights(weight, bias), norm, LayerWeights(weight, None))
+    return torch_ops.residual_norm(whole, LayerWeights(weight, bias), norm, LayerWeights(weight, None))
 
 
 def add_and_measure(image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor, *others: Any) -> None:
@@ -137,10 +137,10 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "resize", torch_ops.resize)
     monkeypatch.setattr(tokens, "layer_norm", exact_layer_norm)
     monkeypatch.setattr(tokens, "materialize", materialize)
-    monkeypatch.setattr(tokens, "geglu", lambda hidden, config: torch_ops.geglu(hidden))
+    monkeypatch.setattr(tokens, "geglu", lambda hidden, config: torch_ops.gated(hidden, GEGLU))
     monkeypatch.setattr(tokens, "attention", lambda *given: torch_ops.attention(*given[:3], False))
     monkeypatch.setattr(rounding, "layer_norm", layer_norm)
-    monkeypatch.setattr(rounding, "geglu", lambda tokens, kind: rounded(torch_ops.geglu(tokens, None), kind))
+    monkeypatch.setattr(rounding, "geglu", lambda tokens, kind: rounded(torch_ops.gated(tokens, GEGLU), kind))
     monkeypatch.setattr(rounding, "rounded", rounded)
     monkeypatch.setattr(rounding, "rounded_rows", rounded_rows)
     monkeypatch.setattr(products, "int8_product", int8_product)

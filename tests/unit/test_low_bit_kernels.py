@@ -13,13 +13,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 
 from exact_operators import one_scale_of, relative_error
+from exact_operators import rms_norm as exact_rms_norm
 from exact_operators import rounded_rows as exact_rows
 from ladder_builders import NATIVE
 from low_bit_builders import norm_scale, rounded_rows, use_low_bit
 
 from lib_onediff.core.layer_weights import LayerWeights
-from lib_onediff.core.leaves import LayerNorm
-from lib_onediff.core.operators import QuantizedTokens, Residual
+from lib_onediff.core.leaves import LayerNorm, RMSNorm
+from lib_onediff.core.operators import SWIGLU, Modulation, QuantizedTokens, Residual
 from lib_onediff.devices.cuda.kernels import rounding
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, updated
@@ -94,7 +95,7 @@ def test_an_adaptive_norm_comes_in_eight_bits_with_the_vectors_of_each_image(kin
     shift, factor, gate = random(2, 288).chunk(3, dim=1)
     added = update.double() * gate.double()[:, None] * (1 if scales is None else scales.double())
     residual = Residual(tokens.clone(), update=update, update_scales=scales, gate=gate)
-    standing, normed = rounding.adaptive_norm(residual, LayerWeights(factor, shift), 1e-6, torch.float16, kind)
+    standing, normed = rounding.adaptive_norm(residual, Modulation(factor, shift), 1e-6, torch.float16, kind)
     assert relative_error(standing.tokens, tokens + added) < 1e-6
     each = [exact_layer_norm(total, factor[image], shift[image], 1e-6) for image, total in enumerate(tokens + added)]
     if not isinstance(normed, QuantizedTokens):
@@ -174,8 +175,8 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> NativeOperators:
     return runtime.devices.operators(NATIVE)
 
 
-def weights_of(weight: Tensor, bias: Tensor | None = None) -> LayerWeights:
-    room = empty_like(weight, FP8)
+def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> LayerWeights:
+    room = empty_like(weight, kind)
     rounded_rows(weight, *room)
     return LayerWeights(weight, bias, (room,))
 
@@ -188,9 +189,33 @@ def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOper
     assert residual.update.shape == tokens.shape and residual.update_scales.shape == (2, 5, 1)
     total = tokens.double() + residual.update.double() * residual.update_scales.double()
     norm = LayerNorm("norm", WIDTH, EPS)
-    _, rows = operators.layer_norm(residual._replace(tokens=tokens.clone()), LayerWeights(vector, None), norm, layer)
+    standing = residual._replace(tokens=tokens.clone())
+    _, rows = operators.residual_norm(standing, LayerWeights(vector, None), norm, layer)
     back = (rows.values.double() * rows.scales).view(tokens.shape)
     assert relative_error(back, exact_layer_norm(total, vector, None, EPS)) < 0.03
     given = updated(residual)
     assert given.update is None and given.update_scales is None
     assert relative_error(given.tokens, total) < (1e-3 if result == torch.float16 else 5e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_what_has_no_kernel_in_eight_bits_is_rounded_behind_torchs(operators: NativeOperators, kind: Kind) -> None:
+    """RMS norms before and behind a layer, SwiGLU, and a bias that a gate multiplies."""
+    into, out = torch.randn(2 * WIDTH, WIDTH).half() / 8, torch.randn(WIDTH, WIDTH).half() / 8
+    bias, gate, vector = torch.randn(WIDTH).half(), torch.randn(2, WIDTH).half(), torch.randn(WIDTH).half()
+    first, second = weights_of(into, None, kind), weights_of(out, bias, kind)
+    tokens, scale = torch.randn(2, 5, WIDTH).half(), torch.randn(2, WIDTH).half()
+    norm, layer = RMSNorm("norm", WIDTH, EPS), LayerWeights(vector, None)
+    given = Residual(tokens.clone()), layer, norm, first, Modulation(scale)
+    residual, rows = operators.residual_norm(*given)
+    hidden = operators.gated_linear(rows, first, SWIGLU, second)
+    assert isinstance(rows, QuantizedTokens) and isinstance(hidden, QuantizedTokens)
+    expected = exact_rms_norm(tokens, vector, EPS) * scale.double()[:, None]
+    value = expected @ into.double().t()
+    update = torch.nn.functional.silu(value[..., :WIDTH]) * value[..., WIDTH:] @ out.double().t() + bias.double()
+    for behind in (None, (layer, norm)):
+        wanted = update if behind is None else exact_rms_norm(update, vector, EPS)
+        added = operators.add_linear(Residual(tokens.clone()), hidden, second, gate, behind)
+        wanted = tokens.double() + gate.double()[:, None] * wanted
+        assert relative_error(operators.materialize(added), wanted) < 0.08
+    assert torch.equal(operators.materialize(residual), tokens)

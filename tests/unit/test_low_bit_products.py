@@ -19,7 +19,7 @@ import torch.nn.functional as functional
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
 from lib_onediff.core.leaves import Convolution, GroupNorm
-from lib_onediff.core.operators import QuantizedTokens
+from lib_onediff.core.operators import GEGLU, QuantizedTokens
 from lib_onediff.core.precision import HALF_SUMS, SWITCHES, applied
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import (
@@ -71,7 +71,7 @@ def factors(
 def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> float:
     """Relative, against the same rounded factors; of normal numbers, three bits after the point make 2.7e-2."""
     sums = (tokens.values.float() * tokens.scales) @ (weight.values.float() * weight.scales.t()).t()
-    expected = torch_ops.geglu(sums if bias is None else sums + bias.float())
+    expected = torch_ops.gated(sums if bias is None else sums + bias.float(), GEGLU)
     # Triton's interpreter rounds what is just below a power of two to half of it.
     carries = (torch.frexp(expected / found.scales).mantissa.abs() > 0.968) & (DEVICE.type == "cpu")
     number = found.values.float() * found.scales
@@ -104,7 +104,7 @@ def test_in_half_precision_it_is_rounded_once(
         torch.randn(shape, device=DEVICE).to(dtype) for shape in ((rows, width), (2 * half, width), (2 * half,))
     )
     found = products.exact_gated_product(tokens, weight, bias, config)
-    expected = torch_ops.geglu(functional.linear(tokens.double(), weight.double(), bias.double()))
+    expected = torch_ops.gated(functional.linear(tokens.double(), weight.double(), bias.double()), GEGLU)
     error = (found.double() - expected).abs()
     assert bool((error <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-5 * expected.abs().max()).all())
 
@@ -120,7 +120,7 @@ def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
     scale = gated_scale(weight, bias, norm)
     hidden = torch.cat([torch.randn(200, width), weight * norm.weight, 50 * torch.eye(width)])
     tokens = torch.nn.functional.layer_norm(hidden, (width,), norm.weight, norm.bias)
-    largest = torch_ops.geglu(torch.nn.functional.linear(tokens, weight, bias)).abs().max() / scale
+    largest = torch_ops.gated(torch.nn.functional.linear(tokens, weight, bias), GEGLU).abs().max() / scale
     assert FP8.largest / 16 < largest * 1.3 <= FP8.largest, "none is cut off, and the range is used"
 
 

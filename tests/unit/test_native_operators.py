@@ -20,7 +20,7 @@ from grid import ends
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
-from lib_onediff.core.operators import Residual
+from lib_onediff.core.operators import GEGLU, Activation, Heads, Modulation, Residual, Rotary
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import (
     ATTENTION,
@@ -106,17 +106,18 @@ def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
     norm, parameters, out = LayerNorm("norm", 24, 1e-5), layer(24), layer(24, 48)
     outputs = []
     for ops in (native, torch_ops):
-        residual, first = ops.layer_norm(Residual(tokens.clone()), parameters, norm, out)
+        residual, first = ops.residual_norm(Residual(tokens.clone()), parameters, norm, out)
         # Two additions between the norms, and one after the last.
         residual = ops.add_linear(ops.add_linear(residual, hidden, out), hidden, out)
-        residual, second = ops.layer_norm(residual, parameters, norm, out)
-        outputs.append((first, second, ops.materialize(ops.add_linear(residual, hidden, out)), ops.geglu(tokens, out)))
+        residual, second = ops.residual_norm(residual, parameters, norm, out)
+        whole = ops.materialize(ops.add_linear(residual, hidden, out))
+        outputs.append((first, second, whole, ops.gated(tokens, GEGLU, out)))
     for ours, expected in zip(*outputs, strict=True):
         assert relative_error(ours, expected) < CLOSE
 
 
 @pytest.mark.parametrize(("dtype", "kept"), list(product([torch.float32, torch.float16], repeat=2)), ids=str)
-def test_norms_and_gates_that_depend_on_the_image_and_heads_that_are_turned(
+def test_norms_and_gates_that_depend_on_the_image_and_rotated_heads(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     """kept: the type of the residual. The reference computes in float32 with the same numbers."""
@@ -124,20 +125,21 @@ def test_norms_and_gates_that_depend_on_the_image_and_heads_that_are_turned(
     image, into, out, parts, head = ([random(*shape).to(dtype) for shape in shapes] for shapes in (
         [(2, 48), (2, 48)], [(96, 48), (96,)], [(48, 96), (48,)], [(144, 48)], [(16,)]
     ))
-    rotary, norm, of_heads = (random(7, 8), random(7, 8)), AdaptiveNorm(48, 1e-6), RMSNorm("norm", 16, 1e-6)
+    rotary, norm, of_heads = Rotary(random(7, 8), random(7, 8)), AdaptiveNorm(48, 1e-6), RMSNorm("norm", 16, 1e-6)
 
     def outputs(ops: Any, as_kind: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with_image, first, second, three, one = (
             LayerWeights(*map(as_kind, given), *[None] * (2 - len(given))) for given in (image, into, out, parts, head)
         )
         residual, factors = Residual(as_kind(tokens.clone())), as_kind(gate)
-        residual, normed = ops.layer_norm(residual, with_image, norm, second)
-        residual = ops.add_linear(residual, ops.gelu_linear(as_kind(hidden), first, second), second, factors)
-        residual = ops.add_linear(residual, ops.gelu_linear(normed, first, second), second, factors)
-        residual, again = ops.layer_norm(residual, with_image, norm, second)
-        norms = (one, of_heads), (one, of_heads), None
-        heads = ops.normed_heads(ops.linear(again, three), 3, norms, rotary)
-        alone = ops.normed_heads(again.clone(), 3, norms[:1], None)
+        modulation, gelu = Modulation(with_image.weight, with_image.bias), Activation.GELU
+        residual, normed = ops.residual_norm(residual, None, norm, second, modulation)
+        residual = ops.add_linear(residual, ops.activated_linear(as_kind(hidden), first, gelu, second), second, factors)
+        residual = ops.add_linear(residual, ops.activated_linear(normed, first, gelu, second), second, factors)
+        residual, again = ops.residual_norm(residual, None, norm, second, modulation)
+        rotated = Heads(3, (one, of_heads), rotary)
+        heads = ops.split_heads(ops.linear(again, three), (rotated, rotated, Heads(3)))
+        alone = ops.split_heads(again.clone(), (Heads(3, (one, of_heads)),))
         return [ops.materialize(residual), normed, again, *alone, *heads]
 
     expected = outputs(torch_ops, Tensor.float)
@@ -197,6 +199,6 @@ def test_a_gated_product_reads_a_weight_as_it_lies(transposed: bool, monkeypatch
     config = next(one for one in EXACT_GATED_PRODUCT.candidates[1:] if not one[0])
     launches.choose(EXACT_GATED_PRODUCT, products.product_class(3, 64, 32), torch.float16, config)
     into = LayerWeights(weight, bias)
-    found = NativeOperators(launches).gated_linear(tokens, into, into)
-    expected = torch_ops.geglu(functional.linear(tokens.double(), weight.double(), bias.double()))
+    found = NativeOperators(launches).gated_linear(tokens, into, GEGLU, into)
+    expected = torch_ops.gated(functional.linear(tokens.double(), weight.double(), bias.double()), GEGLU)
     assert bool(used) is not transposed and relative_error(found.double(), expected) < 2e-3

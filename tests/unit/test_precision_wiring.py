@@ -13,6 +13,7 @@ from vae_builders import a_latent, diffusers_vae, last, our_picture
 
 import lib_onediff
 from lib_onediff.core.layer_weights import LayerWeights
+from lib_onediff.core.operators import GatedUnit
 from lib_onediff.core.precision import SWITCHES, TF32_MATMUL, Flags, flags_for
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
@@ -38,15 +39,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     before = switch.state()
     switch.write(False)
     stood: list[bool] = []
-    geglu = torch_ops.geglu
+    gated = torch_ops.gated
 
-    def watched(tokens: Tensor, reader: LayerWeights) -> Tensor:
+    def watched(tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Tensor:
         stood.append(SWITCHES[TF32_MATMUL].read())
-        return geglu(tokens, reader)
+        return gated(tokens, unit, reader)
 
     for module in ("runtime.card_route", "runtime.vae.decode"):
         monkeypatch.setattr(f"lib_onediff.{module}.flags_for", as_on_a_gpu)
-    monkeypatch.setattr(torch_ops, "geglu", watched)
+    monkeypatch.setattr(torch_ops, "gated", watched)
     yield stood
     switch.restore(before)
 

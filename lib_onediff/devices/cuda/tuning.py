@@ -25,7 +25,16 @@ from ...core.leaves import (
     NormedHeads,
     RMSNorm,
 )
-from ...core.operators import Operators, QuantizedImage, QuantizedTokens, Residual
+from ...core.operators import (
+    GEGLU,
+    Heads,
+    Modulation,
+    Operators,
+    QuantizedImage,
+    QuantizedTokens,
+    Residual,
+    Rotary,
+)
 from ...weights import low_bit
 from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
 from ..torch.attention import inputs_of
@@ -94,22 +103,22 @@ def launches_of(
     def of_tokens(norm: LayerNorm) -> None:
         vector = make(norm.width)
         layer = LayerWeights(vector, vector)
-        residual, _ = ops.layer_norm(Residual(make(FEW, norm.width), None, vector), layer, norm, layer)
+        residual, _ = ops.residual_norm(Residual(make(FEW, norm.width), None, vector), layer, norm, layer)
         ops.materialize(residual)
-        ops.geglu(make(FEW, 2 * cuts.FEED_FORWARD * norm.width), layer)
+        ops.gated(make(FEW, 2 * cuts.FEED_FORWARD * norm.width), GEGLU, layer)
 
     def of_blocks(norm: AdaptiveNorm) -> None:
-        residual, layer = adaptive_residual(make, norm.width, FEW)
-        ops.layer_norm(residual, layer, norm, layer)
+        residual, modulation = adaptive_residual(make, norm.width, FEW)
+        ops.residual_norm(residual, None, norm, LayerWeights(make(FEW, norm.width), None), modulation)
         native_tokens.gelu(make(FEW, norm.width))
 
     def of_heads(one: NormedHeads) -> None:
-        rotary = (torch.zeros((FEW, one.width // 2), dtype=torch.float32, device=device),) * 2
-        for given in (rotary, None):
-            normed = LayerWeights(make(one.width), None), RMSNorm("", one.width, EPS)
+        angles = torch.zeros((FEW, one.width // 2), dtype=torch.float32, device=device)
+        norm = LayerWeights(make(one.width), None), RMSNorm("", one.width, EPS)
+        for rotary in (Rotary(angles, angles), None):
             for parts in (1, 2):
                 projected = make(BATCH, FEW, parts * one.heads * one.width)
-                ops.normed_heads(projected, one.heads, (normed,) * parts, given)
+                ops.split_heads(projected, (Heads(one.heads, norm, rotary),) * parts)
 
     norms = {leaf.channels // leaf.groups: leaf for leaf in users if isinstance(leaf, GroupNorm)}
     return [
@@ -138,12 +147,12 @@ def norms_of(users: Iterable[Any], kind: Any) -> Iterable[Any]:
 
 def adaptive_residual(
     make: Callable[..., Tensor], width: int, rows: int, of: torch.dtype | None = None
-) -> tuple[Residual, LayerWeights]:
-    """A residual as it comes to an adaptive norm, and the vectors of the norm. of: the type of its update, if it is
+) -> tuple[Residual, Modulation]:
+    """A residual as it comes to an adaptive norm, and the norm's modulation. of: the type of its update, if it is
     another than what make gives."""
     update, (shift, factor, gate) = make(BATCH, rows // BATCH, width), make(BATCH, 3 * width).chunk(3, dim=1)
     tokens = update.float() if update.dtype == torch.float16 else torch.empty_like(update)
-    return Residual(tokens, update=update if of is None else update.to(of), gate=gate), LayerWeights(factor, shift)
+    return Residual(tokens, update=update if of is None else update.to(of), gate=gate), Modulation(factor, shift)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
@@ -212,7 +221,7 @@ def way_of(
     if product.source == NORMED:
         tokens, parameters = random(product.rows, product.width), LayerWeights(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)
-        return lambda ops: ops.linear(ops.layer_norm(Residual(tokens), parameters, norm, layer)[1], layer)
+        return lambda ops: ops.linear(ops.residual_norm(Residual(tokens), parameters, norm, layer)[1], layer)
     residual, vector = Residual(random(product.rows, product.out)), random(product.out)
     if product.source == GATED:
         # A feed-forward from norm to norm: its first product may make what this one reads.
@@ -223,9 +232,9 @@ def way_of(
         into = LayerWeights(matrix, bias, (rounded,), gated_scale=scale)
 
         def fed_forward(ops: Operators) -> object:
-            now, normed = ops.layer_norm(residual, parameters, norm, into)
+            now, normed = ops.residual_norm(residual, parameters, norm, into)
             return rounding.layer_norm(
-                ops.add_linear(now, ops.gated_linear(normed, into, layer), layer), vector, None, EPS, kind
+                ops.add_linear(now, ops.gated_linear(normed, into, GEGLU, layer), layer), vector, None, EPS, kind
             )
 
         return fed_forward
@@ -278,13 +287,13 @@ def low_bit_launches(
 
     def blocks_of(norm: AdaptiveNorm) -> None:
         for of in {dtype, torch.bfloat16}:
-            residual, layer = adaptive_residual(make, norm.width, FEW, of)
-            rounding.adaptive_norm(residual, layer, EPS, dtype, kind)
+            residual, modulation = adaptive_residual(make, norm.width, FEW, of)
+            rounding.adaptive_norm(residual, modulation, EPS, dtype, kind)
         if kind is FP8:
             # Behind a layer in float8, of one that is not.
-            residual, layer = adaptive_residual(make, norm.width, FEW, torch.bfloat16)
+            residual, modulation = adaptive_residual(make, norm.width, FEW, torch.bfloat16)
             scaled = residual._replace(update_scales=make(BATCH, FEW // BATCH, 1).float())
-            rounding.adaptive_norm(scaled, layer, EPS, dtype, None)
+            rounding.adaptive_norm(scaled, modulation, EPS, dtype, None)
         for features in (cuts.FEED_FORWARD * norm.width, norm.width):
             rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
 

@@ -17,9 +17,11 @@ from oneflow.utils.tensor import from_torch, to_torch
 
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
-from ...core.operators import Residual
+from ...core.operators import Activation, GatedUnit, Residual
 from ..torch import operators as torch_ops
 
+# Of a score that is hidden, before the softmax: finite in float16, and smaller than any other by far.
+LOWEST = -60000.0
 
 class OneFlowOperators:
     """See core.operators. Images are contiguous."""
@@ -71,7 +73,7 @@ class OneFlowOperators:
             normed = groups.reshape(*image.shape) * weight + bias
         return functional.silu(normed) if silu else normed
 
-    def layer_norm(
+    def residual_norm(
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
     ) -> tuple[Residual, Tensor]:
         tokens = self.materialize(residual)
@@ -80,19 +82,39 @@ class OneFlowOperators:
     def add_linear(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
         return residual._replace(tokens=residual.tokens + self.linear(x, layer))
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
-        dtype, width = query.dtype, query.shape[3]
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+    ) -> Tensor:
+        dtype, (batch, heads, queries, width) = query.dtype, query.shape
         if upcast:
             query, key, value = (part.to(flow.float32) for part in (query, key, value))
+        key_heads = key.shape[1]
+        if key_heads != heads:
+            # The queries that share a head of keys are computed as more queries of that head.
+            query = query.reshape(batch, key_heads, -1, width)
         scores = flow.matmul(query * (1 / math.sqrt(width)), key.transpose(2, 3))
-        return flow.matmul(flow.softmax(scores, dim=-1), value).to(dtype)
+        if mask is None:
+            weights = flow.softmax(scores, dim=-1)
+        else:
+            hidden = flow.logical_not(mask.expand(batch, heads, queries, key.shape[2])).reshape(*scores.shape)
+            # A query that sees no key gets weights of zero.
+            weights = flow.softmax(scores.masked_fill(hidden, LOWEST), dim=-1).masked_fill(hidden, 0)
+        mixed = flow.matmul(weights, value).to(dtype)
+        return mixed if key_heads == heads else mixed.reshape(batch, heads, queries, -1)
 
-    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Tensor:
+    def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Tensor:
         value, gate = tokens.chunk(2, dim=-1)
-        return value * functional.gelu(gate)
+        if unit.gate_first:
+            value, gate = gate, value
+        return value * activated(gate, unit.activation)
 
-    def gated_linear(self, x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
-        return self.geglu(self.linear(x, layer), reader)
+    def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Tensor:
+        return self.gated(self.linear(x, layer), unit, reader)
+
+    def activated_linear(
+        self, x: Tensor, layer: LayerWeights, activation: Activation, reader: LayerWeights
+    ) -> Tensor:
+        return activated(self.linear(x, layer), activation)
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
         return flow.cat([image, skip], dim=1)
@@ -107,6 +129,14 @@ class OneFlowOperators:
 
     def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
         return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    if activation is Activation.SILU:
+        return functional.silu(x)
+    if activation is Activation.GELU:
+        return functional.gelu(x)
+    return functional.gelu(x, approximate="tanh")
 
 
 def wrap(image: Tensor, padding: int, dim: int) -> Tensor:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 from torch.backends import cuda as switches
 
 from ...core.device import TimeMs
 from ...core.precision import our_modes, switch_of
 from ..cuda.kernels.launch_config import Kernel, Launches, Trial, random_on, tuned
+from .operators import HAS_GQA, repeated, scaled_dot_product_attention
 
 log = logging.getLogger("onediff")
 
@@ -27,6 +27,8 @@ FUSED = {
 }
 # What they are given after query, key and value: no mask, and nothing kept for gradients.
 GIVEN: dict[str, tuple[Any, ...]] = {CUDNN: (None, False), FLASH: (), EFFICIENT: (None, False), MATH: ()}
+# Those that take fewer heads of keys than of queries as they are, from the torch on that has it.
+SHARE_KEY_HEADS = {CUDNN, FLASH}
 # The switches as torch.backends.cuda calls it: name_sdp_enabled().
 SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "math"}
 # Before torch 2.5, cuDNN's took other arguments, where it was there at all.
@@ -58,12 +60,14 @@ class Attention:
     def __init__(self, launches: Launches) -> None:
         self._launches = launches
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False) -> Tensor:
-        """The mix of values, in query's dtype and shape. upcast: computed in float32."""
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
+        """The mix of values, in query's dtype and shape. See Operators.attention. With a mask, torch picks."""
         if upcast and query.dtype != torch.float32:
-            return self(query.float(), key.float(), value.float()).to(query.dtype)
-        if query.device.type != "cuda":
-            return functional.scaled_dot_product_attention(query, key, value)
+            return self(query.float(), key.float(), value.float(), mask=mask).to(query.dtype)
+        if query.device.type != "cuda" or mask is not None:
+            return scaled_dot_product_attention(query, key, value, mask)
         try:
             return attend(self.pick(query.shape, key.shape, query.dtype), query, key, value)
         except torch.cuda.OutOfMemoryError:
@@ -71,7 +75,7 @@ class Attention:
         except RuntimeError:
             # Shapes of one class may differ in what an implementation wants of them.
             log.debug("attention cannot do %s as it was chosen", tuple(query.shape), exc_info=True)
-            return functional.scaled_dot_product_attention(query, key, value)
+            return scaled_dot_product_attention(query, key, value)
 
     def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
         """Which implementation serves these shapes on the GPU that computes."""
@@ -94,7 +98,7 @@ class Attention:
             warnings.simplefilter("ignore")
             query, key, value = inputs_of(random_on(device, dtype), query_shape, key_shape)
             # In float32 from the start, so that ours is judged as well.
-            expected = gemm_attention(query.float(), key.float(), value.float())
+            expected = attend(GEMM, query.float(), key.float(), value.float())
 
             def agrees(output: Tensor) -> bool:
                 # A NaN is not within the limit either.
@@ -105,21 +109,26 @@ class Attention:
 
 
 def kernel_of(query_shape: Shape) -> Kernel:
-    """What may serve a shape; the switches of torch may still forbid one."""
+    """The implementations that may serve a shape; torch's switches may still forbid one."""
     return WIDE if query_shape[3] > WIDEST_HEAD else NARROW
 
 
 def class_of(query_shape: Shape, key_shape: Shape) -> str:
-    """The class of shapes: head width, and the next powers of two of the token counts."""
+    """The class of shapes: head width, the next powers of two of the token counts, and how many heads of queries share
+    a head of keys, if several do."""
     queries, keys = (1 << (shape[2] - 1).bit_length() for shape in (query_shape, key_shape))
-    return f"width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
+    name = f"width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
+    shared_by = query_shape[1] // key_shape[1]
+    return name if shared_by == 1 else f"{name}, {shared_by} heads to one"
 
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention by one of the implementations. Raises RuntimeError where it cannot do that, and where the host has
     switched it off."""
     if name == TORCH:
-        return functional.scaled_dot_product_attention(query, key, value)
+        return scaled_dot_product_attention(query, key, value)
+    if key.shape[1] != query.shape[1] and not (HAS_GQA and name in SHARE_KEY_HEADS):
+        key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
     if name == GEMM:
         return gemm_attention(query, key, value)
     if not may_use(name):
@@ -177,11 +186,15 @@ def inputs_of(make: Callable[..., Tensor], query_shape: Shape, key_shape: Shape)
     """Query, key and value of these shapes (batch, heads, tokens, width), lying in memory as our forward has them:
     parts of what one GEMM gave, (batch, tokens, heads * width) each. make: a tensor of a shape."""
     batch, heads, queries, width = query_shape
-    keys, parts = key_shape[2], 3 if key_shape == query_shape else 2
+    key_heads, keys = key_shape[1:3]
 
-    def split(tokens: int, count: int) -> list[Tensor]:
-        fused = make(batch, tokens, count * heads * width)
-        return [part.unflatten(-1, (heads, width)).transpose(1, 2) for part in fused.chunk(count, dim=-1)]
+    def split(tokens: int, heads: int, parts: int) -> list[Tensor]:
+        fused = make(batch, tokens, parts * heads * width)
+        return [part.unflatten(-1, (heads, width)).transpose(1, 2) for part in fused.chunk(parts, dim=-1)]
 
-    tensors = split(keys, parts) if parts == 3 else [*split(queries, 1), *split(keys, 2)]
-    return tensors[0], tensors[1], tensors[2]
+    if key_shape == query_shape:
+        query, key, value = split(keys, heads, 3)
+    else:
+        [query] = split(queries, heads, 1)
+        key, value = split(keys, key_heads, 2)
+    return query, key, value

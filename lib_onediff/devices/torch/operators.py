@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ...core.layer_weights import LayerWeights, LowRank, merged
 from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
-from ...core.operators import Residual, Rotary
+from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, Rotary, WeightedNorm
+
+# torch 2.5 and newer: attention with fewer heads of keys than of queries.
+HAS_GQA = "enable_gqa" in str(torch.ops.aten.scaled_dot_product_attention.default._schema)
 
 
 def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
@@ -105,41 +108,72 @@ def group_norm(
     return functional.silu(normed, inplace=True) if silu else normed
 
 
-def layer_norm(
-    residual: Residual, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
+def residual_norm(
+    residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm, reader: LayerWeights,
+    modulation: Modulation | None = None,
 ) -> tuple[Residual, Tensor]:
-    tokens, weight, bias = materialize(residual), layer.weight, layer.bias
-    if isinstance(norm, LayerNorm):
-        return Residual(tokens), functional.layer_norm(tokens, (norm.width,), weight, bias, norm.eps)
-    normed = functional.layer_norm(tokens, (norm.width,), eps=norm.eps) * weight[:, None]
-    return Residual(tokens), (normed if bias is None else normed + bias[:, None]).to(reader.weight.dtype)
+    tokens = materialize(residual)
+    if isinstance(norm, RMSNorm):
+        assert layer is not None
+        normed = wide_rms_norm(tokens, layer, norm)
+    elif layer is None:
+        normed = functional.layer_norm(tokens, (norm.width,), eps=norm.eps)
+    else:
+        normed = functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
+    if modulation is not None:
+        normed = normed * modulation.scale[:, None]
+        if modulation.shift is not None:
+            normed = normed + modulation.shift[:, None]
+    return Residual(tokens), normed.to(reader.weight.dtype)
 
 
 def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
-    """torch has one from 2.4 on."""
+    return wide_rms_norm(x, layer, norm).to(x.dtype)
+
+
+def wide_rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
+    """The root mean square norm in float32. torch has one from 2.4 on."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * layer.weight).to(x.dtype)
+    weight = layer.weight.float() + 1 if norm.plus_one else layer.weight
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * weight
 
 
-def normed_heads(
-    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
-) -> list[Tensor]:
-    batch, tokens, _ = projected.shape
-    parts = projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind()
-    normed = [part if norm is None else rms_norm(part, *norm) for part, norm in zip(parts, norms, strict=True)]
-    if rotary is None:
-        return normed
-    return [part if norm is None else apply_rotary(part, rotary) for part, norm in zip(normed, norms, strict=True)]
+def split_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+    numbers = [part.number for part in parts]
+    width = projected.shape[-1] // sum(numbers)
+    pieces = projected.split([number * width for number in numbers], dim=-1)
+    return [heads_of(piece, part) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def apply_rotary(heads: Tensor, rotary: Rotary) -> Tensor:
-    """Queries or keys, (batch, heads, tokens, width)."""
-    (cosines, sines), (first, second) = rotary, heads.float().chunk(2, dim=-1)
-    return torch.cat([cosines * first - sines * second, sines * first + cosines * second], dim=-1).to(heads.dtype)
+def heads_of(projected: Tensor, part: Heads) -> Tensor:
+    """(batch, tokens, heads * head width) -> (batch, heads, tokens, head width)."""
+    heads = projected.unflatten(-1, (part.number, -1)).transpose(1, 2)
+    if part.norm is not None:
+        heads = rms_norm(heads, *part.norm)
+    return heads if part.rotary is None else rotated(heads, part.rotary)
 
 
-def add_linear(residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None) -> Residual:
+def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
+    """Heads of queries or keys, (batch, heads, tokens, head width), rotated by a rotary embedding."""
+    cosines, sines = rotary.cosines, rotary.sines
+    if cosines.dim() == 3:  # positions of each row: the same for its heads
+        cosines, sines = cosines[:, None], sines[:, None]
+    wide = heads.float()
+    if rotary.interleaved:
+        first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = wide.chunk(2, dim=-1)
+    pairs = cosines * first - sines * second, sines * first + cosines * second
+    together = torch.stack(pairs, dim=-1).flatten(-2) if rotary.interleaved else torch.cat(pairs, dim=-1)
+    return together.to(heads.dtype)
+
+
+def add_linear(
+    residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None, norm: WeightedNorm | None = None
+) -> Residual:
     tokens, update = residual.tokens, linear(x, layer)
+    if norm is not None:
+        update = rms_norm(update, *norm)
     if gate is None:
         return residual._replace(tokens=tokens + update)
     return residual._replace(tokens=torch.addcmul(tokens, gate[:, None].to(tokens.dtype), update.to(tokens.dtype)))
@@ -156,24 +190,65 @@ def materialize(residual: Residual) -> Tensor:
     return tokens
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None) -> Tensor:
     if not upcast:
-        return functional.scaled_dot_product_attention(query, key, value)
-    wide = functional.scaled_dot_product_attention(query.float(), key.float(), value.float())
+        return scaled_dot_product_attention(query, key, value, mask)
+    wide = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask)
     return wide.to(query.dtype)
 
 
-def geglu(tokens: Tensor, reader: LayerWeights | None = None) -> Tensor:
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention by torch's choice of kernel. See Operators.attention."""
+    if mask is None:
+        return grouped_attention(query, key, value, None)
+    # A softmax over no key is not a number, or zero, by the release and the kernel.
+    sees_nothing = ~mask.any(dim=-1, keepdim=True)
+    mixed = grouped_attention(query, key, value, mask | sees_nothing)
+    return mixed.masked_fill(sees_nothing, 0)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention in which keys and values may have fewer heads. Repeats these only where torch cannot share them."""
+    heads = query.shape[1]
+    if key.shape[1] == heads:
+        return functional.scaled_dot_product_attention(query, key, value, mask)
+    if shares_key_heads(query, mask):
+        return functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    return functional.scaled_dot_product_attention(query, repeated(key, heads), repeated(value, heads), mask)
+
+
+def shares_key_heads(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch may be told that keys have fewer heads. On a GPU, only flash attention and cuDNN share heads, in
+    half precision and without a mask; for anything else torch would repeat them itself and hold all scores at once."""
+    if not HAS_GQA:
+        return False
+    return query.device.type != "cuda" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
+
+
+def repeated(heads: Tensor, count: int) -> Tensor:
+    """Heads of keys or values, each repeated in its place until there are count."""
+    return heads.repeat_interleave(count // heads.shape[1], dim=1)
+
+
+def gated(tokens: Tensor, unit: GatedUnit, reader: LayerWeights | None = None) -> Tensor:
     value, gate = tokens.chunk(2, dim=-1)
-    return value * functional.gelu(gate)
+    if unit.gate_first:
+        value, gate = gate, value
+    return value * activated(gate, unit.activation)
 
 
-def gated_linear(x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
-    return geglu(linear(x, layer), reader)
+def gated_linear(x: Tensor, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Tensor:
+    return gated(linear(x, layer), unit, reader)
 
 
-def gelu_linear(x: Tensor, layer: LayerWeights, reader: LayerWeights) -> Tensor:
-    return functional.gelu(linear(x, layer))
+def activated_linear(x: Tensor, layer: LayerWeights, activation: Activation, reader: LayerWeights) -> Tensor:
+    return activated(linear(x, layer), activation)
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    if activation is Activation.SILU:
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if activation is Activation.GELU_TANH else "none")
 
 
 def silu(x: Tensor) -> Tensor:

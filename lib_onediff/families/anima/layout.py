@@ -53,10 +53,10 @@ class AdaptiveBlock(Block):
 
 @dataclass(frozen=True)
 class Positions:
-    """What turns queries and keys by their places: a rotary embedding in halves, by time, height and width.
+    """The rotary embedding of queries and keys, in halves, over three axes: time, height and width.
 
-    widths, thetas: how much of a head's width is turned by each, and the bases of its frequencies. rounded: the type to
-    which the host has rounded their exponents. frequencies: the type in which it computes the frequencies.
+    widths, thetas: for each axis, how much of a head's width it rotates, and the base of its frequencies. rounded: the
+    type to which the host has rounded their exponents. frequencies: the type in which it computes the frequencies.
     """
 
     widths: tuple[int, int, int]

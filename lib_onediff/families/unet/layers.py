@@ -17,7 +17,7 @@ from ...core.leaves import (
     SelfAttention,
     TransformerBlock,
 )
-from ...core.operators import Image, Operators, Residual
+from ...core.operators import GEGLU, Image, Operators, Residual
 from .layout import Downsample, SpatialTransformer, Stage, Upsample
 
 
@@ -98,18 +98,18 @@ class Layers:
         weights, ops = self.weights, self.ops
         own, cross = block.self_attention, block.cross_attention
         query_key_value, query = weights[own.query_key_value.name], weights[cross.query.path]
-        residual, normed = ops.layer_norm(residual, weights[block.self_norm.path], block.self_norm, query_key_value)
+        residual, normed = ops.residual_norm(residual, weights[block.self_norm.path], block.self_norm, query_key_value)
         mixed = self._attend(own, *ops.linear(normed, query_key_value).chunk(3, dim=-1))
         residual = ops.add_linear(residual, mixed, weights[own.out.path])
-        residual, normed = ops.layer_norm(residual, weights[block.cross_norm.path], block.cross_norm, query)
+        residual, normed = ops.residual_norm(residual, weights[block.cross_norm.path], block.cross_norm, query)
         mixed = self._attend(cross, ops.linear(normed, query), *self._key_value(cross))
         return self._feed_forward(block, ops.add_linear(residual, mixed, weights[cross.out.path]))
 
     def _feed_forward(self, block: TransformerBlock, residual: Residual) -> Residual:
         weights, norm = self.weights, block.feed_forward_norm
         into, out = weights[block.feed_forward_in.path], weights[block.feed_forward_out.path]
-        residual, normed = self.ops.layer_norm(residual, weights[norm.path], norm, into)
-        return self.ops.add_linear(residual, self.ops.gated_linear(normed, into, out), out)
+        residual, normed = self.ops.residual_norm(residual, weights[norm.path], norm, into)
+        return self.ops.add_linear(residual, self.ops.gated_linear(normed, into, GEGLU, out), out)
 
     def _patched_block(self, block: TransformerBlock, tokens: Tensor) -> Residual:
         """A block in which functions of others stand. tokens: (batch, tokens, width)."""
@@ -127,7 +127,7 @@ class Layers:
         own, cross = block.self_attention, block.cross_attention
         attention, norm = (own, block.self_norm) if is_self else (cross, block.cross_norm)
         reader = weights[own.query_key_value.name if is_self else cross.query.path]
-        _, normed = ops.layer_norm(Residual(tokens), weights[norm.path], norm, reader)
+        _, normed = ops.residual_norm(Residual(tokens), weights[norm.path], norm, reader)
         replaced = patches.whole_attention(name, block, normed, self.context)
         if replaced is not None:
             return replaced

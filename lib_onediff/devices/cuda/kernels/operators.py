@@ -13,7 +13,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....core.card import TuningCache
 from ....core.layer_weights import LayerWeights, LowRank, QuantizedWeight, merged
 from ....core.leaves import GATED, NORMED, PLAIN, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
-from ....core.operators import QuantizedImage, QuantizedTokens, Residual, Rotary
+from ....core.operators import (
+    GEGLU,
+    Activation,
+    GatedUnit,
+    Heads,
+    Modulation,
+    QuantizedImage,
+    QuantizedTokens,
+    Residual,
+    WeightedNorm,
+)
 from ....weights.low_bit import (
     FEWEST_PIXELS,
     FP8,
@@ -66,7 +76,7 @@ class NativeOperators:
 
     def __init__(
         self, launches: Launches | None = None,
-        attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = torch_ops.attention,
+        attention: Callable[..., Tensor] = torch_ops.attention,
         result_dtype: ResultDtype = lambda device, dtype: dtype, choose: Choose = lambda product, dtype, kinds: None,
     ) -> None:
         """launches: how kernels are launched, None for their first choice. attention: as Operators.attention.
@@ -159,29 +169,53 @@ class NativeOperators:
             measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first), kind,
         )
 
-    def layer_norm(
-        self, residual: Residual, layer: LayerWeights, norm: LayerNorm | AdaptiveNorm, reader: LayerWeights
+    def residual_norm(
+        self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
+        reader: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        dtype, adapts = reader.weight.dtype, isinstance(norm, AdaptiveNorm)
+        if isinstance(norm, AdaptiveNorm) and modulation is not None and rounding.has_kernel(modulation):
+            return self._adaptive_norm(residual, modulation, norm, reader)
+        if isinstance(norm, LayerNorm) and layer is not None and modulation is None:
+            return self._layer_norm(residual, layer, norm, reader)
+        whole = Residual(self.materialize(residual))
+        _, normed = torch_ops.residual_norm(whole, layer, norm, reader, modulation)
+        return whole, self._rounded(normed, reader)
+
+    def _adaptive_norm(
+        self, residual: Residual, modulation: Modulation, norm: AdaptiveNorm, reader: LayerWeights
+    ) -> tuple[Residual, Rows]:
         kind = self._kind(residual.tokens, reader, NORMED)
-        adds = adapts == (residual.gate is not None) and (adapts or kind is not None)
-        residual = residual if adds else updated(residual)
+        # The kernel adds an update with a gate, and no vectors.
+        if residual.gate is None:
+            residual = Residual(self.materialize(residual))
         residual = residual._replace(tokens=residual.tokens.contiguous())
-        if adapts:
-            return rounding.adaptive_norm(residual, layer, norm.eps, dtype, kind)
+        return rounding.adaptive_norm(residual, modulation, norm.eps, reader.weight.dtype, kind)
+
+    def _layer_norm(
+        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
+    ) -> tuple[Residual, Rows]:
+        dtype, kind = reader.weight.dtype, self._kind(residual.tokens, reader, NORMED)
+        # The kernel that gives eight bits adds an update, without a gate.
+        if kind is None or residual.gate is not None:
+            residual = updated(residual)
+        residual = residual._replace(tokens=residual.tokens.contiguous())
         config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
         if kind is not None:
             return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
 
-    def add_linear(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None) -> Residual:
+    def add_linear(
+        self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
+        norm: WeightedNorm | None = None,
+    ) -> Residual:
+        if norm is not None:
+            update = self.rms_norm(self.linear(self._rounded(x, layer), layer), *norm)
+            return Residual(self.materialize(residual), update=update, gate=gate)
         if gate is not None:
             return self._add_gated(residual, x, layer, gate)
+        x = self._rounded(x, layer)
         if not isinstance(x, QuantizedTokens):
-            kind = self._kind(x, layer, PLAIN)
-            if kind is None:
-                return self._add_exact(updated(residual), x, layer)
-            x = rounding.rounded(x, kind)
+            return self._add_exact(updated(residual), x, layer)
         if residual.bias is not None or residual.update is not None:
             residual = Residual(self.materialize(residual))
         # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
@@ -189,11 +223,10 @@ class NativeOperators:
 
     def _add_gated(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor) -> Residual:
         tokens = self.materialize(residual)
-        if not isinstance(x, QuantizedTokens):
-            kind = None if layer.bias is not None else self._kind(x, layer, PLAIN)
-            if kind is None:
-                return Residual(tokens, update=self.linear(x, layer), gate=gate)
-            x = rounding.rounded(x, kind)
+        x = self._rounded(x, layer)
+        # A bias is multiplied by the gate too, so it belongs to the product.
+        if layer.bias is not None or not isinstance(x, QuantizedTokens):
+            return Residual(tokens, update=self.linear(x, layer), gate=gate)
         return Residual(tokens, None, None, *self._update(x, layer), gate)
 
     def _add_exact(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
@@ -212,23 +245,30 @@ class NativeOperators:
         config = self._launches.of(cuts.LAYER_NORM, row_class(residual.tokens.shape[-1]), residual.tokens.dtype)
         return native_tokens.materialize(updated(residual), config)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+    ) -> Tensor:
         given, width = (query, key, value), query.shape[3]
         few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast
-        if few and width in native_tokens.ATTENTION_WIDTHS and all(map(native_tokens.heads_lie_beside, given)):
+        is_plain = mask is None and key.shape[1] == query.shape[1] and width in native_tokens.ATTENTION_WIDTHS
+        if few and is_plain and all(map(native_tokens.heads_lie_beside, given)):
             config = self._launches.of(attention_kernel(width), str(width), query.dtype)
             if config != cuts.LIBRARY:
                 return native_tokens.attention(*given, config)
-        return self._attention(query, key, value, upcast)
+        return self._attention(query, key, value, upcast, mask)
 
-    def geglu(self, tokens: Tensor, reader: LayerWeights) -> Rows:
+    def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Rows:
+        if unit != GEGLU:
+            return self._rounded(torch_ops.gated(tokens, unit), reader)
         kind = self._kind(tokens, reader, GATED)
         if kind is not None:
             return rounding.geglu(tokens.contiguous(), kind)
         config = self._launches.of(cuts.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return native_tokens.geglu(tokens.contiguous(), config)
 
-    def gated_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
+    def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Rows:
+        if unit != GEGLU:
+            return self.gated(self.linear(x, layer), unit, reader)
         dtype, scale = layer.weight.dtype, layer.gated_scale
         if isinstance(x, QuantizedTokens):
             count = len(x.values)
@@ -246,19 +286,19 @@ class NativeOperators:
             if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():
                 tokens = x.contiguous().view(-1, width)
                 return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
-        return self.geglu(self.linear(x, layer), reader)
+        return self.gated(self.linear(x, layer), unit, reader)
 
-    def gelu_linear(self, x: Rows, layer: LayerWeights, reader: LayerWeights) -> Rows:
+    def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, reader: LayerWeights) -> Rows:
         product = self.linear(x, layer)
-        kind = None if reader.bias is not None else self._kind(product, reader, PLAIN)
+        if activation is not Activation.GELU:
+            return self._rounded(torch_ops.activated(product, activation), reader)
+        kind = self._kind(product, reader, PLAIN)
         return native_tokens.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
 
-    def normed_heads(
-        self, projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
-    ) -> list[Tensor]:
-        if not projected.is_contiguous() or not native_tokens.norms_lie_first(norms):
-            return torch_ops.normed_heads(projected, heads, norms, rotary)
-        return native_tokens.normed_heads(projected, heads, norms, rotary)
+    def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+        if projected.is_contiguous() and native_tokens.has_heads_kernel(parts):
+            return native_tokens.normed_heads(projected, parts)
+        return torch_ops.split_heads(projected, parts)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
         update = channels_last(update)
@@ -295,6 +335,13 @@ class NativeOperators:
         product = Product(batch * pixels, KERNEL**2 * channels, len(reader.weight), GROUP_NORMED, (height, width))
         return self._choose(product, reader.weight.dtype, kinds_of(reader))
 
+    def _rounded(self, x: Rows, reader: LayerWeights) -> Rows:
+        """Tokens in the kind of eight bits in which they are multiplied with the reader's weight, or as they are."""
+        if isinstance(x, QuantizedTokens):
+            return x
+        kind = self._kind(x, reader, PLAIN)
+        return x if kind is None else rounding.rounded(x, kind)
+
     def _kind(self, tokens: Tensor, reader: LayerWeights, source: str) -> Kind | None:
         return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
 
@@ -317,8 +364,13 @@ class NativeOperators:
 
     def _product(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
         weight, dtype = weight_like(x, layer), layer.weight.dtype
-        if x.values.dtype != INT8.dtype:
+        if x.values.dtype != INT8.dtype and x.unit is None:
             return float8.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
+        if x.values.dtype != INT8.dtype:
+            # Rows with scales of their own, which the library's product leaves out.
+            sums, scales = float8.update(x, weight)
+            product = sums if scales is None else sums * scales
+            return product if bias is None else product + bias
         shape_class = products.product_class(len(x.values), *layer.weight.shape)
         config = self._launches.of(cuts.INT8_PRODUCT, shape_class, dtype)
         return products.int8_product(x, weight, bias, dtype, config)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.layer_weights import LayerWeights, QuantizedWeight
-from ....core.operators import QuantizedTokens, Residual
+from ....core.layer_weights import QuantizedWeight
+from ....core.operators import Modulation, QuantizedTokens, Residual
 from ....weights.low_bit import Kind, empty_like, kind_of, largest_of
 from .launch_config import LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
@@ -48,17 +48,17 @@ def layer_norm(
 
 
 def adaptive_norm(
-    residual: Residual, layer: LayerWeights, eps: float, dtype: torch.dtype, kind: Kind | None
+    residual: Residual, modulation: Modulation, eps: float, dtype: torch.dtype, kind: Kind | None
 ) -> tuple[Residual, Tensor | QuantizedTokens]:
-    """The residual without update, and its layer norm by vectors (batch, width), whose last dimension is contiguous: in
-    a kind of eight bits, in float8 by one scale which the vectors alone decide, or in dtype.
+    """The residual without update, and its modulated layer norm: in a kind of eight bits, in float8 by one scale which
+    the modulation alone decides, or in dtype. Only for a modulation that has_kernel accepts.
 
     Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous,
     nothing deferred.
     """
     tokens, _, _, update, update_scales, gate = residual
-    factor, shift = layer.weight, layer.bias
-    assert shift is not None and shift.stride() == factor.stride()
+    factor, shift = modulation
+    assert shift is not None
     batch, count, width = tokens.shape
     if kind is None:
         normed: Any = torch.empty_like(tokens, dtype=dtype)
@@ -80,6 +80,12 @@ def adaptive_norm(
         warps=warps_for(width), BLOCK=block,
     )
     return Residual(tokens), normed
+
+
+def has_kernel(modulation: Modulation) -> bool:
+    """Whether the adaptive norm's kernel takes it: with a shift, which lies in memory as the scale does, row by row."""
+    scale, shift = modulation
+    return shift is not None and shift.stride() == scale.stride() and scale.stride(-1) == 1
 
 
 def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....core.layer_weights import LayerWeights
-from ....core.leaves import RMSNorm
-from ....core.operators import Residual, Rotary
+from ....core.operators import Heads, Residual
 from .launch_config import ATTENTION, GEGLU, LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
@@ -79,31 +77,40 @@ def gelu(numbers: Tensor) -> Tensor:
     return numbers
 
 
-def normed_heads(
-    projected: Tensor, heads: int, norms: Sequence[tuple[LayerWeights, RMSNorm] | None], rotary: Rotary | None
-) -> list[Tensor]:
-    """See core.operators. The parts with a norm are one or two, the first ones, with the same epsilon; projected is
-    contiguous, and written into."""
+def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+    """See split_heads in core.operators. Only for parts that has_heads_kernel accepts. projected is contiguous, and
+    written into."""
     batch, tokens, width = projected.shape
-    normed = [norm for norm in norms if norm is not None]
+    normed = [part.norm for part in parts if part.norm is not None]
     (first, norm), (second, _) = normed[0], normed[-1]
-    cosines, sines = (first.weight, first.weight) if rotary is None else rotary
-    half = norm.width // 2
+    heads, rotary = parts[0].number, parts[0].rotary
+    cosines, sines = (first.weight, first.weight) if rotary is None else rotary[:2]
     launch(
         "tokens.normed_heads_row", (batch * tokens,), projected, first.weight, second.weight, cosines, sines, width,
         tokens, heads, int(rotary is not None), norm.eps, warps=HEADS_WARPS, PARTS=len(normed),
-        HEADS=power_of_two(heads), HALF=half,
+        HEADS=power_of_two(heads), HALF=norm.width // 2,
     )
-    return list(projected.view(batch, tokens, len(norms), heads, -1).permute(2, 0, 3, 1, 4).unbind())
+    return list(projected.view(batch, tokens, len(parts), heads, -1).permute(2, 0, 3, 1, 4).unbind())
 
 
-def norms_lie_first(norms: Sequence[tuple[LayerWeights, RMSNorm] | None]) -> bool:
-    """Whether the kernel is for these: one or two, before the parts without, alike but for their weights, over a power
-    of two of numbers."""
-    count = sum(norm is not None for norm in norms)
-    kinds = {(norm[1].width, norm[1].eps) for norm in norms if norm is not None}
-    width = next(iter(kinds))[0] if kinds else 0
-    return 0 < count <= 2 and len(kinds) == 1 and None not in norms[:count] and width == power_of_two(width)
+def has_heads_kernel(parts: Sequence[Heads]) -> bool:
+    """Whether the kernel computes these parts: as many heads in each, one or two parts with norms, alike but for their
+    weights, over a power of two of numbers, and before the parts without; rotated in halves, all or none, at the same
+    places in every row."""
+    norms = [part.norm[1] for part in parts if part.norm is not None]
+    normed, plain = parts[:len(norms)], parts[len(norms):]
+    if len(norms) not in (1, 2) or any(part.norm is None for part in normed):
+        return False
+    first, norm = parts[0], norms[0]
+    if any((one.width, one.eps, one.plus_one) != (norm.width, norm.eps, False) for one in norms):
+        return False
+    if norm.width != power_of_two(norm.width):
+        return False
+    if any(part.number != first.number for part in parts) or any(part.rotary is not first.rotary for part in normed):
+        return False
+    if any(part.rotary is not None for part in plain):
+        return False
+    return first.rotary is None or (not first.rotary.interleaved and first.rotary.cosines.dim() == 2)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = ATTENTION.candidates[0]) -> Tensor:

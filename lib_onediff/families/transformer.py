@@ -1,0 +1,111 @@
+"""Parts that transformers share: norms with modulation, attention with norms of heads and rotary embeddings,
+feed-forward layers, and their sum with the residual.
+
+A block of a transformer is a few steps residual + gate * layer(norm(residual)). Each is written as
+
+    residual, normed = layers.norm(residual, block.norm, attention.query_key_value, modulation)
+    residual = layers.add(residual, layers.self_attention(attention, normed, rotary), attention.out, gate)
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..core.layer_weights import LayerWeights, Weights
+from ..core.leaves import AdaptiveNorm, CrossAttention, FusedLinear, LayerNorm, Linear, RMSNorm, SelfAttention
+from ..core.operators import (
+    Activation,
+    GatedUnit,
+    Heads,
+    Modulation,
+    Operators,
+    Residual,
+    Rotary,
+    Rows,
+    WeightedNorm,
+)
+
+
+@dataclass(frozen=True)
+class TransformerLayers:
+    """The layers of a transformer, given by their descriptions, with the weights and the operators that compute them.
+
+    Tokens are (batch, tokens, width). Weights may be cast when they are looked up, so each is looked up where it is
+    used, and a matrix only twice in a row: for the norm before it, and for its product.
+    """
+
+    weights: Weights
+    ops: Operators
+    upcast_attention: bool
+
+    def norm(
+        self, residual: Residual, norm: LayerNorm | RMSNorm | AdaptiveNorm, reader: Linear | FusedLinear,
+        modulation: Modulation | None = None,
+    ) -> tuple[Residual, Rows]:
+        """The residual, and its norm as the linear layer that reads it wants it."""
+        layer = None if isinstance(norm, AdaptiveNorm) else self.weights[norm.path]
+        return self.ops.residual_norm(residual, layer, norm, self._weights_of(reader), modulation)
+
+    def add(
+        self, residual: Residual, x: Rows, layer: Linear, gate: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Residual:
+        """residual + gate * norm(linear(x)), without what is None. gate: (batch, width)."""
+        behind = None if norm is None else self._weighted(norm)
+        return self.ops.add_linear(residual, x, self._weights_of(layer), gate, behind)
+
+    def linear(self, x: Rows, layer: Linear | FusedLinear) -> Tensor:
+        return self.ops.linear(x, self._weights_of(layer))
+
+    def activated_linear(self, x: Rows, layer: Linear, activation: Activation, reader: Linear) -> Rows:
+        """The first half of a feed-forward layer: activation(linear(x)), as its second half, the reader, wants it."""
+        return self.ops.activated_linear(x, self._weights_of(layer), activation, self._weights_of(reader))
+
+    def gated_linear(self, x: Rows, layer: Linear | FusedLinear, unit: GatedUnit, reader: Linear) -> Rows:
+        """The first half of a feed-forward layer with a gated unit, as its second half, the reader, wants it."""
+        return self.ops.gated_linear(x, self._weights_of(layer), unit, self._weights_of(reader))
+
+    def self_attention(
+        self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """The mix of values, (batch, tokens, heads * head width), before the output layer. mask: see
+        Operators.attention."""
+        projected = self.linear(normed, attention.query_key_value)
+        query_norm, key_norm = self._head_norms(attention)
+        query, key, value = self.ops.split_heads(projected, (
+            Heads(attention.heads, query_norm, rotary),
+            Heads(attention.key_heads, key_norm, rotary),
+            Heads(attention.key_heads),
+        ))
+        return self.attend(query, key, value, mask)
+
+    def cross_attention(
+        self, attention: CrossAttention, normed: Rows, context: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """As self_attention, with keys and values of the context, (batch, tokens, context width)."""
+        query_norm, key_norm = self._head_norms(attention)
+        projected = self.linear(normed, attention.query)
+        [query] = self.ops.split_heads(projected, (Heads(attention.heads, query_norm),))
+        projected = self.linear(context, attention.key_value)
+        key, value = self.ops.split_heads(projected, (Heads(attention.heads, key_norm), Heads(attention.heads)))
+        return self.attend(query, key, value, mask)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The mix of values, (batch, tokens, heads * head width), of (batch, heads, tokens, head width) each."""
+        mixed = self.ops.attention(query, key, value, self.upcast_attention, mask)
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _head_norms(
+        self, attention: SelfAttention | CrossAttention
+    ) -> tuple[WeightedNorm | None, WeightedNorm | None]:
+        """The norms of queries and of keys."""
+        if not attention.norms:
+            return None, None
+        query_norm, key_norm = attention.norms
+        return self._weighted(query_norm), self._weighted(key_norm)
+
+    def _weighted(self, norm: RMSNorm) -> WeightedNorm:
+        return self.weights[norm.path], norm
+
+    def _weights_of(self, layer: Linear | FusedLinear) -> LayerWeights:
+        return self.weights[layer.name if isinstance(layer, FusedLinear) else layer.path]
