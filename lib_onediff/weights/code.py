@@ -183,11 +183,23 @@ class Code:
             self._waiting.extend(self._unnamed.pop(name, ()))
 
 
+def as_it_is(container: Any) -> Any:
+    """A copy of a dictionary or set, as other threads may write to it meanwhile; another container itself. By the
+    methods of the built-in class alone: those of somebody's own class may import modules, as those of transformers'
+    mappings do, and its copy may be made in another way."""
+    if type(container) is dict:
+        return container.copy()
+    if isinstance(container, dict):
+        # The keys are listed at one stroke.
+        return {name: dict.get(container, name) for name in list(dict.keys(container))}
+    return set.copy(container) if isinstance(container, set) else container
+
+
 def objects_in(container: Any) -> list[Any]:
     """The objects in a container, of which code calls methods."""
     if not isinstance(container, (dict, list, tuple, set, frozenset)) or len(container) > MOST_ENTRIES:
         return []
-    now = container.copy() if isinstance(container, (dict, set)) else container
+    now = as_it_is(container)
     found = now.values() if isinstance(now, dict) else now
     return [one for one in found if not isinstance(one, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType))]
 

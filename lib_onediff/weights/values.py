@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.origins import beneath_ours, content_of, package
+from .code import as_it_is
 
 SAME_IN_ANY_PROCESS = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format,
@@ -123,10 +124,10 @@ class Digests:
             is_method = hasattr(owner, "__dict__") and not isinstance(owner, (type, types.ModuleType))
             return f"{name_of(value)} {self.of(owner) if is_method else ''}"
         if isinstance(value, dict):
-            pairs = (f"{self.of(name)}: {self.of(one)}" for name, one in value.copy().items())
+            pairs = (f"{self.of(name)}: {self.of(one)}" for name, one in as_it_is(value).items())
             return self._of_many(value, pairs, True)
         if isinstance(value, (set, frozenset)):
-            return self._of_many(value, map(self.of, value.copy()), True)
+            return self._of_many(value, map(self.of, as_it_is(value)), True)
         if isinstance(value, (list, tuple)):
             return self._of_many(value, map(self.of, value))
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):

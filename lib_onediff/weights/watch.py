@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.origins import package
-from .code import NOT_READ, Code, Named, objects_in
+from .code import NOT_READ, Code, Named, as_it_is, objects_in
 from .contents import Contents, Place
 from .values import FUNCTIONS, Digests, Tokens, name_of, short
 
@@ -104,8 +104,7 @@ def token(value: Any, depth: int = 0) -> Any:
         size, kind = len(value), type(value)
         if size > MOST_ENTRIES or depth > DEEPEST:
             return kind, size
-        # Other threads may write to it meanwhile.
-        now = value.copy() if isinstance(value, (dict, set)) else value
+        now = as_it_is(value)
         inside: Iterable[Any] = chain.from_iterable(now.items()) if isinstance(now, dict) else now
         return kind, tuple([one if type(one) in PLAIN else token(one, depth + 1) for one in inside])
     if isinstance(value, Tensor):

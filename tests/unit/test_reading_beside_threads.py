@@ -5,6 +5,7 @@ import gc
 import sys
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -12,7 +13,8 @@ from itertools import count
 import pytest
 from builders import diffusers_unet
 
-from lib_onediff.weights.code import Code
+from lib_onediff.weights.code import Code, objects_in
+from lib_onediff.weights.values import Digests, Tokens
 from lib_onediff.weights.watch import Tree, token
 
 
@@ -83,3 +85,34 @@ def test_a_network_is_read_while_another_thread_gives_it_attributes() -> None:
     with written_meanwhile(lambda name: len(vars(resnet)) < 3000 and setattr(resnet, name, "")):
         for _ in range(5):
             assert Tree(unet, frozenset(), frozenset()).digest
+
+
+class Lazy(OrderedDict):
+    """As transformers' mappings of its models: a copy cannot be made of it, and to walk it imports modules."""
+
+    def __init__(self, one: object, other: object) -> None:
+        super().__init__(one=one, other=other)
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("walked")
+
+    keys = values = items = __getitem__ = copy = __iter__
+
+
+class LazySet(set):
+    def __init__(self, one: object, other: object) -> None:
+        super().__init__({one, other})
+
+    def __iter__(self) -> Iterator[object]:
+        raise AssertionError("walked")
+
+    copy = __iter__
+
+
+@pytest.mark.parametrize("kind", [Lazy, LazySet])
+def test_containers_of_somebodys_own_class_are_read_as_python_keeps_them(kind: type) -> None:
+    mapping = kind(gc, len)
+    assert objects_in(mapping) == [len]
+    assert token(mapping) == token(kind(gc, len)) != token(kind(gc, max))
+    digest = lambda value: Digests(Tokens(), {}).of(value)  # noqa: E731
+    assert digest(mapping) == digest(kind(gc, len)) != digest(kind(gc, max))
