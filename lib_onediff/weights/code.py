@@ -29,6 +29,8 @@ CALLED_BY_PYTHON = frozenset({
     "forward", "_forward", "__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__",
     "__enter__", "__exit__", "__iter__", "__getitem__", "__len__", "__bool__", "_call_impl", "_wrapped_call_impl",
 })
+# Methods that run where an object is made, and not for one that is there.
+MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 # Where functions of torch that compute are; what else torch's functions name is loaded when it is first used.
 OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch._C", "torch._VF", "torch.fft", "torch.linalg")
 # The parts of our own package whose code computes.
@@ -102,6 +104,9 @@ class Code:
         kind = value if isinstance(value, type) else type(value)
         if kind in TENSORS or package(kind.__module__) not in NOT_READ:
             self._add_class(kind)
+            # No forward pass makes modules.
+            if isinstance(value, type) and not issubclass(value, nn.Module):
+                self._add_makers(value)
         if isinstance(value, types.FunctionType):
             self._read(value)
         self._waiting.extend(callables_within(value))
@@ -160,13 +165,16 @@ class Code:
             self.absent.setdefault(id(space), (space, set()))[1].update(names)
 
     def _add_class(self, kind: type) -> None:
-        for base in kind.__mro__[:-1]:
-            if base in self.kinds or package(base.__module__) in STANDARD_LIBRARY or base is torch._C.TensorBase:
-                continue
-            self.kinds[base] = None
-            # No forward pass makes modules.
-            left_out = {"__init__"} if issubclass(base, nn.Module) else set()
-            self._add_members({name: value for name, value in vars(base).copy().items() if name not in left_out})
+        """What runs for an object of this class that is there already."""
+        for base in bases_of(kind):
+            if base not in self.kinds:
+                self.kinds[base] = None
+                self._add_members({name: value for name, value in vars(base).copy().items() if name not in MAKERS})
+
+    def _add_makers(self, kind: type) -> None:
+        """What makes objects of a class that code names."""
+        for base in bases_of(kind):
+            self._add_members({name: vars(base)[name] for name in MAKERS & vars(base).keys()})
 
     def _add_members(self, space: Space) -> None:
         """Those of a class or an object are reached where code has their names, now or later."""
@@ -181,6 +189,14 @@ class Code:
         for name in frozenset(names) - self.names:
             self.names.add(name)
             self._waiting.extend(self._unnamed.pop(name, ()))
+
+
+def bases_of(kind: type) -> list[type]:
+    """A class and those that it inherits from, as far as their code is read."""
+    return [
+        base for base in kind.__mro__[:-1]
+        if package(base.__module__) not in STANDARD_LIBRARY and base is not torch._C.TensorBase
+    ]
 
 
 def as_it_is(container: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lib_onediff.weights.code import Code
 from lib_onediff.weights.watch import Tree
 
 
@@ -187,3 +188,36 @@ def test_what_our_own_operators_call_is_part_of_the_digest(monkeypatch: pytest.M
     digest, real = tree.digest, nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: real(*args, **kwargs))
     assert not tree.stands(network) and Tree(network, frozenset(), frozenset()).digest != digest
+
+
+class Made:
+    def __init__(self) -> None:
+        make()
+
+    def run(self) -> None:
+        compute()
+
+
+def make() -> None:
+    pass
+
+
+def compute() -> None:
+    pass
+
+
+THERE = Made()
+
+
+def with_an_object() -> None:
+    THERE.run()
+
+
+def with_a_class() -> None:
+    Made().run()
+
+
+@pytest.mark.parametrize("function, reached", [(with_an_object, {compute}), (with_a_class, {make, compute})])
+def test_what_makes_an_object_runs_where_code_names_its_class_alone(function: Any, reached: set[Any]) -> None:
+    """WebUIs keep objects from their start, whose making reaches the whole program."""
+    assert {make, compute}.intersection(Code([function]).functions.values()) == reached
