@@ -125,9 +125,10 @@ class Code:
     def _read(self, function: types.FunctionType) -> None:
         space = function.__globals__
         owner = str(space.get("__name__", "?"))
-        if package(owner) in STANDARD_LIBRARY and owner != "__main__":
-            return
         self.functions[id(function)] = function
+        if package(owner) in STANDARD_LIBRARY and owner != "__main__":
+            # What it calls in turn computes nothing of an image.
+            return
         names = names_in(function.__code__)
         if package(owner) != TORCH:
             self._name(names)

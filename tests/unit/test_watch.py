@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -221,3 +221,21 @@ def with_a_class() -> None:
 def test_what_makes_an_object_runs_where_code_names_its_class_alone(function: Any, reached: set[Any]) -> None:
     """WebUIs keep objects from their start, whose making reaches the whole program."""
     assert {make, compute}.intersection(Code([function]).functions.values()) == reached
+
+
+class ByCast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, x)
+
+
+def test_another_body_of_a_function_of_the_standard_library_is_part_of_the_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = ByCast()
+    tree = Tree(network, frozenset(), frozenset())
+    digest = tree.digest
+    with monkeypatch.context() as patch:
+        patch.setattr(cast, "__code__", (lambda typ, val: val).__code__)
+        assert not tree.stands(network)
+        assert Tree(network, frozenset(), frozenset()).digest != digest
+    assert tree.stands(network)
