@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.call import Call
 from ..core.origins import package
@@ -306,6 +306,27 @@ class BoundUNet:
         self._refreshed = self.edition
         if self.on_the_fly.copies:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
+
+    def refresh_in_place(self) -> None:
+        """Make the binding true for a call that reads the weights as the host laid them out: nothing is re-pointed.
+
+        Edits of values, and weights that lie elsewhere by now, count for identity(). Edits that torch does not count
+        are found in the contents at each call, where a reader makes that one launch, or no parameter has a version;
+        elsewhere at the next change. Raises Refusal with the reason if the network cannot be run.
+        """
+        self._look()
+        binding = self.binding
+        if self.host_traits.sync_lora is not None:
+            self.host_traits.sync_lora(binding.layers())
+        parameters = binding.parameters()
+        binding.device = parameters[0].device
+        binding.refuse_mixture()
+        is_read_each_time = self.reader is not None or any(map(Tensor.is_inference, parameters))
+        self._part = 1 if is_read_each_time else 0
+        had_contents = self._contents is not None
+        if had_contents is not is_read_each_time or not self.unmoved() or not self._look_for_edits():
+            self._watch_parameters()
+            self._note_moved()
 
     def _bind(self, channels_last: bool, call: Call | None = None) -> None:
         """call: whose latent's device computes; None: all weights are where they are needed."""

@@ -26,7 +26,6 @@ from vae_builders import (
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import read_decoder
 from lib_onediff.families.vae import Decoding
-from lib_onediff.runtime.vae.route import parameters_now
 from lib_onediff.weights.bound import BoundUNet
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -48,7 +47,8 @@ def half_of(name: str, part: str) -> Any:
 def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_biases: bool = False) -> torch.Tensor:
     """By our forward itself."""
     bound = BoundUNet(half, read_decoder)
-    binding = parameters_now(bound)
+    bound.refresh_in_place()
+    binding = bound.binding
     with torch.no_grad():
         return Decoding(binding.weights(), operators, False, fold_biases=fold_biases).run(binding.layout, given)
 

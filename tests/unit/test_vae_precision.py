@@ -111,6 +111,20 @@ def test_it_is_remembered_of_the_vae(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert types[-1] == torch.float16 and last() == ("ours", ""), "the same module with other weights"
 
 
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_an_edit_of_one_value_makes_another_vae(in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode(in_inference_mode):
+        decoder, latent = overflowing()
+        host, types = Host(decoder), count_decodes(monkeypatch)
+        for _ in range(2):
+            decode(host, latent)
+        assert types == [torch.float16, torch.float32, torch.float32] and last() == ("ours", KNOWN)
+        with torch.no_grad():
+            decoder.conv_in.weight[-1, -1, -1, -1] += 1
+        decode(host, latent)
+        assert types[3:] == [torch.float16, torch.float32] and last() == ("ours", OVERFLOWED)
+
+
 def test_later_processes_know_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = overflowing()
     runtime.history.open(tmp_path)

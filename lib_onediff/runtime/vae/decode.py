@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
 from ...families.vae import DecoderLayout, Decoding
-from ...weights.contents import digest_of_values
 from ...weights.operands import Cast, Operands
 from ..rounding import rounding_limit, rounds_as, spread
 from ..services import Services
@@ -36,8 +35,6 @@ SLOW_ON_CPU = frozenset({"fp16"})
 COLOURS = 3
 # What was seen of a decode, as people read it after "its image is".
 NOT_FINITE = "not finite"
-# Of a weight (out, ...), (out,): a view, however it lies in memory.
-OF_EACH_ROW = (slice(None), 0, 0, 0)
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
 # An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
@@ -91,14 +88,14 @@ class Decode:
     An image with NaN is decoded again in float32, and that is remembered of the VAE.
 
     notice: called with every entry that is tried. weights: as they are now; nobody keeps them after the decode.
-    sources: what tells the host's forward from others.
+    identity: the weights' digest, with the sources of the host's forward; see BoundUNet.identity.
     """
 
     services: Services
     notice: Callable[[Entry], None]
     layout: DecoderLayout
     weights: Weights
-    sources: str
+    identity: str
     host: HostDecode
     settings: Settings
 
@@ -181,18 +178,10 @@ class Decode:
         is_slow = choice in SLOW_ON_CPU and self._latent.device.type == "cpu"
         return self._latent.dtype if choice == AUTO or is_slow else NAMED[choice]
 
-    @cached_property
-    def _digest(self) -> str:
-        """Tells the VAE from every other of its architecture by a value of each of a layer's channels, and every bias.
-        It copies some 50 KB from the device and waits for it: about a millisecond."""
-        some = [layer.weight[OF_EACH_ROW[:layer.weight.dim()]] for layer in self.weights.values()]
-        some += [layer.bias for layer in self.weights.values() if layer.bias is not None]
-        return digest_of_values(self.layout.architecture, some)
-
     @property
     def _overflow_name(self) -> str:
         """Under which is remembered, on this machine and for later processes, that it overflows in the wanted type."""
-        return f"VAE {self._digest}, {short_name(self._wanted)}"
+        return f"VAE {self.identity}, {short_name(self._wanted)}"
 
     @property
     def _latent(self) -> Tensor:
@@ -249,7 +238,7 @@ class Decode:
         flags = flags_for(self.settings, dtype, self._latent.device, upcast)
         marks = (ENCODE,) if layout.encodes else ()
         key = ShapeKey.of_decode(layout.architecture, self._small, upcast, backend, dtype, flags, marks)
-        entry = self.services.table.entry(key, layout.model_name).of_weights(f"{self._digest} {self.sources}")
+        entry = self.services.table.entry(key, layout.model_name).of_weights(self.identity)
         self.notice(entry)
         return entry
 

@@ -135,9 +135,9 @@ class DecoderRoute:
 
     def _serve(self, asked: HostDecode, check: Callable[[], object]) -> Decoded:
         check()
-        ours = self._ours(asked)
+        self._admitted(asked)
         refuse_surroundings(asked.latent)
-        return ours.serve()
+        return self._ours(asked).serve()
 
     def _admitted(self, asked: HostDecode) -> tuple[BoundUNet, Settings]:
         """The decoder, and the settings that hold now. Raises Refusal where OneDiff may not run."""
@@ -154,10 +154,13 @@ class DecoderRoute:
         """The decode as our forward does it. Raises Refusal where the decoder or the latent is none of ours."""
         bound, settings = self._admitted(asked)
         with self._lock:
-            binding, sources = parameters_now(bound), bound.sources()
-            refuse_latent(binding, asked.latent)
-            weights = binding.weights()
-        return Decode(self._services, self._notice, binding.layout, weights, sources, asked, settings)
+            bound.reader = self._services.devices.contents_reader(asked.latent.device)
+            # The host's weights are read where they lie and never re-pointed: turning one channels-last takes a
+            # thousandth of a decode, and the host's own decode finds its weights as it left them.
+            bound.refresh_in_place()
+            refuse_latent(bound.binding, asked.latent)
+            weights, identity = bound.binding.weights(), bound.identity()
+        return Decode(self._services, self._notice, bound.layout, weights, identity, asked, settings)
 
     def _by_host(self, asked: HostDecode, tried: Attempt[Decoded]) -> Tensor:
         """The host's own image, or ours where that cannot be shown. tried: what became of ours.
@@ -227,19 +230,6 @@ class DecoderRoute:
             if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", line)
             self._logged[line] = now
-
-
-def parameters_now(bound: BoundUNet) -> Binding:
-    """A decoder's parameters as they are now, at every decode. Raises Refusal where it cannot be run.
-
-    The host's are read where they lie and never re-pointed: turning a weight channels-last takes a thousandth of a
-    decode, so torch may do that at each convolution, and the host's own decode finds its weights as it left them.
-    """
-    bound.layout_now()
-    if bound.host_traits.sync_lora is not None:
-        bound.host_traits.sync_lora(bound.binding.layers())
-    bound.binding.refuse_mixture()
-    return bound.binding
 
 
 def refuse_latent(binding: Binding, latent: Tensor) -> None:
