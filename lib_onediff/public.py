@@ -41,7 +41,7 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
 
     options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what is no UNet
     at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. One that is not of
-    diffusers' own class, but has its name or is derived from it, is left alone, and the log says so. Safe to call
+    diffusers' own class, but has its name or is derived from it, is left alone, and they say so too. Safe to call
     twice; the last options count. What is measured is remembered where the environment variable ONEDIFF_CACHE says,
     else nowhere.
     """
@@ -50,8 +50,9 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     runtime.guard.attempt("opening the cache", runtime.open_cache)
     network = unwrapped(unet)
     attached = attempted(lambda: diffusers.attach(network, chosen))
-    if attached.outcome is Outcome.REFUSED:
-        log.warning("OneDiff: the UNet keeps its own forward: %s.", attached.reason)
+    refused = attached.outcome is Outcome.REFUSED
+    runtime.leave_alone(network, f"the UNet keeps its own forward: {attached.reason}" if refused else "")
+    if refused:
         return unet
     attached.given()
     read = attempted(lambda: runtime.services.families.read(network))
@@ -63,6 +64,7 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
 def uncompile_unet(unet: Network) -> Network:
     """Undo compile_unet: the module is as it was, bit for bit. Returns the same module."""
     must_be_network(unet, "uncompile_unet")
+    runtime.leave_alone(unwrapped(unet), "")
     diffusers.detach(unwrapped(unet))
     return unet
 
@@ -77,7 +79,8 @@ def compile_pipe(
     That is its UNet, or the transformer in its place, and its VAE; ignores=("unet",) and ignores=("vae",) leave the
     one or the other as it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for
     callers of OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the
-    pipe. A pipe without either (Flux, SD3) is returned as it is, with a line in the log. options as for compile_unet.
+    pipe. A pipe without either (Flux, SD3) is returned as it is, with a line in the log and in status()["left_alone"].
+    options as for compile_unet.
 
     cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
     residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
@@ -87,7 +90,7 @@ def compile_pipe(
     left, chosen = parts_of(pipe, ignores), settings_of(settings, options)
     unet = network_of(pipe)
     if unet is None:
-        log.warning("OneDiff: %s has no UNet; it stays as it is.", type(pipe).__name__)
+        runtime.leave_alone(first_network(pipe), f"{type(pipe).__name__} has no UNet; it stays as it is")
         return pipe
     deepcache = deepcache_options(unet, cache_interval, cache_layer_id, cache_block_id)
     chosen = Settings.from_mapping({**deepcache, **options}, chosen)
@@ -152,6 +155,11 @@ def is_pipeline(pipe: Any) -> bool:
     return holds and not isinstance(pipe, (nn.Module, type))
 
 
+def first_network(pipe: Any) -> nn.Module:
+    """Any network of a pipeline, always the same: a pipeline itself need not allow weak references."""
+    return next(part for part in vars(pipe).values() if isinstance(part, nn.Module))
+
+
 def network_of(pipe: Any) -> Any:
     """A pipeline's UNet, or its transformer where it is of a kind that OneDiff knows; None where it has neither."""
     unet, transformer = (unwrapped(getattr(pipe, name, None)) for name in NETWORKS)
@@ -200,8 +208,9 @@ def compile_half(half: nn.Module, settings: Settings) -> None:
     try:
         runtime.vae.read(half)
         diffusers_decoder.attach(half, settings)
+        runtime.leave_alone(half, "")
     except (Refusal, ValueError) as reason:
-        log.warning("OneDiff: the VAE keeps its own %s: %s.", type(half).__name__.lower(), reason)
+        runtime.leave_alone(half, f"the VAE keeps its own {type(half).__name__.lower()}: {reason}")
 
 
 def uncompile_pipe(pipe: Pipe) -> Pipe:
@@ -209,9 +218,11 @@ def uncompile_pipe(pipe: Pipe) -> Pipe:
     must_be_pipeline(pipe, "uncompile_pipe")
     unet = network_of(pipe)
     no_longer_announce(pipe)
+    runtime.leave_alone(first_network(pipe), "")
     if unet is not None:
         uncompile_unet(unet)
     for half in diffusers_decoder.halves_of(pipe):
+        runtime.leave_alone(half, "")
         diffusers_decoder.detach(half)
     return pipe
 

@@ -1,6 +1,6 @@
 """How one image was made and how long that took: logged call by call, and frozen into one record at its end.
 
-A step that computes less than the whole UNet (a cached pass of DeepCache, the prompt alone, a forecast) stands for a
+A step that computes less than the whole UNet (a cached pass, the prompt alone, a forecast) stands for a
 whole one: what it saves is seen in the mean of all steps, beside the host's own time of whole ones.
 """
 from __future__ import annotations

@@ -41,7 +41,7 @@ class ShapeKey:
 
     inputs: what tells the call from the usual one; see Call.unusual. own_inputs, label: see Call.
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
-    that change its numbers; see precision.flags_for. part, depth: which pass of DeepCache, "" for the whole UNet.
+    that change its numbers; see precision.flags_for. part, depth: which pass of a cut network, "" for a whole one.
     patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
     what is put on the UNet. lossy: with another choice of it, it is another shape.
     """
@@ -111,7 +111,7 @@ class ShapeKey:
 
     @property
     def is_cached_pass(self) -> bool:
-        """Whether only the outer stages are computed (DeepCache)."""
+        """Whether only the outer stages are computed."""
         return self.part == CACHED
 
     @cached_property

@@ -73,7 +73,7 @@ class ShapeRow:
     last_used: a time.time().
     relative_error: from the host's own output.
     label: see core.call.Call.label.
-    part: DeepCache's pass; "" for the whole UNet.
+    part: the pass of a network that a step policy has cut; "" for the whole network.
     backend: who computes it; "" where that is not known. lossy: what of that is less exact; see core.key.Lossy.
     """
 

@@ -66,7 +66,7 @@ class Runtime:
         self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
         self.vae = DecoderRoute(services)
         cache = self.cache = Cache(services, self.stepping, self.vae, self.two_gpus)
-        self.rows, self.totals, self.status, self.pin = cache.rows, cache.totals, cache.status, cache.pin
+        self.rows, self.totals, self.pin = cache.rows, cache.totals, cache.pin
         self.open_cache, self.keep_history, self.purge = cache.open_cache, cache.keep_history, cache.purge
         self.purge_disk = cache.purge_disk
         self.webui: Any = None
@@ -75,6 +75,8 @@ class Runtime:
         self._sampling: Sampling | None = None
         # What the rows call the UNets that the host has computed.
         self._names: WeakDictionary[nn.Module, str | None] = WeakDictionary()
+        # Sentences about what was handed over and stays as it is: no hook is there to count its calls.
+        self._left_alone: WeakDictionary[nn.Module, str] = WeakDictionary()
         # The settings that were found to be plain last.
         self._plain: Settings | None = None
 
@@ -108,6 +110,20 @@ class Runtime:
                 known.no_room_for_low_bit = False
         if known is None:
             services.devices.prepare_early(unet, settings or self.settings)
+
+    def leave_alone(self, network: nn.Module, sentence: str) -> None:
+        """Note why a network, or all of its pipeline, keeps its own forward. The sentence is part of the status as long
+        as the network lives; "" takes it back."""
+        if sentence:
+            self._left_alone[network] = sentence
+            log.warning("OneDiff: %s.", sentence)
+        else:
+            self._left_alone.pop(network, None)
+
+    def status(self) -> dict[str, Any]:
+        """How the last image was made, as plain values; see Cache.status. left_alone: sentences about networks that
+        were handed over and keep their own forward."""
+        return {**self.cache.status(), "left_alone": sorted(set(self._left_alone.values()))}
 
     def release(self, unet: nn.Module) -> None:
         """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""

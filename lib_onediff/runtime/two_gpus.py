@@ -2,7 +2,7 @@
 
 A UNet computes every row of a batch by itself, so prompt and negative prompt, and the images of a batch, can be
 computed apart. The second card's copy is a UNet in our care like a host's: what is true of one card's calls (graphs,
-checks, budgets, DeepCache) is true of each card's rows. torch orders the copies between the cards by events; nobody
+checks, budgets, step policies) is true of each card's rows. torch orders the copies between the cards by events; nobody
 waits for a GPU.
 """
 from __future__ import annotations

@@ -142,7 +142,7 @@ def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]
         entry.state = State.PROVED
         return None
     return (
-        f"DeepCache's cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
+        f"the cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
         f"{limit:.0e})"
     )
 

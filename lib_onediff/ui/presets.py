@@ -15,7 +15,7 @@ from ..core.settings import Settings, did_you_mean, options_of_a_run
 AS_IN_SETTINGS = "As in the settings"
 EXACT, BALANCED, FAST, DRAFT = "Exact", "Balanced", "Fast", "Draft"
 NOT_OF_PRESETS = frozenset({"enabled", "backend"})
-# What computes each layer faster than exactly, whatever DeepCache does.
+# What computes each layer faster than exactly, whichever steps are left out.
 FASTER_LAYERS: Mapping[str, Any] = {
     "low_bit": "int8", "accumulation": "half", "vae_precision": "fp16",
 }

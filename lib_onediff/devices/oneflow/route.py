@@ -115,7 +115,7 @@ class OneFlow(Device):
         if call.patches is not None:
             raise Refusal("OneFlow runs no functions of other extensions")
         if call.cut is not None:
-            raise Refusal("OneFlow computes only whole UNets, not DeepCache's partial ones")
+            raise Refusal("OneFlow computes only whole UNets, no cached passes")
         if call.additions:
             raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
         if call.latent.dim() != IMAGE_DIMENSIONS:

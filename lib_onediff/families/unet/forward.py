@@ -125,9 +125,11 @@ class Pass:
 def full_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """The whole UNet's output as finish gives it, for latents of any size, and the deep feature (DeepCache, Ma et al.
-    2023): the image that enters the last output stages, all that the stages below have to say. depth: how many output
-    stages, and as many input stages, run at every step; 0 where none is apart."""
+    """The whole UNet's output as finish gives it, for latents of any size, and the deep feature (Ma et al. 2023): the
+    image that enters the last output stages.
+
+    depth: how many output stages, and as many input stages, run at every step; 0 where none is apart.
+    """
     running, stages = Pass(layout, weights, ops, call), len(layout.output_stages)
     image, skips = running.encode(stages)
     deep_skips = skips[depth:]

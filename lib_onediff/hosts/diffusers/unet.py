@@ -221,7 +221,7 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
-    """Let an attached UNet know which pipeline uses it: its samplings, for DeepCache, and its guidance."""
+    """Let an attached UNet know which pipeline uses it: its samplings, for step policies, and its guidance."""
     note_pipeline(unet, reference_to(pipe))
     announce_samplings(pipe, unet)
 

@@ -35,7 +35,7 @@ STATES = {
     "warming": "is being pre-warmed now",
 }
 MEANINGS = {
-    "Computed by": "the backend and, with DeepCache, the kind of step: full or cached",
+    "Computed by": "the backend and, where steps are cached, the kind of step: full or cached",
     "pinned": "its graph stays when another model needs memory",
     "Step": "mean over all steps of the last image that OneDiff has made at this size; of a shape, its own calls",
     "WebUI": "the same by the WebUI alone, timed when the size is first used",
