@@ -65,6 +65,36 @@ class UsualSizes(NamedTuple):
     sizes: tuple[str, ...]
 
 
+class DecoderFamily(Protocol):
+    """A kind of VAE: its decoders, which make images of latents, and its encoders.
+
+    It is no Family: what it computes has no prompt, no timestep and no steps, and is not cut, patched or streamed.
+    """
+
+    @property
+    def layout(self) -> type[Layout]:
+        """The type of its layouts. encodes: whether the layout is an encoder's; reduction: how many pixels of its input
+        are one pixel of its output, in width."""
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """Of its decoders and encoders, host by host."""
+
+    def refuse_latent(self, layout: Any, latent: Tensor) -> None:
+        """Raise Refusal with the reason for a latent, or an encoder's image, that cannot be this network's."""
+
+    def output(
+        self, layout: Any, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,
+        fold_biases: bool = False,
+    ) -> Tensor:
+        """The image of a latent (batch, channels, h, w), in its dtype; or of an encoder's image its latent's mean and
+        variance.
+
+        fold_biases: the bias of a convolution is added by the operator that follows it, which saves kernels of ours a
+        pass over the image.
+        """
+
+
 class Family(Protocol):
     @property
     def layout(self) -> type[Layout]:

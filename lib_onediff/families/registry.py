@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.call import Call
-from ..core.family import Family, Reader, UsualSizes
+from ..core.family import DecoderFamily, Family, Reader, UsualSizes
 from ..core.layer_weights import Weights
 from ..core.operators import Operators
 from ..core.origins import package
 from ..core.refusal import Refusal
-from . import vae
 from .anima.family import Animas
 from .unet.family import UNets
+from .vae import Autoencoders
 
 
 class Families:
@@ -49,19 +49,29 @@ class Families:
         return self.of(layout).units(layout, call)
 
 
-# A new family is a folder beside this, and a name here.
+class DecoderFamilies:
+    """The families of VAEs that are served."""
+
+    def __init__(self, families: Iterable[DecoderFamily]) -> None:
+        self.all = tuple(families)
+
+    def read(self, decoder: nn.Module) -> Any:
+        """The layout of a VAE's decoder or encoder, read from its module tree. Raises Refusal for anything that no
+        family knows, or with parameters that it does not know: a tiny autoencoder, one that takes a mask."""
+        return read(decoder, "VAE decoder", chain.from_iterable(family.readers for family in self.all))
+
+    def of(self, layout: Any) -> DecoderFamily:
+        """The family that has read it."""
+        return next(family for family in self.all if isinstance(layout, family.layout))
+
+    def output(self, layout: Any, weights: Weights, ops: Operators, latent: Tensor, *how: Any) -> Tensor:
+        """See DecoderFamily.output."""
+        return self.of(layout).output(layout, weights, ops, latent, *how)
+
+
+# A new family is a file or a folder beside this, and a name here.
 FAMILIES = Families((UNets(), Animas()))
-
-
-def read_decoder(decoder: nn.Module) -> vae.DecoderLayout:
-    """The layout of a VAE's decoder or encoder, read from its module tree.
-
-    Raises Refusal for anything that is neither of an AutoencoderKL with parameters that we all know: a tiny
-    autoencoder, a video decoder, one that takes a mask.
-    """
-    readers = (vae.is_ldm, vae.read_ldm), (vae.is_diffusers, vae.read_diffusers)
-    layout: vae.DecoderLayout = read(decoder, "VAE decoder", readers)
-    return layout
+DECODERS = DecoderFamilies((Autoencoders(),))
 
 
 def read(module: nn.Module, what: str, readers: Iterable[Reader]) -> Any:

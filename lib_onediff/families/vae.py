@@ -7,7 +7,7 @@ do not have.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from ..core.family import Layout
-from ..core.layer_weights import LayerWeights
+from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import Convolution, GroupNorm, Linear, digest_without
 from ..core.operators import Operators
 from ..core.refusal import Refusal
@@ -235,7 +235,25 @@ READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
 }
 
 
-# --- the forward ------------------------------------------------------------------------------------------------------
+# --- the family ------------------------------------------------------------------------------------------------------
+
+
+class Autoencoders:
+    """See core.family.DecoderFamily: Stable Diffusion's, AutoencoderKL."""
+
+    layout = DecoderLayout
+    readers = (is_ldm, read_ldm), (is_diffusers, read_diffusers)
+
+    def refuse_latent(self, layout: DecoderLayout, latent: Tensor) -> None:
+        channels = layout.in_convolution.in_channels
+        if latent.dim() != 4 or latent.shape[1] != channels:
+            raise Refusal(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
+
+    def output(
+        self, layout: DecoderLayout, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,
+        fold_biases: bool = False,
+    ) -> Tensor:
+        return Decoding(weights, ops, upcast_attention, fold_biases).run(layout, latent)
 
 
 @dataclass(frozen=True)
@@ -246,7 +264,7 @@ class Decoding:
     both in one a pass over the image, and costs PyTorch's own operators one.
     """
 
-    weights: Mapping[str, LayerWeights]
+    weights: Weights
     ops: Operators
     upcast_attention: bool
     fold_biases: bool

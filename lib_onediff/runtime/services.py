@@ -18,7 +18,7 @@ from ..core.table import Entry, ShapeTable
 from ..core.weak_dictionary import WeakDictionary
 from ..devices.cuda.graphs.stream_order import StreamOrder
 from ..devices.registry import Devices, devices_here
-from ..families.registry import FAMILIES, Families
+from ..families.registry import DECODERS, FAMILIES, Families
 from ..store.history import History
 from .call_stats import CallStats
 from .graphs.accounting import Holdings
@@ -40,6 +40,7 @@ class Services:
     def __init__(self, devices: Iterable[Device] | None = None, families: Iterable[Family] | None = None) -> None:
         """By default, those of the registries."""
         self.families = FAMILIES if families is None else Families(families)
+        self.decoders = DECODERS
         # Stands around every hook of ours.
         self.guard = Guard()
         self.settings = Settings()

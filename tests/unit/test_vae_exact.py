@@ -24,7 +24,7 @@ from vae_builders import (
 )
 
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.families.registry import read_decoder
+from lib_onediff.families.registry import DECODERS
 from lib_onediff.families.vae import Decoding
 from lib_onediff.weights.bound import BoundUNet
 
@@ -46,7 +46,7 @@ def half_of(name: str, part: str) -> Any:
 
 def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_biases: bool = False) -> torch.Tensor:
     """By our forward itself."""
-    bound = BoundUNet(half, read_decoder)
+    bound = BoundUNet(half, DECODERS.read)
     bound.refresh_in_place()
     binding = bound.binding
     with torch.no_grad():

@@ -29,7 +29,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import State
 from lib_onediff.families.vae import Decoding
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.vae.decode import NOT_FINITE
+from lib_onediff.runtime.vae.wider_type import NOT_FINITE
 from lib_onediff.store.history import History
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -41,7 +41,7 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float16 where it is asked for."""
-    monkeypatch.setattr("lib_onediff.runtime.vae.decode.SLOW_ON_CPU", ())
+    monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", ())
 
 
 def shown(picture: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
 
 def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a CPU many times as long."""
-    monkeypatch.setattr("lib_onediff.runtime.vae.decode.SLOW_ON_CPU", {"fp16"})
+    monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
     runtime.configure(Settings(vae_precision="fp16"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vae_builders import a_latent, diffusers_vae, last, ldm_decoder, ldm_module, our_picture
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.families.registry import read_decoder
+from lib_onediff.families.registry import DECODERS
 from lib_onediff.weights.scan import HostTraits
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
@@ -126,7 +126,7 @@ def test_other_autoencoders(kind: str, config: dict[str, Any]) -> None:
     import diffusers
 
     with pytest.raises(Refusal) as refusal:
-        read_decoder(getattr(diffusers, kind)(**config).decoder)
+        DECODERS.read(getattr(diffusers, kind)(**config).decoder)
     assert "\n" not in str(refusal.value)
 
 
@@ -139,7 +139,7 @@ def test_other_encoders(change: Callable[[Any], None]) -> None:
     encoder = ldm_decoder(kind="Encoder")
     change(encoder)
     with pytest.raises(Refusal) as refusal:
-        read_decoder(encoder)
+        DECODERS.read(encoder)
     assert "\n" not in str(refusal.value)
 
 

@@ -1,11 +1,11 @@
-"""One decode of ours, or one encode: by the first device that can, and in a wider type where the result is no good."""
+"""One decode, or one encode, in one type: by the first device that can, checked against the host's own image."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +21,14 @@ from ...core.precision import applied, flags_for, our_modes
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
-from ...families.vae import DecoderLayout, Decoding
 from ...weights.operands import Cast, Operands
 from ..rounding import rounding_limit, rounds_as, spread
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, judge, time_host
 
 log = logging.getLogger("onediff")
-AUTO = "auto"
-NAMED: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-SLOW_ON_CPU = frozenset({"fp16"})
-# The channels of an image; a latent, as an encoder makes it, has others.
-COLOURS = 3
-# What was seen of a decode, as people read it after "its image is".
-NOT_FINITE = "not finite"
 # As a mark of a key: work of the VAE, but the other way round.
 ENCODE = "vae encode"
-# An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
-BAD_LATENT = (
-    "the latent has NaN or infinite values: they come from the UNet or, where an image was encoded before, from the "
-    "VAE's encoder, and not from this decode"
-)
 
 
 def short_name(dtype: torch.dtype) -> str:
@@ -57,8 +44,8 @@ def is_finite(image: Tensor) -> bool:
     return bool(torch.isfinite(image).all())
 
 
-class NoTypeHelps(Refusal):
-    """The image could not be shown in the widest type either: the host's own stays as it is."""
+class HostNotFinite(Refusal):
+    """The host's own image has NaN or infinite values: ours cannot be compared with it."""
 
 
 class HostDecode(NamedTuple):
@@ -85,131 +72,25 @@ class Decoded(NamedTuple):
 class Decode:
     """A decode, or an encode, by our forward.
 
-    An image with NaN is decoded again in float32, and that is remembered of the VAE.
-
-    notice: called with every entry that is tried. weights: as they are now; nobody keeps them after the decode.
-    identity: the weights' digest, with the sources of the host's forward; see BoundUNet.identity.
+    notice: called with every entry that is tried. layout, weights: of the decoder, as they are now; nobody keeps the
+    weights after the decode. identity: the weights' digest, with the sources of the host's forward; see
+    BoundUNet.identity.
     """
 
     services: Services
     notice: Callable[[Entry], None]
-    layout: DecoderLayout
+    layout: Any
     weights: Weights
     identity: str
     host: HostDecode
     settings: Settings
 
-    def serve(self) -> Decoded:
-        """Our image. Raises Refusal where the host is to decode, and torch.cuda.OutOfMemoryError."""
-        wanted, tuned, known = self._wanted, self.services.tuning_cache, self._overflow_name
-        overflows = f"this VAE overflows in {short_name(wanted)}"
-        # Nothing is wider than float32.
-        can_widen = wanted != torch.float32
-        if can_widen and tuned.get(known) == NOT_FINITE:
-            return self._wider(self._done, overflows)
-        made = self._by_devices(wanted)
-        if made.is_finite:
-            return self._checked(made)
-        # Its memory is needed now.
-        del made
-        self._refuse_bad_latent()
-        if not can_widen:
-            raise NoTypeHelps(f"its image is {NOT_FINITE} in {short_name(wanted)}")
-        wider = self._wider(f"{self._done} again", overflows)
-        self.services.guard.attempt("remembering a VAE", lambda: tuned.set(known, NOT_FINITE))
-        log.warning("VAE: %s. From now on, it is not %s in %s.", wider.reason, self._done, short_name(wanted))
-        return wider
+    def in_type(self, dtype: torch.dtype, uncompared: bool = False) -> Decoded:
+        """The image computed in a type by the first device that does not fail, in the type of the latent.
 
-    def repeat(self) -> Decoded:
-        """Our image in place of the host's own, which is not finite. Raises as serve."""
-        self._refuse_bad_latent()
-        made = self._wider(f"{self._done} again", f"the VAE's own image is {NOT_FINITE}")
-        log.warning("VAE: %s.", made.reason)
-        return made
-
-    def _checked(self, made: Decoded) -> Decoded:
-        """An image that, the first time at a shape, is like the host's own. Raises Refusal where the two differ by more
-        than rounding. A host's image that cannot be shown proves nothing, and ours can."""
-        if made.entry.state is not State.COLD:
-            return made
-        with self.services.call_stats.checking(self._latent.device):
-            return self._compared(made)
-
-    def _compared(self, made: Decoded) -> Decoded:
-        """The first image at a shape, as _checked."""
-        entry, history = made.entry, self.services.history
-        if not history.recall(entry):
-            # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
-            # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
-            device, on_gpu = self._latent.device, self._latent.is_cuda
-            host = self.host.image if on_gpu else lambda: entry.host.time(device, self.host.image)
-            # Ours may have been computed in another type than the host's: then the host's rounds more, or less.
-            is_another = entry.key.dtype != self._latent.dtype
-            allowed = rounding_limit(self._latent.dtype, device, entry.key.precision) if is_another else 0.0
-            miss = judge(
-                entry, made.image, host, times_host=False, allowed=allowed, same_type=True,
-                spread=partial(self._spread, entry),
-            )
-            if miss == HOST_NOT_FINITE and self._wanted == torch.float32:
-                return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
-            if miss == HOST_NOT_FINITE:
-                self.services.tuning_cache.set(self._overflow_name, NOT_FINITE)
-                return self.repeat()
-            if miss is not None:
-                raise Refusal(entry.blame(miss))
-            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
-            if on_gpu:
-                time_host(entry, device, self.host.decode)
-            self.services.guard.attempt("remembering a check", lambda: history.keep_verdict(entry))
-        entry.state = State.PROVED
-        return made
-
-    # --- the type -------------------------------------------------------------------------------------------------
-
-    @property
-    def _done(self) -> str:
-        return "encoded" if self.layout.encodes else "decoded"
-
-    @property
-    def _wanted(self) -> torch.dtype:
-        """The type to decode in. Auto keeps to the type of the host's own VAE: its options have decided that. So does
-        a choice that a CPU is too slow for, of which ui.effects tells."""
-        choice = self.settings.vae_precision
-        is_slow = choice in SLOW_ON_CPU and self._latent.device.type == "cpu"
-        return self._latent.dtype if choice == AUTO or is_slow else NAMED[choice]
-
-    @property
-    def _overflow_name(self) -> str:
-        """Under which is remembered, on this machine and for later processes, that it overflows in the wanted type."""
-        return f"VAE {self.identity}, {short_name(self._wanted)}"
-
-    @property
-    def _latent(self) -> Tensor:
-        return self.host.latent
-
-    def _refuse_bad_latent(self) -> None:
-        if not is_finite(self._latent):
-            raise NoTypeHelps(BAD_LATENT)
-
-    def _wider(self, done: str, why: str) -> Decoded:
-        """The image in float32, or in bfloat16 where that does not fit into memory: it has the range, and fewer
-        digits."""
-        tried = attempted(lambda: self._by_devices(torch.float32, uncompared=True))
-        if tried.outcome is Outcome.OUT_OF_MEMORY and self._wanted != torch.bfloat16:
-            made, why = self._by_devices(torch.bfloat16, uncompared=True), f"{why}, and there is no memory for float32"
-        else:
-            made = tried.given()
-        name = short_name(made.entry.key.dtype)
-        if not made.is_finite:
-            self._refuse_bad_latent()
-            raise NoTypeHelps(f"{why}, and its image in {name} is {NOT_FINITE} too")
-        return made._replace(reason=f"{done} in {name}, because {why}")
-
-    # --- the device -----------------------------------------------------------------------------------------------
-
-    def _by_devices(self, dtype: torch.dtype, uncompared: bool = False) -> Decoded:
-        """The image in a type by the first device that does not fail. What cannot be compared with the host's own is
-        decoded by torch's operators, which all others are compared with. Raises as serve."""
+        uncompared: it cannot be compared with the host's own, so torch's operators compute it, which all others are
+        compared with. Raises Refusal where the host is to decode, and torch.cuda.OutOfMemoryError.
+        """
         services, stored = self.services, self._latent.dtype
         found = services.devices.launched(self.settings, self._latent.device, stored, services.is_warm_up)
         devices, reason = ((services.devices.reference,), "") if uncompared else (found.devices, found.reason)
@@ -226,6 +107,47 @@ class Decode:
                 reason = entry.blame(f"our forward failed: {first_line(made.fault)}", is_final=False)
                 log.error("%s (%s)", reason, entry.key, exc_info=made.fault)
         raise Refusal(reason)
+
+    def checked(self, made: Decoded) -> Decoded:
+        """The same image, compared with the host's own at its first use at a shape.
+
+        Raises Refusal where the two differ by more than rounding, and HostNotFinite.
+        """
+        if made.entry.state is not State.COLD:
+            return made
+        with self.services.call_stats.checking(self._latent.device):
+            self._compare(made)
+        return made
+
+    def _compare(self, made: Decoded) -> None:
+        entry, history = made.entry, self.services.history
+        if not history.recall(entry):
+            # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
+            # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
+            device = self._latent.device
+            host = self.host.image
+            if not self._latent.is_cuda:
+                host = partial(entry.host.time, device, self.host.image)
+            # Ours may have been computed in another type than the host's: then the host's rounds more, or less.
+            is_another = entry.key.dtype != self._latent.dtype
+            allowed = rounding_limit(self._latent.dtype, device, entry.key.precision) if is_another else 0.0
+            miss = judge(
+                entry, made.image, host, times_host=False, allowed=allowed, same_type=True,
+                spread=partial(self._spread, entry),
+            )
+            if miss == HOST_NOT_FINITE:
+                raise HostNotFinite(miss)
+            if miss is not None:
+                raise Refusal(entry.blame(miss))
+            log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
+            if self._latent.is_cuda:
+                time_host(entry, device, self.host.decode)
+            self.services.guard.attempt("remembering a check", lambda: history.keep_verdict(entry))
+        entry.state = State.PROVED
+
+    @property
+    def _latent(self) -> Tensor:
+        return self.host.latent
 
     @property
     def _small(self) -> Tensor:
@@ -255,7 +177,7 @@ class Decode:
         weights = self._weights_in(key.dtype)
 
         def image(ops: Operators) -> Tensor:
-            return Decoding(weights, ops, key.upcast_attention, fold_biases=False).run(self.layout, latent)
+            return self.services.decoders.output(self.layout, weights, ops, latent, key.upcast_attention)
 
         ops: Operators = self.services.devices.reference.operators()
         with on_card(latent.device), our_modes(latent.device, key.precision):
@@ -270,13 +192,15 @@ class Decode:
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image of a latent in the type to compute in, in the type of the host's."""
         key, device, stored = entry.key, latent.device, self._latent.dtype
-        weights = self._weights_in(key.dtype)
-        decoding = Decoding(weights, used.operators(), key.upcast_attention, fold_biases=used.traits.channels_last)
+        output = partial(
+            self.services.decoders.output, self.layout, self._weights_in(key.dtype), used.operators(), latent,
+            key.upcast_attention, used.traits.channels_last,
+        )
         # A first run at a size loads kernels and picks algorithms.
         stopwatch = entry.own if entry.uses > 1 else Stopwatch()
         with on_card(device), our_modes(device):
             with applied(key.precision):
-                image = stopwatch.time(device, lambda: decoding.run(self.layout, latent).contiguous())
+                image = stopwatch.time(device, lambda: output().contiguous())
             # Others wait for torch's switches; they need not wait for the GPU too.
             image = image.to(stored)
             return Decoded(image, entry, reason, is_finite(image))

@@ -19,17 +19,19 @@ from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry
 from ...core.weak_dictionary import WeakDictionary
-from ...families.registry import read_decoder
 from ...weights.binding import Binding
 from ...weights.bound import BoundUNet
 from ...weights.scan import HostTraits, refuse_global_hooks
 from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN, VAE
 from ..services import SWITCHED_OFF, TRAINING, Services
-from .decode import COLOURS, NOT_FINITE, Decode, Decoded, HostDecode, NoTypeHelps, is_finite, short_name
+from .decode import Decode, Decoded, HostDecode, is_finite, short_name
+from .wider_type import NOT_FINITE, NoTypeHelps, WiderType
 
 log = logging.getLogger("onediff")
 
 OURS = "ours"
+# The channels of an image; a latent, as an encoder makes it, has others.
+COLOURS = 3
 
 
 class DecoderRoute:
@@ -59,11 +61,13 @@ class DecoderRoute:
             if known is not None:
                 self._decoders[decoder] = known[0], settings
                 return
-            self._decoders[decoder] = BoundUNet(decoder, read_decoder, host_traits), settings
+            self._decoders[decoder] = BoundUNet(decoder, self.read, host_traits), settings
             exact = replace(settings or self._services.settings, low_bit="off")
-            self._services.devices.prepare_early(decoder, exact, read_decoder)
+            self._services.devices.prepare_early(decoder, exact, self.read)
 
-    read = staticmethod(read_decoder)
+    def read(self, decoder: nn.Module) -> Any:
+        """The layout of a decoder or an encoder. Raises Refusal."""
+        return self._services.decoders.read(decoder)
 
     def release(self, decoder: nn.Module) -> None:
         """Forget a decoder; nothing of it was changed."""
@@ -150,7 +154,7 @@ class DecoderRoute:
             raise Refusal(why_off or SWITCHED_OFF)
         return known[0], settings
 
-    def _ours(self, asked: HostDecode) -> Decode:
+    def _ours(self, asked: HostDecode) -> WiderType:
         """The decode as our forward does it. Raises Refusal where the decoder or the latent is none of ours."""
         bound, settings = self._admitted(asked)
         with self._lock:
@@ -158,9 +162,11 @@ class DecoderRoute:
             # The host's weights are read where they lie and never re-pointed: turning one channels-last takes a
             # thousandth of a decode, and the host's own decode finds its weights as it left them.
             bound.refresh_in_place()
-            refuse_latent(bound.binding, asked.latent)
+            self._services.decoders.of(bound.layout).refuse_latent(bound.layout, asked.latent)
+            refuse_misplaced(bound.binding, asked.latent)
             weights, identity = bound.binding.weights(), bound.identity()
-        return Decode(self._services, self._notice, bound.layout, weights, identity, asked, settings)
+            decode = Decode(self._services, self._notice, bound.layout, weights, identity, asked, settings)
+        return WiderType(decode)
 
     def _by_host(self, asked: HostDecode, tried: Attempt[Decoded]) -> Tensor:
         """The host's own image, or ours where that cannot be shown. tried: what became of ours.
@@ -232,11 +238,8 @@ class DecoderRoute:
             self._logged[line] = now
 
 
-def refuse_latent(binding: Binding, latent: Tensor) -> None:
-    """Raise Refusal for a latent that does not fit a decoder."""
-    channels = binding.layout.in_convolution.in_channels
-    if latent.dim() != 4 or latent.shape[1] != channels:
-        raise Refusal(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
+def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
+    """Raise Refusal for a latent of another device or dtype than the decoder's weights."""
     if latent.device != binding.device:
         raise Refusal(f"the VAE's weights are on {binding.device}, the latent is on {latent.device}")
     if latent.dtype != binding.dtype:
