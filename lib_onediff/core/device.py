@@ -4,7 +4,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch import Tensor
 from .call import Call
 from .family import AttentionShapes
 from .key import Lossy
+from .layer_weights import Source
 from .operators import Operators
 from .settings import Settings
 
+Result = TypeVar("Result")
 # Reads the contents of many tensors in one launch: see weights.contents.Reader.
 Reader = Callable[[Sequence[Any], int], Callable[[], Tensor] | None]
 # How long work takes in milliseconds, for a device that measures which of its ways is the fastest.
@@ -34,10 +36,12 @@ class Memory(Protocol):
 class Runner(Protocol):
     """A forward made ready for one shape, and one set of weight addresses.
 
-    inputs: its own, into which each call's are copied. own_bytes: the GPU memory that it has for itself alone.
+    inputs: its own, into which each call's are copied. output: where a run leaves its result. own_bytes: the GPU memory
+    that it has for itself alone.
     """
 
     inputs: Call
+    output: Tensor
     own_bytes: int
 
     @property
@@ -45,7 +49,32 @@ class Runner(Protocol):
         """What it shares with others: the device's own kind."""
 
     def run(self, call: Call) -> Tensor:
-        """The UNet's output as a new tensor."""
+        """The network's output as a new tensor. Raises core.points.DoesNotFit where functions of other extensions stand
+        at other places than when it was made."""
+
+
+class GraphMaker(Protocol):
+    """Captures graphs, on one memory for each architecture and torch device, and accounts for that memory."""
+
+    def prepare(self, architecture: str, binding: Source, ops: Operators, inputs: Call, needs: int = 0) -> Runner:
+        """A runner for calls of this shape. inputs: of such a call, as the runner's own. needs: bytes that it will take
+        of the shared memory. Raises RuntimeError and torch.cuda.OutOfMemoryError."""
+
+    def bytes(self, device: torch.device, architecture: str | None = None) -> int:
+        """The memory of all graphs on a device, or of one architecture's."""
+
+    def devices(self) -> set[torch.device]:
+        """Devices with such memory."""
+
+    def in_one_piece(self, device: torch.device) -> bool:
+        """Whether the memory of an architecture can be allocated in one piece."""
+
+    def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
+        """The result of work(), and the most bytes that it had in use at a time, beside what was in use before."""
+
+    def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
+        """The time of work in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot be captured.
+        """
 
 
 class CachedRunner(NamedTuple):

@@ -19,6 +19,10 @@ AttentionShapes = tuple[tuple[int, ...], tuple[int, ...]]
 Reader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
 
 
+# The output of a call, of a layout, its weights, operators and the call; see Family.output.
+Output = Callable[[Any, Weights, Operators, Call], Tensor]
+
+
 class Layout:
     """What a network is: a frozen dataclass, a tree of core.leaves, which holds no parameter.
 

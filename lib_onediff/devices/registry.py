@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from ..core.card import TuningCache, card_name
-from ..core.device import Candidates, Device, Network
+from ..core.device import Candidates, Device, GraphMaker, Network
+from ..core.family import Output
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.version import NEWEST_TORCH, release
 from ..weights.contents import Reader
-from .cuda.graphs.capture import Output
+from .cuda.graphs.capture import CudaGraphs as GraphsOfCuda
 from .cuda.native import Native
 from .oneflow.route import OneFlow
 from .torch.device import CudaGraphs, Eager
@@ -28,6 +29,11 @@ AUTO = "auto"
 def devices_here(tuning_cache: TuningCache, output: Output) -> tuple[Device, ...]:
     """One of each, the fastest first, the reference last. output: computes a call; see Families.output."""
     return OneFlow(output), Native(tuning_cache), CudaGraphs(), Eager()
+
+
+def graph_maker(output: Output) -> GraphMaker:
+    """Captures the calls of every device that has graphs. output: computes a call; see Families.output."""
+    return GraphsOfCuda(output)
 
 
 class Devices:

@@ -14,10 +14,10 @@ from ..core.device import Device, TimeMs
 from ..core.family import Family
 from ..core.guard import Guard
 from ..core.settings import Settings
+from ..core.stream_order import StreamOrder
 from ..core.table import Entry, ShapeTable
 from ..core.weak_dictionary import WeakDictionary
-from ..devices.cuda.graphs.stream_order import StreamOrder
-from ..devices.registry import Devices, devices_here
+from ..devices.registry import Devices, devices_here, graph_maker
 from ..families.registry import DECODERS, FAMILIES, Families
 from ..store.history import History
 from .call_stats import CallStats
@@ -57,7 +57,9 @@ class Services:
         )
         # What is kept for every UNet that a host has handed over.
         self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
-        self.holdings = Holdings(self.table, self.managed, lambda: self.history.pins(), self.families.output)
+        self.holdings = Holdings(
+            self.table, self.managed, lambda: self.history.pins(), graph_maker(self.families.output)
+        )
         self.graphs = GraphCache(self.holdings, self.table, self.managed, self.devices.operators)
         self.is_between_graphs = False
         self.order = StreamOrder()

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ..core.attempt import Outcome, as_host, attempted
 from ..core.call import Call, why_not_taken
+from ..core.device_memory import Card
 from ..core.fields import mapped
 from ..core.inputs import take_rows
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.weak_dictionary import WeakDictionary
-from ..devices.cuda.graphs.device_memory import Card
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
 from .card_route import CardRoute

@@ -16,8 +16,8 @@ pytest.importorskip("diffusers")
 from gpu_calls import host, last_call
 
 from lib_onediff.bench.models import inputs
+from lib_onediff.core.device_memory import Card
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.runtime.graphs.accounting import memory_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error

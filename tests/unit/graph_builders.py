@@ -12,10 +12,10 @@ from tape import TapeRecording
 from torch import Tensor
 
 from lib_onediff.core.call import Call
+from lib_onediff.core.device_memory import Card
 from lib_onediff.core.inputs import bytes_of, copy_inputs
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
-from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
 from lib_onediff.runtime.graphs.accounting import needs_of
 from lib_onediff.weights.binding import Binding

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from lib_onediff.core.device_memory import UNLIMITED
 from lib_onediff.core.table import ShapeTable
-from lib_onediff.devices.cuda.graphs.device_memory import UNLIMITED
 from lib_onediff.runtime.graphs import accounting
 from lib_onediff.runtime.graphs.accounting import (
     LEAST_GAIN,

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lib_onediff.core.call import INPUT, MIDDLE, Call, PatchPoints
+from lib_onediff.core.points import DoesNotFit, ResumedPoints
 from lib_onediff.devices.cuda.graphs import segments
-from lib_onediff.devices.cuda.graphs.segments import DoesNotFit, ResumedPoints
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime.runtime import runtime
 

@@ -14,10 +14,10 @@ from torch import nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
 from lib_onediff.core.call import Control, PatchPoints, PromptRows, half_of
+from lib_onediff.core.device_memory import Card
 from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.runtime import two_gpus
 from lib_onediff.runtime.two_gpus import NO_SECOND, second_card
 

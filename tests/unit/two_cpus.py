@@ -14,9 +14,9 @@ from samplings import STEPS, WEBUI, call_of
 from torch import Tensor, nn
 
 from lib_onediff.core.call import Call
+from lib_onediff.core.device_memory import Card
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
-from lib_onediff.devices.cuda.graphs.device_memory import Card
 from lib_onediff.runtime.runtime import Runtime
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)

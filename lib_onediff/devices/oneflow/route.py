@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...core.call import Call
 from ...core.device import Device, Traits
+from ...core.family import Output
 from ...core.fields import mapped, tensors_of
 from ...core.inputs import own_inputs
 from ...core.key import ShapeKey
@@ -27,7 +28,6 @@ from ...core.operators import Operators
 from ...core.precision import HALF, ROUNDING_HALF_SUMS
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ..cuda.graphs.capture import Output
 from ..torch import operators as torch_ops
 from .gate import OneFlowGate, brief
 

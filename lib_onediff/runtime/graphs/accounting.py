@@ -11,12 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...core.device import Runner
+from ...core.device import GraphMaker, Runner
+from ...core.device_memory import UNLIMITED, Card
 from ...core.key import ShapeKey
 from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
-from ...devices.cuda.graphs.capture import CudaGraphs, Output
-from ...devices.cuda.graphs.device_memory import UNLIMITED, Card
 from ..managed_unet import ManagedUNet
 
 MEBIBYTE = 2**20
@@ -143,11 +142,10 @@ class Holdings:
     """
 
     def __init__(
-        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins, output: Output
+        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins, made: GraphMaker
     ) -> None:
-        """output: computes a call; see Families.output."""
         self._table, self._managed, self._pins = table, managed, pins
-        self.made, self.card = CudaGraphs(output), Card()
+        self.made, self.card = made, Card()
 
     def allowed(self, budget: int, device: torch.device | None = None) -> int:
         """Bytes that all graphs of a device may hold, for a budget in MiB; 0 where there is no GPU. device: by default

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from ....core.call import Call
+from ....core.device_memory import Card
+from ....core.family import Output
 from ....core.layer_weights import Source
 from ....core.operators import Operators
 from ....core.weak_dictionary import WeakDictionary
-from .device_memory import Card
 from .segments import GraphRecording, GraphRunner, record, time_in_graph
 
 log = logging.getLogger("onediff")
@@ -29,8 +29,6 @@ PIECE = 512
 MOST_EVENTS = 1_000_000
 # What torch says of its max_split_size_mb where the user has set none.
 UNLIMITED = -1
-# A layout, its weights, operators and a call to the output; see Family.output.
-Output = Callable[[Any, Any, Operators, Call], Tensor]
 
 
 class Pool:

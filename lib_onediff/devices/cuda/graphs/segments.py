@@ -11,17 +11,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....core.call import Call, PatchPoints
 from ....core.inputs import bytes_of, copy_inputs
-from ....core.points import EveryPoint
+from ....core.points import DoesNotFit, EveryPoint, PassedPoint
 
 WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5
 # Where the host's options are told of the place, whether anything stands there or not.
@@ -167,25 +166,6 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
         raise
 
 
-class DoesNotFit(Exception):
-    """Functions stand elsewhere than when the graphs were recorded, or return something of another shape.
-
-    passed: the points of the forward up to the function that does not fit; None where its functions have to be called
-    again for the call.
-    """
-
-    passed: list[PassedPoint] | None = None
-
-
-class PassedPoint(NamedTuple):
-    """A point that a forward has passed. answer: what the point has returned, if functions stand there or its answer is
-    no tensor; otherwise it returns its arguments, as PatchPoints does."""
-
-    name: str
-    has_answer: bool
-    answer: Any = None
-
-
 class Returned:
     """What functions return in one replay, in order, until it takes too much memory to keep."""
 
@@ -269,26 +249,6 @@ class RecordedPoints(EveryPoint):
         self.steps.append(Function(point, views, tuple(map(recording.view, results)), len(self.points)))
         self.points.append(PassedPoint(point, True))
         return tuple(results) if isinstance(returned, (tuple, list)) else results[0]
-
-
-class ResumedPoints(EveryPoint):
-    """The points of a forward that begins anew where a replay did not fit: those that the replay has passed return what
-    they have returned, and none of their functions is called again."""
-
-    def __init__(self, patches: PatchPoints, passed: Iterable[PassedPoint]) -> None:
-        super().__init__(patches)
-        self._passed = deque(passed)
-
-    def begin(self, latent: Tensor) -> None:
-        """It has begun."""
-
-    def at(self, point: str, *arguments: Any) -> Any:
-        if not self._passed:
-            return getattr(self._patches, point)(*arguments)
-        passed = self._passed.popleft()
-        if passed.name != point:
-            raise RuntimeError(f"the forward comes to {point}, and the replay came to {passed.name}")
-        return passed.answer if passed.has_answer else getattr(PatchPoints, point)(self, *arguments)
 
 
 @dataclass
