@@ -19,21 +19,24 @@ class QuantizedWeight(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What LoRAs add to a layer's product: up @ down @ x. down: (ranks, in), or (ranks, in, height, width) of a
-    convolution. ups: the first row of each and its (rows, ranks); they share the ranks of down among them, in order.
-    scales: of each up, what its product is multiplied by, a number in float32, where LoRAs are computed in a narrower
-    type than the layer, which rounds after each of the three products; () where ups hold it, in the layer's type."""
+    """LoRAs of a layer, which add up @ down @ x to its product.
+
+    down: (ranks, in), or (ranks, in, height, width) of a convolution, of all LoRAs together. ups: for each LoRA the
+    first row of the output that it adds to, and its matrix (rows, ranks); it takes the next ranks of down.
+    scales: for each up a number in float32 that multiplies its product, if the LoRAs are computed in a narrower dtype
+    than the layer, which rounds after each of the three products; () if the ups include it, in the layer's dtype.
+    """
 
     down: Tensor
     ups: tuple[tuple[int, Tensor], ...]
     scales: tuple[Tensor, ...] = ()
 
     def scaled(self, index: int, product: Tensor) -> Tensor:
-        """The product of the up of this index, times its scale, in the product's type."""
+        """The product of the up with this index, times its scale, in the product's dtype."""
         return (product.float() * self.scales[index]).to(product.dtype) if self.scales else product
 
     def scaled_ups(self, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
-        """The ups, multiplied by their scales, in a type."""
+        """The ups, multiplied by their scales, in a dtype."""
         if not self.scales:
             return list(self.ups)
         pairs = zip(self.ups, self.scales, strict=True)
@@ -41,11 +44,12 @@ class LowRank(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """A weight and its bias, or None where the layer has no bias; the weight in eight bits, in each kind in which it is
-    wanted; and the LoRAs that are computed beside it.
+    """A layer's weight, and its bias or None.
 
-    gated_scale: of a feed-forward's first layer in float8, the scale, (1, 1) in float32, of what its GEGLU gives in
-    float8."""
+    low_bit: the weight in eight bits, once in each kind that is used. low_rank: LoRAs that are computed beside it.
+    gated_scale: for a feed-forward's first layer in float8, the scale of its GEGLU's output in float8, (1, 1) in
+    float32.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -55,18 +59,20 @@ class LayerWeights(NamedTuple):
 
 
 def merged(layer: LayerWeights) -> LayerWeights:
-    """With its LoRAs in its weight, (out, ...), which is rounded as the host's own merged weight is."""
+    """The layer with its LoRAs merged into its weight (out, ...), rounded as the host's own merged weight is."""
     if layer.low_rank is None:
         return layer
-    weight, low_rank = layer.weight.detach().flatten(1), layer.low_rank
-    down, ups = low_rank.down.to(weight.dtype), low_rank.scaled_ups(weight.dtype)
+    low_rank = layer.low_rank
+    weight = layer.weight.detach().flatten(1)
+    down = low_rank.down.to(weight.dtype).flatten(1)
+    ups = low_rank.scaled_ups(weight.dtype)
     # Several LoRAs of their own types may have the same rows.
     is_whole = not low_rank.scales and sum(len(up) for _, up in ups) == len(weight)
     together = torch.empty_like(weight) if is_whole else weight.clone()
-    rank, down = 0, down.flatten(1)
+    before = weight if is_whole else together
+    rank = 0
     for row, up in ups:
         rows, ranks = up.shape
-        before = weight if is_whole else together
         torch.addmm(before[row:row + rows], up, down[rank:rank + ranks], out=together[row:row + rows])
         rank += ranks
     return layer._replace(weight=together.view(layer.weight.shape), low_rank=None)

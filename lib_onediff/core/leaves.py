@@ -75,7 +75,7 @@ class AdaptiveNorm:
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """Queries or keys of attentions, of which each head of this width has a root mean square norm."""
+    """The RMS norm of the heads of an attention's queries or keys: how many heads, and their width."""
 
     heads: int
     width: int
@@ -83,7 +83,8 @@ class NormedHeads:
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """Linear layers over the same input whose weights lie one after the other in memory, so that one GEMM does all."""
+    """Linear layers over the same input whose weights lie one after the other in memory, so that one GEMM computes all.
+    """
 
     name: str
     members: tuple[Linear, ...]

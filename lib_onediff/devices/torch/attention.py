@@ -19,19 +19,19 @@ log = logging.getLogger("onediff")
 
 # torch: what torch picks by itself. gemm: ours, below.
 TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM = "torch", "cudnn", "flash", "efficient", "math", "gemm"
-# What torch chooses from. Each is called by itself: torch's switches are the whole process's, and a host's thread would
-# see them flipped.
+# The implementations that torch chooses from. Each is called directly: torch's switches hold for the whole process, and
+# a host's thread would see them change.
 FUSED = {
     CUDNN: "_scaled_dot_product_cudnn_attention", FLASH: "_scaled_dot_product_flash_attention",
     EFFICIENT: "_scaled_dot_product_efficient_attention", MATH: "_scaled_dot_product_attention_math",
 }
-# What they are given after query, key and value: no mask, and nothing kept for gradients.
+# Their arguments after query, key and value: no mask, and nothing kept for gradients.
 GIVEN: dict[str, tuple[Any, ...]] = {CUDNN: (None, False), FLASH: (), EFFICIENT: (None, False), MATH: ()}
 # Those that take fewer heads of keys than of queries as they are, from the torch on that has it.
 SHARE_KEY_HEADS = {CUDNN, FLASH}
 # The switches as torch.backends.cuda calls it: name_sdp_enabled().
 SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "math"}
-# Before torch 2.5, cuDNN's took other arguments, where it was there at all.
+# Before torch 2.5, cuDNN's took other arguments or did not exist.
 HAS_CUDNN = hasattr(torch, FUSED[CUDNN]) and "attn_bias" in str(getattr(torch.ops.aten, FUSED[CUDNN]).default._schema)
 # torch 2.8 and newer, on an NVIDIA GPU: a GEMM of half precision tensors into float32.
 GEMM_WIDENS = "dtype_out" in torch.ops.aten.baddbmm.overloads() and torch.version.hip is None
@@ -42,10 +42,11 @@ FEW_KEYS = 256
 FLASH_WIDTHS = 8
 SCORES_BYTES = 64 << 20
 MATH_SCORES_BYTES = 4 << 20
-# What can be chosen among, the first where nothing was measured.
+# The candidates; the first is used where nothing was measured.
 NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))
 WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
-# Between two exact implementations at random inputs, relative to the output's norm; a wrong one is off by about 1.
+# Largest difference between two exact implementations at random inputs, relative to the output's norm; a wrong one
+# differs by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
 Shape = tuple[int, ...]
 
@@ -53,8 +54,8 @@ Shape = tuple[int, ...]
 class Attention:
     """Softmax attention over (batch, heads, tokens, width), as torch's scaled_dot_product_attention.
 
-    Picks by what measure() has found for shapes of the same class, and leaves the pick to torch where nothing was
-    measured. On a CPU it is always torch's.
+    Uses the implementation that measure() found to be the fastest for shapes of the same class, and torch's own choice
+    where nothing was measured, on a CPU, and with a mask.
     """
 
     def __init__(self, launches: Launches) -> None:
@@ -63,7 +64,7 @@ class Attention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False, mask: Tensor | None = None
     ) -> Tensor:
-        """The mix of values, in query's dtype and shape. See Operators.attention. With a mask, torch picks."""
+        """The mix of values, in query's dtype and shape. See Operators.attention."""
         if upcast and query.dtype != torch.float32:
             return self(query.float(), key.float(), value.float(), mask=mask).to(query.dtype)
         if query.device.type != "cuda" or mask is not None:
@@ -73,19 +74,20 @@ class Attention:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError:
-            # Shapes of one class may differ in what an implementation wants of them.
+            # An implementation may take some shapes of a class and refuse others.
             log.debug("attention cannot do %s as it was chosen", tuple(query.shape), exc_info=True)
             return scaled_dot_product_attention(query, key, value)
 
     def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
-        """Which implementation serves these shapes on the GPU that computes."""
+        """The name of the implementation for these shapes on the current GPU."""
         [picked] = self._launches.of(kernel_of(query_shape), class_of(query_shape, key_shape), dtype)
         return str(picked)
 
     def measure(
         self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
     ) -> bool:
-        """Time every implementation for shapes of this class and choose, unless that was done; whether it was done now.
+        """Time every implementation for shapes of this class and choose the fastest. Returns False, and does nothing,
+        if this was done before.
 
         Takes some ten milliseconds and three times the memory of the attention itself, and draws no number from the
         user's generators. Raises torch.cuda.OutOfMemoryError.
@@ -93,15 +95,15 @@ class Attention:
         kernel, shape_class = kernel_of(query_shape), class_of(query_shape, key_shape)
         if self._launches.chosen(kernel, shape_class, dtype) is not None:
             return False
-        # torch warns of the reasons for which an implementation cannot be used: nobody asked for them.
+        # torch warns of the reasons why an implementation cannot be used: no user needs them.
         with our_modes(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             query, key, value = inputs_of(random_on(device, dtype), query_shape, key_shape)
-            # In float32 from the start, so that ours is judged as well.
+            # In float32 from the start, so that our own implementation is checked too.
             expected = attend(GEMM, query.float(), key.float(), value.float())
 
             def agrees(output: Tensor) -> bool:
-                # A NaN is not within the limit either.
+                # False for a NaN, too.
                 return float((output.float() - expected).norm() / expected.norm()) <= WORST_ERROR[dtype]
 
             trial = Trial(kernel, shape_class, lambda config: attend(config[0], query, key, value), agrees)
@@ -123,7 +125,7 @@ def class_of(query_shape: Shape, key_shape: Shape) -> str:
 
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention by one of the implementations. Raises RuntimeError where it cannot do that, and where the host has
+    """Attention by one of the implementations. Raises RuntimeError if it cannot compute this, or if the host has
     switched it off."""
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value)
@@ -142,7 +144,7 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def may_use(backend: str) -> bool:
-    """Whether this torch has an implementation, and the host has not switched it off."""
+    """Whether this torch has the implementation and the host has not switched it off."""
     if backend == CUDNN and not HAS_CUDNN:
         return False
     return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled", lambda: False)()
@@ -158,7 +160,7 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
     rows = min(queries, max(1, scores_bytes // (4 * batch * heads * keys)))
     scores = query.new_empty((batch * heads, rows, keys), dtype=torch.float32)
-    # Heads lie beside each other in memory, as whoever joins them wants it.
+    # Heads lie beside each other in memory, so that joining them is a view.
     output = query.new_empty((batch, queries, heads, value.shape[2])).transpose(1, 2)
     for start in range(0, queries, rows):
         some = query[:, start:start + rows]
@@ -168,7 +170,7 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
 
 
 def sums_in_half() -> bool:
-    """Whether products of float16 are summed in float16: then torch has none with an output in float32."""
+    """Whether torch sums products of float16 in float16: then it has none with an output in float32."""
     return bool(switch_of(switches.matmul, "allow_fp16_accumulation"))
 
 
@@ -183,8 +185,8 @@ def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
 
 
 def inputs_of(make: Callable[..., Tensor], query_shape: Shape, key_shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of these shapes (batch, heads, tokens, width), lying in memory as our forward has them:
-    parts of what one GEMM gave, (batch, tokens, heads * width) each. make: a tensor of a shape."""
+    """Query, key and value of these shapes (batch, heads, tokens, width), in memory as our forward has them: parts of
+    the output of one GEMM, (batch, tokens, heads * width) each. make: makes a tensor of a shape."""
     batch, heads, queries, width = query_shape
     key_heads, keys = key_shape[1:3]
 

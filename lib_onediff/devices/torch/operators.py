@@ -26,8 +26,8 @@ def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
 
 
 def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
-    """Those of the sinusoids, (channels / 2,) in float32. In the order of the hosts' own sums: another one rounds
-    otherwise, and some models make a thousand times as much of it."""
+    """The frequencies of the sinusoids, (channels / 2,) in float32. Computed in the hosts' order: another order rounds
+    differently, and some models amplify that a thousand times."""
     half = time.channels // 2
     exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=device)
     return torch.exp(exponents / (half - time.frequency_shift))
@@ -46,9 +46,9 @@ def linear(x: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def merges(layer: LayerWeights, numbers: int) -> bool:
-    """Whether LoRAs are less work in a weight (out, in), which is read and written once more, than beside its product
-    with tokens of so many numbers: they are read once more, and what comes out is written or read four times. Those
-    that are computed in a type of their own are never merged: their input is rounded too."""
+    """Whether it is less work to merge a layer's LoRAs into its weight (out, in) than to add their products. Merging
+    reads and writes the weight once more; adding reads the tokens once more, and reads or writes the output four times.
+    numbers: how many the tokens are. LoRAs with a dtype of their own are never merged: their input is rounded too."""
     if layer.low_rank is None or layer.low_rank.scales:
         return False
     out, width = layer.weight.shape
@@ -56,8 +56,9 @@ def merges(layer: LayerWeights, numbers: int) -> bool:
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-    """What LoRAs add to a linear layer's product (..., out), written into it. x: (..., in)."""
-    down, rank = low_rank.down.flatten(1), 0
+    """Adds the products of LoRAs to that of their linear layer, (..., out), in place. x: (..., in)."""
+    down = low_rank.down.flatten(1)
+    rank = 0
     hidden = functional.linear(x.to(down.dtype), down)
     for index, (row, up) in enumerate(low_rank.ups):
         rows, ranks = up.shape
@@ -69,7 +70,7 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
 
 def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
     batch, _, height, width = image.shape
-    if not image.is_contiguous():  # channels last: the pixels already are the rows of the GEMM
+    if not image.is_contiguous():  # channels last: the pixels are the rows of the GEMM
         return tokens_to_image(linear(image_to_tokens(image), layer), height, width)
     weight = layer.weight.flatten(1).expand(batch, -1, -1)
     pixels = image.flatten(2)
@@ -85,10 +86,12 @@ def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
 def convolution(image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
     padding = shape.padding
     if shape.circular:
-        image, padding = functional.pad(image, [padding] * 4, mode="circular"), 0
+        image = functional.pad(image, [padding] * 4, mode="circular")
+        padding = 0
     product = functional.conv2d(image, layer.weight, layer.bias, shape.stride, padding)
     if layer.low_rank is not None:
-        low_rank, rank = layer.low_rank, 0
+        low_rank = layer.low_rank
+        rank = 0
         hidden = functional.conv2d(image.to(low_rank.down.dtype), low_rank.down, None, shape.stride, padding)
         for index, (_, up) in enumerate(low_rank.ups):
             ranks = up.shape[1]
@@ -171,7 +174,8 @@ def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
 def add_linear(
     residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None, norm: WeightedNorm | None = None
 ) -> Residual:
-    tokens, update = residual.tokens, linear(x, layer)
+    tokens = residual.tokens
+    update = linear(x, layer)
     if norm is not None:
         update = rms_norm(update, *norm)
     if gate is None:
@@ -277,18 +281,18 @@ def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def bias_or_zeros(norm: LayerWeights) -> Tensor:
-    """What a norm adds."""
+    """A norm's bias, or zeros if it has none."""
     return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 
 def channels_last(image: Tensor) -> Tensor:
-    """The same image with its pixels' channels side by side in memory; itself if it is so already."""
+    """The image in the channels-last memory format; the same tensor if it is in it."""
     return image.contiguous(memory_format=torch.channels_last)
 
 
 class WideNorms:
-    """The same operators, with group norms in float32 up to their end, as torch.autocast has them: what comes out of
-    SiLU is rounded, and not what goes into it too."""
+    """The same operators, with group norms and their SiLU in float32, as under torch.autocast: only the output of SiLU
+    is rounded."""
 
     def __getattr__(self, name: str) -> Any:
         return globals()[name]

@@ -48,7 +48,7 @@ from .launching import ALIGNED
 
 
 class VirtualConcatenation(NamedTuple):
-    """Two images that are one along the channels, without being copied together."""
+    """Two images that count as one with the channels of both, without a copy."""
 
     first: Tensor
     second: Tensor
@@ -62,36 +62,37 @@ class VirtualConcatenation(NamedTuple):
 # More norms of convolutions than there are at one size of images.
 SOON = 16
 Image = Tensor | VirtualConcatenation
-# What a layer norm or a GEGLU makes for a linear layer.
+# The input of a linear layer, as the operator before it makes it.
 Rows = Tensor | QuantizedTokens
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
-# In which of these kinds a product is done; None: in none.
+# Chooses the kind of eight bits in which a product is computed, of those given; None: in 16 bits.
 Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
 class NativeOperators:
-    """See core.operators. Images are made channels-last where they are not. What is for a layer whose weight is there
-    in eight bits is made in eight bits where it is computed, if that pays. A weight that is there in eight bits alone
-    is on torch's meta device."""
+    """See core.operators. Images are made channels-last. The input of a layer that has its weight in eight bits is
+    written in eight bits by the operator that computes it, if that is faster. A weight that exists in eight bits only
+    is on torch's meta device in 16 bits.
+
+    Our kernels compute the cases that UNets and Anima have; torch's operators compute the others.
+    """
 
     def __init__(
-        self, launches: Launches | None = None,
-        attention: Callable[..., Tensor] = torch_ops.attention,
+        self, launches: Launches | None = None, attention: Callable[..., Tensor] = torch_ops.attention,
         result_dtype: ResultDtype = lambda device, dtype: dtype, choose: Choose = lambda product, dtype, kinds: None,
     ) -> None:
         """launches: how kernels are launched, None for their first choice. attention: as Operators.attention.
-        result_dtype: in which type products in float8 come out on a device, for a model of a dtype. choose: in which of
-        the kinds that a weight has a product is done, if in any."""
+        result_dtype: the dtype of products in float8 on a device, for a model's dtype. choose: see Choose."""
         self._launches = launches or Launches(TuningCache())
         self._attention = attention
         self._result_dtype = result_dtype
         self._choose = choose
         # Norms before convolutions since the last one that was written in eight bits: soon after it, others may be.
         self._exact_norms = SOON
-        # Of images that were made by an addition, as long as they live.
+        # Statistics of images that an addition has made, as long as these live.
         self._strips: MutableMapping[Tensor, native_images.PartialStatistics] = WeakIdKeyDictionary()
 
-    # What torch does in one launch.
+    # Torch computes these in one launch.
     sinusoids = staticmethod(torch_ops.sinusoids)
     join = staticmethod(torch_ops.join)
     silu = staticmethod(torch_ops.silu)
@@ -102,21 +103,23 @@ class NativeOperators:
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
         if isinstance(x, QuantizedTokens):
             return self._product(x, layer, layer.bias).to(layer.weight.dtype).view(*x.shape, -1)
-        # What reads the prompt is rounded in its weights alone: a text encoder's tokens have values far off.
+        # The prompt's tokens are not rounded, since a text encoder gives outliers; only the weights are.
         return torch_ops.linear(x, LayerWeights(dequantized(layer), layer.bias) if layer.weight.is_meta else layer)
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         first, second = halves(image)
-        weight, channels = layer.weight.flatten(1), first.shape[1]
+        weight = layer.weight.flatten(1)
+        channels = first.shape[1]
         if second is None:
             pixels = functional.linear(rows(first), weight, layer.bias)
         else:
             pixels = functional.linear(rows(second), weight[:, channels:], layer.bias)
             pixels.addmm_(rows(first), weight[:, :channels].t())
         if layer.low_rank is not None:
-            down, ups = layer.low_rank.down.flatten(1), layer.low_rank.ups
+            down = layer.low_rank.down.flatten(1)
+            ups = layer.low_rank.ups
             if second is not None and layer.low_rank.scales:
-                # Rounded once, and not each half.
+                # Rounded once, not once for each half.
                 together = torch.cat([rows(first), rows(second)], dim=1)
                 torch_ops.add_low_rank(pixels, together, layer.low_rank)
             else:
@@ -128,9 +131,9 @@ class NativeOperators:
 
     def convolution(self, image: Any, layer: LayerWeights, shape: Convolution) -> Tensor:
         if isinstance(image, QuantizedImage):
-            shape_class, values = products.convolution_class(image.values, shape.out_channels), image.values
-            config = self._launches.of(cuts.CONVOLUTIONS[values.dtype], shape_class, layer.weight.dtype)
-            # It is added with the shift, or with the residual.
+            shape_class = products.convolution_class(image.values, shape.out_channels)
+            config = self._launches.of(cuts.CONVOLUTIONS[image.values.dtype], shape_class, layer.weight.dtype)
+            # The bias is added with the shift or with the residual.
             assert layer.bias is None
             return products.convolution(image, weight_like(image, layer), layer.weight.dtype, config)
         image = channels_last(image)
@@ -142,8 +145,9 @@ class NativeOperators:
         return output
 
     def _convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
-        """Summed in float16 where that is allowed and was measured to be faster."""
-        weight, is_half = layer.weight, image.dtype == layer.weight.dtype == torch.float16
+        """A convolution, summed in float16 if that is allowed and was measured to be faster."""
+        weight = layer.weight
+        is_half = image.dtype == weight.dtype == torch.float16
         is_plain = has_kernel(shape) and layer.bias is None and layer.low_rank is None
         if sums_in_half() and is_half and is_plain and weight.is_contiguous(memory_format=torch.channels_last):
             pixels = image.permute(0, 2, 3, 1)
@@ -162,7 +166,7 @@ class NativeOperators:
         kind = self._image_kind(image.shape, norm.groups, reader)
         if reader is not None:
             self._exact_norms = 0 if kind is not None else self._exact_norms + 1
-        # Where they were measured on the way.
+        # Statistics that the addition before has measured.
         measured = self._strips.get(first), None if second is None else self._strips.get(second)
         return native_images.group_norm(
             first, second, layer.weight, bias_or_zeros(layer), norm.groups, norm.eps, silu, shift,
@@ -194,12 +198,12 @@ class NativeOperators:
     def _layer_norm(
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
     ) -> tuple[Residual, Rows]:
-        dtype, kind = reader.weight.dtype, self._kind(residual.tokens, reader, NORMED)
+        kind = self._kind(residual.tokens, reader, NORMED)
         # The kernel that gives eight bits adds an update, without a gate.
         if kind is None or residual.gate is not None:
             residual = updated(residual)
         residual = residual._replace(tokens=residual.tokens.contiguous())
-        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), dtype)
+        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), reader.weight.dtype)
         if kind is not None:
             return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
@@ -248,13 +252,13 @@ class NativeOperators:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
     ) -> Tensor:
-        given, width = (query, key, value), query.shape[3]
+        width = query.shape[3]
         few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast
         is_plain = mask is None and key.shape[1] == query.shape[1] and width in native_tokens.ATTENTION_WIDTHS
-        if few and is_plain and all(map(native_tokens.heads_lie_beside, given)):
+        if few and is_plain and all(map(native_tokens.heads_lie_beside, (query, key, value))):
             config = self._launches.of(attention_kernel(width), str(width), query.dtype)
             if config != cuts.LIBRARY:
-                return native_tokens.attention(*given, config)
+                return native_tokens.attention(query, key, value, config)
         return self._attention(query, key, value, upcast, mask)
 
     def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Rows:
@@ -269,7 +273,8 @@ class NativeOperators:
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Rows:
         if unit != GEGLU:
             return self.gated(self.linear(x, layer), unit, reader)
-        dtype, scale = layer.weight.dtype, layer.gated_scale
+        dtype = layer.weight.dtype
+        scale = layer.gated_scale
         if isinstance(x, QuantizedTokens):
             count = len(x.values)
             config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(count, *layer.weight.shape), dtype)
@@ -282,7 +287,7 @@ class NativeOperators:
             config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, dtype)
             weight, bias = layer.weight, layer.bias
             is_plain = config != cuts.LIBRARY and layer.low_rank is None and not weight.is_meta
-            # A weight may be a view that somebody has made: the kernel reads row after row.
+            # The kernel reads the weight row after row; a host may hold a view that is not contiguous.
             if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():
                 tokens = x.contiguous().view(-1, width)
                 return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
@@ -313,7 +318,7 @@ class NativeOperators:
         return native_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
-        """output = image + update + bias, measured on the way, where a norm that follows will want to know."""
+        """Writes image + update + bias into output, and measures it for the group norm that follows."""
         config = self._cut(cuts.ADDITION, output)
         bounded = self._exact_norms < SOON
         measured = native_images.add_and_measure(image, update, bias, output, config, bounded)
@@ -326,11 +331,11 @@ class NativeOperators:
     # --- in eight bits --------------------------------------------------------------------------------------------
 
     def _image_kind(self, shape: torch.Size, groups: int, reader: LayerWeights | None) -> Kind | None:
-        """In which kind the norm of such an image is written; None: the convolution that reads it is in the model's
-        type."""
+        """The kind of eight bits in which a group norm writes an image for its reader, a convolution; None: the model's
+        dtype."""
         batch, channels, height, width = shape
-        pixels, few = height * width, groups <= native_images.MOST_GROUPS
-        if reader is None or not reader.low_bit or pixels < FEWEST_PIXELS or not few:
+        pixels = height * width
+        if reader is None or not reader.low_bit or pixels < FEWEST_PIXELS or groups > native_images.MOST_GROUPS:
             return None
         product = Product(batch * pixels, KERNEL**2 * channels, len(reader.weight), GROUP_NORMED, (height, width))
         return self._choose(product, reader.weight.dtype, kinds_of(reader))
@@ -346,7 +351,8 @@ class NativeOperators:
         return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
 
     def _kind_of(self, rows: int, reader: LayerWeights, source: str) -> Kind | None:
-        """In which kind that many rows are multiplied with the reader's weight; None: in the model's type."""
+        """The kind of eight bits in which so many rows are multiplied with the reader's weight; None: the model's
+        dtype."""
         if not reader.low_bit:
             return None
         there = kinds_of(reader)
@@ -356,14 +362,16 @@ class NativeOperators:
         return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
 
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        """What is to be added to a residual's tokens, and its scales, as Residual has them."""
+        """A product as a Residual's update, and its update_scales."""
         if x.values.dtype == INT8.dtype:
             return self._product(x, layer, None).view(*x.shape, -1), None
         update, scales = float8.update(x, weight_like(x, layer))
         return update.view(*x.shape, -1), None if scales is None else scales.view(*x.shape, 1)
 
     def _product(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
-        weight, dtype = weight_like(x, layer), layer.weight.dtype
+        """x @ weight^T + bias, (rows, out), in the layer's dtype or a wider one."""
+        dtype = layer.weight.dtype
+        weight = weight_like(x, layer)
         if x.values.dtype != INT8.dtype and x.unit is None:
             return float8.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
         if x.values.dtype != INT8.dtype:
@@ -388,28 +396,32 @@ def rows(image: Tensor) -> Tensor:
 
 
 def dequantized(layer: LayerWeights) -> Tensor:
-    """A weight (out, in) in the model's type, of the one in eight bits."""
+    """A layer's weight (out, in) in the model's dtype, made from the one in eight bits."""
     values, scales = layer.low_bit[0]
     return values.to(layer.weight.dtype).mul_(scales.t())
 
 
 def kinds_of(layer: LayerWeights) -> list[Kind]:
-    """In which the weight is there."""
+    """The kinds of eight bits in which a layer has its weight."""
     return [kind_of(weight.values) for weight in layer.low_bit]
 
 
 def weight_like(x: QuantizedTokens | QuantizedImage, layer: LayerWeights) -> QuantizedWeight:
-    """The weight in the kind of these."""
+    """The layer's weight in the same kind of eight bits as x."""
     return next(weight for weight in layer.low_bit if weight.values.dtype == x.values.dtype)
 
 
 def updated(residual: Residual) -> Residual:
-    """The same residual, its update added to its tokens in place."""
-    if residual.update is None:
+    """The same residual, with its update added to its tokens in place."""
+    update = residual.update
+    if update is None:
         return residual
-    tokens, factor, update = residual.tokens.contiguous(), residual.update_scales, residual.update
+    tokens = residual.tokens.contiguous()
+    factor = residual.update_scales
     if residual.gate is not None:
-        update, factor = update if factor is None else update * factor, residual.gate[:, None]
+        if factor is not None:
+            update = update * factor
+        factor = residual.gate[:, None]
     if factor is None:
         tokens.add_(update)
     else:

@@ -29,11 +29,12 @@ def layer_norm(
     The deferred bias is added in float32, and is not rounded on the way.
     """
     tokens, deferred_bias, addend = residual[:3]
-    width, (rows_together, warps) = tokens.shape[-1], config
+    rows_together, warps = config
+    width = tokens.shape[-1]
     rows = tokens.numel() // width
     output = torch.empty_like(tokens)
     deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
-    # There is a kernel for each set of types: what is not there is stood for by something of its type.
+    # Kernels are compiled for sets of dtypes: a tensor of the right dtype stands in for each one that is missing.
     launch(
         "tokens.layer_norm_rows", (ceil_div(rows, rows_together),), tokens,
         deferred_now if deferred_bias is None else deferred_bias, weight if addend is None else addend, weight,
@@ -45,11 +46,12 @@ def layer_norm(
 
 
 def materialize(residual: Residual, config: LaunchConfig = LAYER_NORM.candidates[0]) -> Tensor:
-    """The tokens with the deferred bias added; the very tokens where there is none."""
+    """The tokens with the deferred bias and the bias added; the same tensor if there is neither."""
     tokens, deferred_bias, addend = residual[:3]
     if deferred_bias is None:
         return tokens if addend is None else tokens + addend
-    width, (rows_together, warps) = tokens.shape[-1], config
+    rows_together, warps = config
+    width = tokens.shape[-1]
     rows = tokens.numel() // width
     output = torch.empty_like(tokens)
     launch(
@@ -71,7 +73,7 @@ def geglu(tokens: Tensor, config: LaunchConfig = GEGLU.candidates[0]) -> Tensor:
 
 
 def gelu(numbers: Tensor) -> Tensor:
-    """In its erf form, written into the numbers, which are contiguous."""
+    """GELU in its erf form, in place. numbers: contiguous."""
     block, warps = GELU
     launch("tokens.gelu_block", (ceil_div(numbers.numel(), block),), numbers, numbers.numel(), warps=warps, BLOCK=block)
     return numbers
