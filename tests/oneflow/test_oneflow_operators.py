@@ -1,0 +1,49 @@
+"""OneFlow's operators of transformers against float64 and PyTorch's: no network that OneFlow serves needs them yet."""
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_operators import attention as exact_attention
+from exact_operators import relative_error
+from torch import Tensor
+
+from lib_onediff.core.layer_weights import LayerWeights
+from lib_onediff.core.operators import Activation, GatedUnit
+from lib_onediff.devices.torch import operators as torch_ops
+
+pytest.importorskip("oneflow", reason="needs OneFlow")
+CLOSE = 1e-6
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("key_heads", [6, 2, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_with_masks_and_fewer_heads_of_keys(key_heads: int, masked: bool) -> None:
+    from oneflow.utils.tensor import from_torch, to_torch
+
+    from lib_onediff.devices.oneflow.operators import OneFlowOperators
+
+    query, key, value = random(2, 6, 7, 16), random(2, key_heads, 11, 16), random(2, key_heads, 11, 16) / 2
+    mask = random(2, 6, 7, 11) > 0
+    # Of one image a query, of the other one nothing is seen.
+    mask[0, 2, 3] = False
+    mask[1] = False
+    given = from_torch(mask.to(torch.uint8)) > 0 if masked else None
+    output = to_torch(OneFlowOperators().attention(*map(from_torch, (query, key, value)), False, given))
+    assert relative_error(output, exact_attention(query, key, value, mask if masked else None)) < CLOSE
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_units(activation: Activation, gate_first: bool) -> None:
+    from oneflow.utils.tensor import from_torch, to_torch
+
+    from lib_onediff.devices.oneflow.operators import OneFlowOperators
+
+    tokens, unit = random(3, 10), GatedUnit(activation, gate_first)
+    reader = LayerWeights(random(5, 5), None)
+    output = to_torch(OneFlowOperators().gated(from_torch(tokens), unit, reader))
+    assert relative_error(output, torch_ops.gated(tokens, unit)) < CLOSE
