@@ -157,14 +157,14 @@ class Cut:
     """The network cut in two: the inner part, and the outer stages around it.
 
     depth: how many input stages, and as many output stages, are the outer part. reads: compute the outer part alone,
-    around what an earlier call has written to memory; otherwise compute everything, and write it. edition: of the
-    weights that have written what is read (BoundUNet.edition).
+    around what an earlier call has written to memory; otherwise compute everything, and write it. values: the
+    version of the weights' values that have written what is read (Epoch.values).
     """
 
     depth: int
     reads: bool
     memory: CutMemory = field(metadata=LEFT_OUT)
-    edition: int = field(default=-1, metadata=LEFT_OUT)
+    values: int = field(default=-1, metadata=LEFT_OUT)
 
     @property
     def name(self) -> str:

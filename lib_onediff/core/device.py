@@ -78,13 +78,13 @@ class GraphMaker(Protocol):
 
 
 class CachedRunner(NamedTuple):
-    """A runner, and what it was made for: it serves as long as both are the same."""
+    """A runner, and the addresses of weights that it was made for (Epoch.addresses)."""
 
-    generation: int
+    addresses: int
     runner: Runner
 
 
-class Network(NamedTuple):
+class KernelUse(NamedTuple):
     """What decides which kernels are needed. users: descriptions of its layout. low_bit: as settings.Settings.low_bit,
     "" for none."""
 
@@ -146,18 +146,18 @@ class Device(abc.ABC):
     def operators(self, wide_norms: bool = False) -> Operators:
         """The device's implementation of the operators. wide_norms: the host computes norms in float32."""
 
-    def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:
+    def prepare(self, use: KernelUse, time_ms: TimeMs | None = None) -> None:
         """Load the kernels that a network needs. time_ms: also measure the fastest configuration of each, for seconds.
 
         Raises Refusal where loading fails, and torch.cuda.OutOfMemoryError.
         """
 
-    def tune(self, network: Network, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
+    def tune(self, use: KernelUse, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         """Measure the fastest kernels for a call with these attentions, unless they are known. Returns whether anything
         was measured."""
         return False
 
-    def runner(self, managed: Any, key: Any, call: Call, is_warm_up: bool) -> Any:
+    def runner(self, network: Any, key: Any, call: Call, is_warm_up: bool) -> Any:
         """A runner that the device makes and keeps by itself; None: the runtime launches or captures its operators.
 
         Raises Refusal where the device has runners, and none for this call. is_warm_up: see refuse.

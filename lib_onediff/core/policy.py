@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from .call import Call, CutMemory, PromptRows
+from .epoch import Epoch
 from .refusal import Refusal
 from .sampling import Position, Sampling
 from .settings import Settings
@@ -24,14 +25,14 @@ FAILED = "a fault of OneDiff"
 class Served(NamedTuple):
     """A call that we have computed.
 
-    output: (batch, channels, height, width). entry: of its shape. edition: of the weights, BoundUNet.edition. route: by
+    output: (batch, channels, height, width). entry: of its shape. epoch: of the network. route: by
     a graph or not, see call_stats. reason: why it did not go by a faster route. call: as it was computed. rewind: lets
     functions of other extensions draw the same random numbers again.
     """
 
     output: Tensor
     entry: Entry
-    edition: int
+    epoch: Epoch
     route: str
     reason: str
     call: Call
@@ -82,9 +83,9 @@ class Moment:
     memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and where
     the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be cut
     in two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it.
-    edition: of the network's weights now, looked at anew. ordered: the context in which memory that calls share may be
-    written. is_warm_up: it makes a shape ready, and belongs to no image. is_counted: otherwise it is
-    a part of a call that is counted as a whole.
+    values: the version of the weights' values now, looked at anew. ordered: the context in which memory that calls
+    share may be written. is_warm_up: it makes a shape ready, and belongs to no image. is_counted: False for a part of a
+    call that is counted as a whole.
     """
 
     call: Call
@@ -97,7 +98,7 @@ class Moment:
     position: Callable[[], Position]
     deepest: Callable[[], int]
     cut_memory: Callable[[Hashable], CutMemory]
-    edition: Callable[[], int]
+    values: Callable[[], int]
     ordered: Callable[[], contextlib.AbstractContextManager[object]]
     is_warm_up: bool = False
     is_counted: bool = True

@@ -89,22 +89,35 @@ class Stopwatch:
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MOST_TIMES)
 
     def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
-        """What work() returns. route: see start."""
-        stop = self.start(device, route)
+        """What work() returns. route: see start. Written out for replays."""
+        if route != self._route:
+            self._begin_route(route)
+        if device.type != "cuda":
+            began = time.perf_counter()
+            result = work()
+            self._times.append((time.perf_counter() - began) * 1e3)
+            return result
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # Events go to the current card, which need not be this one.
+        begin.record(torch.cuda.current_stream(device))
         result = work()
-        stop()
+        end.record(torch.cuda.current_stream(device))
+        self._pending.append((begin, end))
         return result
 
     def start(self, device: torch.device, route: str = "") -> Callable[[], None]:
         """Time what is done until the function that this returns is called; where it is not, there is no time. route:
         how it is done; the times of another route say nothing of this one, and go."""
         if route != self._route:
-            with self._reading:
-                self._route = route
-                self._times.clear()
-                self._pending.clear()
+            self._begin_route(route)
         stop = start_timing(device)
         return lambda: self.add(stop())
+
+    def _begin_route(self, route: str) -> None:
+        with self._reading:
+            self._route = route
+            self._times.clear()
+            self._pending.clear()
 
     def add(self, took: Took) -> None:
         """Add a time."""
@@ -250,7 +263,8 @@ class Entry:
 
     def timed(self, device: torch.device, work: Callable[[], Result], route: str) -> Result:
         """What work() returns, a call of this shape. route: see Stopwatch.start."""
-        self.note_use()
+        self.uses += 1
+        self.last_used = time.time()
         return self.own.time(device, work, route)
 
     def blame(self, what: str, sampling: Hashable = None, is_final: bool = True) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..core.card import TuningCache, card_name
-from ..core.device import Candidates, Device, GraphMaker, Network
+from ..core.device import Candidates, Device, GraphMaker, KernelUse
 from ..core.family import Output
 from ..core.operators import Operators
 from ..core.refusal import Refusal
@@ -147,7 +147,7 @@ class Devices:
             # Loading may take longer than a host wants to keep it.
             del present
             low_bit = "" if settings.low_bit == "off" else settings.low_bit
-            first.prepare(Network(layout.architecture, layout.kernel_users, dtype, device, low_bit))
+            first.prepare(KernelUse(layout.architecture, layout.kernel_users, dtype, device, low_bit))
 
 
 def adds_to(found: Sequence[Device], device: Device) -> bool:

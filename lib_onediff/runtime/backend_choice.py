@@ -23,7 +23,7 @@ from ..core.settings import MOST_LOW_BIT_ERROR, Settings
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.streaming import RING
 from .low_bit_errors import TOGETHER, Choice, half_of
-from .managed_unet import ManagedUNet
+from .network import Network
 from .services import Services
 from .verify import relative_error
 
@@ -41,30 +41,30 @@ class BackendChoice:
     def __init__(self, services: Services) -> None:
         self._services, self._graphs, self._devices = services, services.graphs, services.devices
 
-    def begin(self, managed: ManagedUNet, settings: Settings, call: Call) -> Candidates:
+    def begin(self, network: Network, settings: Settings, call: Call) -> Candidates:
         """The devices to try for a call, with the binding made true for it.
 
         Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
         """
         device, budget = call.latent.device, settings.memory_budget
         candidates = self._devices.candidates(settings, device, call.latent.dtype, self._services.is_warm_up)
-        managed.bound.reader = self._devices.contents_reader(device)
-        managed.bound.refresh(
+        network.bound.reader = self._devices.contents_reader(device)
+        network.bound.refresh(
             call, candidates.devices[0].traits.channels_last, lambda: self._services.holdings.room(budget, device)
         )
-        managed.refuse_call(call)
-        applied = managed.bound.on_the_fly.applied
+        network.refuse_call(call)
+        applied = network.bound.on_the_fly.applied
         if settings.low_bit == "off":
-            self._graphs.drop_low_bit(managed)
-            managed.low_bit_choice = None
+            self._graphs.drop_low_bit(network)
+            network.low_bit_choice = None
         elif applied is not None and not applied.lasting:
-            self._graphs.drop_low_bit(managed)
+            self._graphs.drop_low_bit(network)
             candidates = candidates._replace(reason=CHANGES_AT_EACH_CALL)
         else:
-            candidates = self._with_low_bit(managed, settings, call, candidates)
+            candidates = self._with_low_bit(network, settings, call, candidates)
         return candidates
 
-    def _with_low_bit(self, managed: ManagedUNet, settings: Settings, call: Call, found: Candidates) -> Candidates:
+    def _with_low_bit(self, network: Network, settings: Settings, call: Call, found: Candidates) -> Candidates:
         """The same, with products in eight bits to be tried first, or the reason why not."""
         if not found.devices[0].traits.takes_lossy:
             other = found.reason or "another one was chosen"
@@ -73,13 +73,13 @@ class BackendChoice:
         wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
         tried, low_bit = list[Lossy](), self._devices.lossy.low_bit
         for lossy in wanted:
-            if lossy.only and not managed.bound.binding.away:
+            if lossy.only and not network.bound.binding.away:
                 lack: str | None = NONE_IN_MAIN_MEMORY
-            elif managed.no_room_for_low_bit:
+            elif network.no_room_for_low_bit:
                 lack = NO_ROOM
             else:
                 lack = low_bit.why_not(lossy.low_bit, call.latent.device, call.latent.dtype)
-                lack = lack or low_bit.why_none_here(lossy, managed.bound.layout, call)
+                lack = lack or low_bit.why_none_here(lossy, network.bound.layout, call)
             if lack:
                 lacks[lack] = None
             else:
@@ -94,63 +94,63 @@ class LowBitRoute:
         self._services, self._graphs = services, services.graphs
         self._devices, self._families = services.devices, services.families
 
-    def tune(self, managed: ManagedUNet, lossy: Lossy, call: Call) -> bool:
+    def tune(self, network: Network, lossy: Lossy, call: Call) -> bool:
         """Measure which products in eight bits pay, where that is not known. Returns whether it was measured."""
-        return self._devices.lossy.low_bit.tune(lossy, managed.bound.layout, call, self._services.time_ms(call))
+        return self._devices.lossy.low_bit.tune(lossy, network.bound.layout, call, self._services.time_ms(call))
 
     def fit(
-        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, is_first: bool = False
+        self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool = False
     ) -> None:
         """Have the weights in eight bits that a call wants: those that pay within the budget, or, where they take the
         place of the host's, all. is_first: measure first which products pay, where that is not known: what is checked
         is then what will run. Raises Refusal with the reason where there are none."""
-        fitted = attempted(lambda: self._fit_first(managed, lossy, call, settings, is_first))
+        fitted = attempted(lambda: self._fit_first(network, lossy, call, settings, is_first))
         if fitted.outcome is Outcome.OUT_OF_MEMORY:
-            managed.no_room_for_low_bit = True
+            network.no_room_for_low_bit = True
         if fitted.fault is not None or fitted.outcome is Outcome.OUT_OF_MEMORY:
-            self._graphs.drop_low_bit(managed)
+            self._graphs.drop_low_bit(network)
         if fitted.outcome is Outcome.OUT_OF_MEMORY:
             raise Refusal(NO_ROOM)
         fitted.given()
 
     def _fit_first(
-        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, is_first: bool
+        self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool
     ) -> None:
-        if managed.no_room_for_low_bit:
+        if network.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
-        fitting = self._that_fit(managed, lossy, call, is_first) if lossy.only else None
+        fitting = self._that_fit(network, lossy, call, is_first) if lossy.only else None
         if is_first:
-            self.tune(managed, lossy, call)
-        self._fit(managed, lossy, call, settings, fitting)
+            self.tune(network, lossy, call)
+        self._fit(network, lossy, call, settings, fitting)
 
     def _fit(
-        self, managed: ManagedUNet, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
+        self, network: Network, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
     ) -> None:
         """fitting: those that stand for weights in main memory."""
         budget = settings.low_bit_budget
-        low_bit, layout = self._devices.lossy.low_bit, managed.bound.layout
-        other = managed.low_bit is not None and not managed.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
-        if other or (managed.low_bit is not None and managed.low_bit.are_alone != lossy.only):
+        low_bit, layout = self._devices.lossy.low_bit, network.bound.layout
+        other = network.low_bit is not None and not network.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
+        if other or (network.low_bit is not None and network.low_bit.are_alone != lossy.only):
             # Those of another choice.
-            self._graphs.drop_low_bit(managed)
+            self._graphs.drop_low_bit(network)
         wanted = low_bit.wanted(lossy, layout, call)
         if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.everywhere:
-            managed.low_bit_choice, left_out = None, frozenset[str]()
+            network.low_bit_choice, left_out = None, frozenset[str]()
         else:
-            left_out = self._left_out(managed, lossy, call, budget, wanted)
+            left_out = self._left_out(network, lossy, call, budget, wanted)
         if fitting is not None:
             chosen = {name: kind for name, kind in wanted.items() if name in fitting}
-            managed.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
-        elif not self._have(managed, wanted, left_out):
+            network.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
+        elif not self._have(network, wanted, left_out):
             raise Refusal(
                 "no class of layers in eight bits keeps this checkpoint within the error budget of "
                 f"{budget:g} (measured)"
             )
 
-    def _that_fit(self, managed: ManagedUNet, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
+    def _that_fit(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
         """The layers in main memory for which there is room on the GPU in eight bits: all, where the host takes others
         off it. Raises Refusal where there is none."""
-        bound, kept, low_bit = managed.bound, managed.low_bit, self._devices.lossy.low_bit
+        bound, kept, low_bit = network.bound, network.low_bit, self._devices.lossy.low_bit
         there = kept.names() if kept is not None and kept.are_alone else set[str]()
         if there and not is_first:
             return there
@@ -164,9 +164,9 @@ class LowBitRoute:
         room -= low_bit.working_bytes(lossy, bound.layout, call)
         lacking = sum(sizes.values()) - room
         # Two bytes that go make room for one, and have to be in eight bits as well.
-        if lacking > 0 and managed.make_room(2 * lacking):
+        if lacking > 0 and network.make_room(2 * lacking):
             bound.refresh(call, bound.channels_last)
-            return self._that_fit(managed, lossy, call, is_first)
+            return self._that_fit(network, lossy, call, is_first)
         fitting = set(there)
         for name, size in sizes.items():
             if size <= room:
@@ -177,7 +177,7 @@ class LowBitRoute:
         return fitting
 
     def _left_out(
-        self, managed: ManagedUNet, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
+        self, network: Network, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
     ) -> frozenset[str]:
         """The classes of layers that stay exact, measured where that is not known.
 
@@ -185,11 +185,11 @@ class LowBitRoute:
         and what is not known is in eight bits. Raises Refusal with why it cannot be measured, and
         torch.cuda.OutOfMemoryError.
         """
-        layout, low_bit, dtype = managed.bound.layout, self._devices.lossy.low_bit, call.latent.dtype
-        name = f"low-bit {lossy.low_bit} errors, {managed.bound.checkpoint()}, {str(dtype).removeprefix('torch.')}"
+        layout, low_bit, dtype = network.bound.layout, self._devices.lossy.low_bit, call.latent.dtype
+        name = f"low-bit {lossy.low_bit} errors, {network.bound.checkpoint()}, {str(dtype).removeprefix('torch.')}"
         known = low_bit.tuning_cache.get(name)
         choice = Choice(layout.model_name, wanted, low_bit.classes(layout), budget, known)
-        before = managed.low_bit_choice
+        before = network.low_bit_choice
         if before == choice:
             choice = before
             if not choice.awaits:
@@ -200,46 +200,46 @@ class LowBitRoute:
             half = half_of(time_of(call.timestep), self._families.of(layout).first_timestep)
             if not half and choice.is_new:
                 raise Refusal(TOO_LATE)
-            choice = self._measured(managed, lossy, call, choice, half)
+            choice = self._measured(network, lossy, call, choice, half)
             if choice.found is not known:
                 low_bit.tuning_cache.set(name, choice.found)
-        managed.low_bit_choice = choice
+        network.low_bit_choice = choice
         if choice is not before and str(choice) != str(before):
             log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
         return choice.left_out
 
-    def _measured(self, managed: ManagedUNet, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
+    def _measured(self, network: Network, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
         """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
         for fewer until they are within it, without a graph. Raises Refusal where that cannot be, and
         torch.cuda.OutOfMemoryError."""
         exact: Tensor | None = None
         while due := choice.due(half):
-            self._have(managed, choice.wanted, choice.left_out)
-            exact = self._output(managed, lossy, call, ()) if exact is None else exact
+            self._have(network, choice.wanted, choice.left_out)
+            exact = self._output(network, lossy, call, ()) if exact is None else exact
             if not bool(torch.isfinite(exact).all()):
                 raise Refusal(NOT_FINITE)
             for group in due:
-                error = relative_error(self._output(managed, lossy, call, choice.layers(group)), exact)
+                error = relative_error(self._output(network, lossy, call, choice.layers(group)), exact)
                 choice = choice.measured(group, half, error)
                 log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(group), error)
         return choice
 
-    def _have(self, managed: ManagedUNet, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
+    def _have(self, network: Network, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
         """Have the wanted layers in eight bits that are not of these classes; whether any is left. Raises
         torch.cuda.OutOfMemoryError."""
-        if managed.low_bit is not None and managed.low_bit.left_out != left_out:
+        if network.low_bit is not None and network.low_bit.left_out != left_out:
             # Graphs have another choice in them.
-            self._graphs.drop_low_bit(managed)
+            self._graphs.drop_low_bit(network)
         low_bit = self._devices.lossy.low_bit
-        classes = low_bit.classes(managed.bound.layout)
+        classes = low_bit.classes(network.bound.layout)
         left = {layer: kind for layer, kind in wanted.items() if classes[layer] not in left_out}
         if wanted and not left:
             return False
-        managed.fit_low_bit(low_bit.quantizer(), left, left_out)
+        network.fit_low_bit(low_bit.quantizer(), left, left_out)
         return True
 
-    def _output(self, managed: ManagedUNet, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
+    def _output(self, network: Network, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
         """The whole UNet's, with these layers alone in eight bits."""
         ops, whole = self._devices.lossy.operators(), replace(call, cut=None)
-        source = managed.source(lossy, whole, layers)
+        source = network.source(lossy, whole, layers)
         return self._families.output(source.layout, source.weights(), ops, whole)

@@ -110,18 +110,18 @@ class Cache:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
         counts, holdings = self._services.call_stats.calls, self._services.holdings
         calls = {route: counts[route] for route in ROUTES}
-        count, every_unet = sum(calls.values()), self._services.managed.values()
+        count, every_unet = sum(calls.values()), self._services.networks.values()
         return Totals(
             vram=self._look().vram, budget=holdings.allowed(self._services.settings.memory_budget),
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
             low_bit=sum(held.bytes for held in self._low_bit()), low_bit_layers=self._low_bit_layers(),
-            offloaded=sum(one.copied() for managed in every_unet if (one := managed.bound.streaming) is not None),
+            offloaded=sum(one.copied() for network in every_unet if (one := network.bound.streaming) is not None),
             low_bit_errors=self._low_bit_errors(),
         )
 
     def _low_bit(self) -> list[LowBitWeights]:
         """The weights in eight bits of every UNet that uses some."""
-        return [held for managed in self._services.managed.values() if (held := managed.low_bit) is not None]
+        return [held for network in self._services.networks.values() if (held := network.low_bit) is not None]
 
     def _low_bit_layers(self) -> int:
         return sum(len(held.names()) for held in self._low_bit())
@@ -129,7 +129,7 @@ class Cache:
     def _low_bit_errors(self) -> list[LowBitErrors]:
         """Of every checkpoint once: a second GPU's copy has the same."""
         choices = [
-            choice for managed in self._services.managed.values() if (choice := managed.low_bit_choice) is not None
+            choice for network in self._services.networks.values() if (choice := network.low_bit_choice) is not None
         ]
         return list(dict.fromkeys(LowBitErrors(one.model, one.budget, one.error, one.errors) for one in choices))
 
@@ -137,7 +137,7 @@ class Cache:
         """How the last image was made, as plain values for a page or JSON; see CallStats.status."""
         # What fails says so among the faults, and costs no other part.
         part: Any = functools.partial(self._services.guard.attempt, "the status")
-        run = part(lambda: self._services.run_settings)
+        run = part(lambda: self._services.generations.run_settings)
         settings = self._services.settings if run is None else run[0]
         image = part(lambda: self._services.call_stats.image) or ImageRecord()
         status = part(lambda: self._services.call_stats.status(image), self._unknown)

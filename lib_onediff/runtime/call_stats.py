@@ -88,6 +88,14 @@ class Generations:
         and measurements."""
         return self._thread.is_warm_up
 
+    @property
+    def run_settings(self) -> tuple[Settings, str] | None:
+        """The settings of the generation in progress and why they switch OneDiff off; None where this call has none."""
+        if not self.running or self._thread.is_warm_up:
+            return None
+        generation = self.innermost
+        return None if generation is None else (generation.settings, generation.why_off)
+
     @contextlib.contextmanager
     def warming_up(self, is_warm_up: bool = True) -> Iterator[None]:
         """Calls of this thread are a warm-up inside. is_warm_up: False within a warm-up makes them an image's again."""
@@ -314,7 +322,9 @@ class CallStats:
         current = self._log()
         if current is None:
             return
-        if current is self._open and current.last is not None and differ(current.last.place, self._place):
+        last = current.last
+        is_elsewhere = last is not None and last.place is not self._place and differ(last.place, self._place)
+        if current is self._open and is_elsewhere:
             # Nobody says where an image begins: at the latest, at another size.
             self._close()
             current = self._open

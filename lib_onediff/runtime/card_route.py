@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..core.attempt import Outcome, attempted
 from ..core.call import Call
-from ..core.device import Candidates, Device, Network
+from ..core.device import Candidates, Device, KernelUse
 from ..core.guard import first_line
 from ..core.key import EXACT, Lossy, ShapeKey
 from ..core.operators import Operators
 from ..core.policy import Answer, Host, Served
-from ..core.precision import Flags, flags_for, our_modes
+from ..core.precision import Flags, autocast_dtype, flags_for, our_modes
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Entry, State, Stopwatch
@@ -25,11 +25,11 @@ from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice, LowBitRoute
 from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
-from .managed_unet import ManagedUNet
+from .network import Network
 from .patched_route import WITHIN_FUNCTION, PatchedRoute
+from .plan import Plan, replayed
 from .rounding import rounds_as, spread
 from .services import Services
-from .session import Session
 from .stepping import Stepping
 from .verify import judge_cached_pass, prove
 
@@ -45,9 +45,9 @@ class CardRoute:
         self.services, self._stepping = services, stepping
         self.choice, self.low_bit, self.patched = BackendChoice(services), LowBitRoute(services), PatchedRoute(services)
 
-    def card(self, managed: ManagedUNet, settings: Settings, times_host: bool = True) -> OneCard:
+    def card(self, network: Network, settings: Settings, times_host: bool = True) -> OneCard:
         """Computes a UNet's calls by these settings. times_host: the host's forward of a call makes that call alone."""
-        return OneCard(self, managed, settings, times_host)
+        return OneCard(self, network, settings, times_host)
 
     def answer(self, card: OneCard, call: Call, host: Host, is_counted: bool = True) -> Answer:
         """The output of a call, with the step policies around it that are on for each card. is_counted: False for a
@@ -55,7 +55,7 @@ class CardRoute:
 
         Raises Refusal where the host must run it, torch.cuda.OutOfMemoryError, and what the host raises.
         """
-        compute = self._stepping.around(card, False, card.managed, card.settings, is_counted=is_counted)
+        compute = self._stepping.around(card, False, card.network, card.settings, is_counted=is_counted)
         return compute(call, host)
 
 
@@ -65,15 +65,14 @@ class OneCard:
     tried: the entry at which a call was tried last; None before.
     """
 
-    def __init__(self, route: CardRoute, managed: ManagedUNet, settings: Settings, times_host: bool) -> None:
+    def __init__(self, route: CardRoute, network: Network, settings: Settings, times_host: bool) -> None:
         self._route, self._services = route, route.services
         self._graphs, self._devices = route.services.graphs, route.services.devices
-        self.managed, self.settings, self._times_host = managed, settings, times_host
+        self.network, self.settings, self._times_host = network, settings, times_host
         self.tried: Entry | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        session = self.managed.session
-        served = None if session is None else session.replay(call, self.settings, call.latent.device)
+        served = replayed(self._services, self.network, call, self.settings, call.latent.device)
         if served is None:
             served = self.serve(call, host)
         return Answer(served.output, served)
@@ -94,11 +93,11 @@ class OneCard:
 
     def _checked(self, call: Call, functions: FunctionCalls | None, host: Host | None) -> tuple[Served, bool]:
         """The output, and whether it was compared with the host's now. functions: the call's patch points."""
-        services, managed, device = self._services, self.managed, call.latent.device
+        services, network, device = self._services, self.network, call.latent.device
         with services.computing(device):
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
-            candidates = self._route.choice.begin(managed, self.settings, call)
+            candidates = self._route.choice.begin(network, self.settings, call)
             served = self._compute(candidates, call, functions)
         entry, is_warm_up = served.entry, services.is_warm_up
         if entry.state is State.COLD or not (entry.verdict.of_image or is_warm_up or entry.key.is_cached_pass):
@@ -110,11 +109,11 @@ class OneCard:
                 functions.rewind()
             # Outside our modes: the host's forward must run exactly as the host would run it.
             is_news = prove(
-                entry, served.output, services.history, host, managed.bound.host_traits.yardstick(host), is_warm_up,
+                entry, served.output, services.history, host, network.bound.host_traits.yardstick(host), is_warm_up,
                 () if call.patches is None else call.patches.functions, self._times_host,
                 self._devices.named(entry.key.backend).allowed_error(entry.key.dtype),
                 # A LoRA's coarse type would explain almost anything, and is no part of the network's own.
-                None if managed.bound.on_the_fly.has_narrow_loras else partial(self._spread, entry.key, served.call),
+                None if network.bound.on_the_fly.has_narrow_loras else partial(self._spread, entry.key, served.call),
             )
             if is_news:
                 services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))
@@ -123,8 +122,8 @@ class OneCard:
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
         """Let later calls like this one go by a faster route."""
-        entry, managed, device = served.entry, self.managed, call.latent.device
-        managed.served_last = True
+        entry, network, device = served.entry, self.network, call.latent.device
+        network.served_last = True
         # A call whose functions were not prepared for being called again is not captured.
         if captures and served.route == PLAIN and (call.patches is None or served.rewind is not None):
             with self._services.computing(device), our_modes(device, entry.key.precision):
@@ -132,8 +131,8 @@ class OneCard:
                 if served.rewind is None:
                     capture()
                 else:
-                    self._route.patched.capture(managed, served, served.rewind, capture)
-        self._note_session(call, served)
+                    self._route.patched.capture(network, served, served.rewind, capture)
+        self._note_plan(call, served)
 
     def check(self, call: Call, served: Served) -> None:
         """Of the backend that has served."""
@@ -153,20 +152,21 @@ class OneCard:
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
 
-    def _note_session(self, call: Call, served: Served) -> None:
-        """Let later calls of this sampling go by replay, where the runtime keeps their runner, unless it is decided
-        anew at each of them which layers are in eight bits."""
-        managed, settings, device, key = self.managed, self.settings, call.latent.device, served.entry.key
-        choice = managed.low_bit_choice
+    def _note_plan(self, call: Call, served: Served) -> None:
+        """Let later calls like this one be replayed in this sampling, where the runtime keeps their runner, unless it is
+        decided anew at each of them which layers are in eight bits."""
+        network, settings, device, key = self.network, self.settings, call.latent.device, served.entry.key
+        choice = network.low_bit_choice
         low_bit_is_decided = bool(key.lossy.low_bit) and (choice is None or not choice.awaits)
         looks_again = settings.low_bit != "off" and not low_bit_is_decided
-        has_runner = served.route == GRAPH and key in managed.runners
-        if not has_runner or looks_again or self._services.is_warm_up or call.patches is not None:
+        if served.route != GRAPH or looks_again or self._services.is_warm_up or call.patches is not None:
             return
-        session = managed.session
-        if session is None or not session.holds(settings, device):
-            session = managed.session = Session(self._services, managed, settings, device)
-        session.note(call, served.entry, served.reason)
+        runner = network.runner(key, call.cut)
+        if runner is not None:
+            autocast, epoch = autocast_dtype(device.type), network.bound.epoch
+            turn = self._services.computing(device)
+            plan = Plan(served.entry, runner, served.reason, settings, autocast, device, epoch, turn)
+            network.keep_plan(call.signature, plan)
 
     # --- the ladder -----------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class OneCard:
         The first output of a shape that overflows is computed again with attention in float32; so is every other of
         this network from then on.
         """
-        bound, tuned, by_host = self.managed.bound, self._services.tuning_cache, call.upcast_attention
+        bound, tuned, by_host = self.network.bound, self._services.tuning_cache, call.upcast_attention
         dtype, device = bound.binding.dtype, call.latent.device
         name = f"attention overflows, {bound.identity()}, {str(dtype).removeprefix('torch.')}"
         overflows = seen = tuned.get(name) is True
@@ -203,7 +203,7 @@ class OneCard:
 
         Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
-        managed, reason = self.managed, candidates.reason
+        network, reason = self.network, candidates.reason
         lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
         for device, lossy in (*lossy_first, *((device, EXACT) for device in candidates.devices)):
             admitted = attempted(partial(self._admitted, device, call, lossy, flags))
@@ -220,22 +220,22 @@ class OneCard:
                 made.given()
             reason = made.reason
             if made.fault is not None:
-                what, sampling = f"our forward failed: {first_line(made.fault)}", sampling_now(managed.bound)
+                what, sampling = f"our forward failed: {first_line(made.fault)}", sampling_now(network.bound)
                 reason = entry.blame(what, sampling, is_final=False)
-                managed.bound.bind_anew()
+                network.bound.bind_anew()
                 log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
         raise Refusal(reason)
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
-        managed, bound = self.managed, self.managed.bound
+        network, bound = self.network, self.network.bound
         layout, dtype = bound.layout, bound.binding.dtype
-        key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, managed.kinds, lossy)
+        key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, network.kinds, lossy)
         entry = self._services.table.entry(key, layout.model_name)
         return entry.of_weights(bound.identity(), sampling_now(bound), bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """The entry of a call by a backend that computes such calls. Raises Refusal for any other."""
-        device.refuse_call(call, self.managed.kinds)
+        device.refuse_call(call, self.network.kinds)
         if call.patches is not None and lossy != EXACT:
             # Its operators hand each other more than tensors.
             raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
@@ -251,7 +251,7 @@ class OneCard:
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
         time_ms = self._services.time_ms(call) if self._services.is_warm_up else None
-        device.prepare(network_of(self.managed, call, entry.key.lossy), time_ms)
+        device.prepare(kernel_use_of(self.network, call, entry.key.lossy), time_ms)
         return self._run(device, entry, call, functions, reason)
 
     def _run(
@@ -259,24 +259,24 @@ class OneCard:
     ) -> Served:
         """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
         """
-        managed, lossy, has_graphs = self.managed, entry.key.lossy, device.traits.has_graphs
+        network, lossy, has_graphs = self.network, entry.key.lossy, device.traits.has_graphs
         if lossy.low_bit:
-            self._route.low_bit.fit(managed, lossy, call, self.settings, is_first=entry.state is State.COLD)
-        if call.cut is not None and call.cut.reads and call.cut.edition != managed.bound.edition:
+            self._route.low_bit.fit(network, lossy, call, self.settings, is_first=entry.state is State.COLD)
+        if call.cut is not None and call.cut.reads and call.cut.values != network.bound.epoch.values:
             raise Refusal("the weights have changed since the last whole step")
         plainly = partial(self._plainly, entry)
-        streamed = managed.streamed(lossy, self.settings)
+        streamed = network.streamed(lossy, self.settings)
         told = lambda why: "; ".join(filter(None, (why, streamed)))  # noqa: E731
         if functions is not None:
-            return self._route.patched.run(managed, entry, call, functions, plainly, told(reason))
-        runner = device.runner(managed, entry.key, call, self._services.is_warm_up)
+            return self._route.patched.run(network, entry, call, functions, plainly, told(reason))
+        runner = device.runner(network, entry.key, call, self._services.is_warm_up)
         if runner is None and entry.state is not State.COLD:
             # What a graph replays was launched and judged before.
-            runner = managed.runner(entry.key, call.cut)
+            runner = network.runner(entry.key, call.cut)
         if runner is not None:
             entry.state = State.READY
             output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
-            return Served(output, entry, managed.bound.edition, GRAPH, told(reason), call)
+            return Served(output, entry, network.bound.epoch, GRAPH, told(reason), call)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         work: Callable[[], Tensor] = partial(plainly, call)
         if has_graphs and entry.state is not State.COLD:
@@ -287,21 +287,21 @@ class OneCard:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return Served(output, entry, managed.bound.edition, PLAIN, told(reason), call)
+        return Served(output, entry, network.bound.epoch, PLAIN, told(reason), call)
 
     def _plainly(self, entry: Entry, call: Call) -> Tensor:
-        managed, lossy = self.managed, entry.key.lossy
-        ops = self._devices.operators(entry.key.backend, managed.has_wide_norms)
-        source = managed.source(lossy, call)
+        network, lossy = self.network, entry.key.lossy
+        ops = self._devices.operators(entry.key.backend, network.has_wide_norms)
+        source = network.source(lossy, call)
         return self._services.families.output(source.layout, source.weights(), ops, call)
 
     def _spread(self, key: ShapeKey, call: Call) -> float:
         """How far rounding moves this output of the UNet alone; see rounding.spread."""
-        managed, plain = self.managed, replace(call, patches=None, cut=None)
-        ops = self._devices.operators(self._devices.reference.name, managed.has_wide_norms)
+        network, plain = self.network, replace(call, patches=None, cut=None)
+        ops = self._devices.operators(self._devices.reference.name, network.has_wide_norms)
 
         def output(ops: Operators) -> Tensor:
-            source = managed.source(EXACT, plain)
+            source = network.source(EXACT, plain)
             return self._services.families.output(source.layout, source.weights(), ops, plain)
 
         with self._services.computing(key.device), our_modes(key.device, key.precision):
@@ -318,7 +318,7 @@ class OneCard:
             return
         captured = attempted(lambda: self._capture_now(entry, call))
         if captured.outcome is Outcome.OUT_OF_MEMORY:
-            makes_room = self.managed.make_room(entry.needs)
+            makes_room = self.network.make_room(entry.needs)
             self._graphs.free()
             # With room, it is captured after the next call, with the weights where they are then.
             if not makes_room:
@@ -333,26 +333,26 @@ class OneCard:
             self._services.call_stats.note_first_use()
             # Something else was chosen: let it do its first work outside the capture.
             self._plainly(entry, replace(call, patches=None))
-        if entry.key.lossy.low_bit and self.managed.low_bit is None:
+        if entry.key.lossy.low_bit and self.network.low_bit is None:
             # By what was measured now, the next call goes another way.
             return
-        lacking = self._graphs.capture(self.managed, entry, self.settings.memory_budget, call)
+        lacking = self._graphs.capture(self.network, entry, self.settings.memory_budget, call)
         if entry.state is State.READY:
             self._services.call_stats.note_first_use()
         if lacking < 0:
-            self.managed.note_left_over(-lacking - ROOM_TO_SPARE)
-        elif lacking and not self.managed.make_room(lacking + ROOM_TO_SPARE):
-            self._graphs.shrink_low_bit(self.managed, lacking + ROOM_TO_SPARE)
+            self.network.note_left_over(-lacking - ROOM_TO_SPARE)
+        elif lacking and not self.network.make_room(lacking + ROOM_TO_SPARE):
+            self._graphs.shrink_low_bit(self.network, lacking + ROOM_TO_SPARE)
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
         """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
-        layout, low_bit = self.managed.bound.layout, self._route.low_bit
+        layout, low_bit = self.network.bound.layout, self._route.low_bit
         attentions = self._services.families.of(layout).attentions(layout, call)
-        network, time_ms = network_of(self.managed, call, key.lossy), self._services.time_ms(call)
-        measured = self._devices.named(key.backend).tune(network, attentions, call, time_ms)
-        if not key.lossy.low_bit or not low_bit.tune(self.managed, key.lossy, call):
+        use, time_ms = kernel_use_of(self.network, call, key.lossy), self._services.time_ms(call)
+        measured = self._devices.named(key.backend).tune(use, attentions, call, time_ms)
+        if not key.lossy.low_bit or not low_bit.tune(self.network, key.lossy, call):
             return measured
-        fitted = attempted(lambda: low_bit.fit(self.managed, key.lossy, call, self.settings))
+        fitted = attempted(lambda: low_bit.fit(self.network, key.lossy, call, self.settings))
         if fitted.outcome is Outcome.REFUSED:
             return False
         fitted.given()
@@ -364,6 +364,6 @@ def sampling_now(bound: BoundUNet) -> int | None:
     return bound.samplings if bound.in_sampling else None
 
 
-def network_of(managed: ManagedUNet, call: Call, lossy: Lossy = EXACT) -> Network:
-    layout, latent = managed.bound.layout, call.latent
-    return Network(layout.architecture, layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)
+def kernel_use_of(network: Network, call: Call, lossy: Lossy = EXACT) -> KernelUse:
+    layout, latent = network.bound.layout, call.latent
+    return KernelUse(layout.architecture, layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)

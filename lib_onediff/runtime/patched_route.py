@@ -17,7 +17,7 @@ from ..core.refusal import Refusal
 from ..core.table import Entry, State
 from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
-from .managed_unet import ManagedUNet
+from .network import Network
 from .rounding import no_question
 from .services import Services
 from .verify import computed_twice, relative_error, state_of
@@ -35,7 +35,7 @@ class PatchedRoute:
         self._services, self._graphs, self._devices = services, services.graphs, services.devices
 
     def run(
-        self, managed: ManagedUNet, entry: Entry, call: Call, functions: FunctionCalls,
+        self, network: Network, entry: Entry, call: Call, functions: FunctionCalls,
         plainly: Callable[[Call], Tensor], why_not_better: str = "",
     ) -> Served:
         """The output. Raises Refusal where this backend does not serve the call. functions: the call's patch points.
@@ -46,18 +46,18 @@ class PatchedRoute:
         reason = "; ".join(filter(None, (within, why_not_better)))
         traits = self._devices.named(entry.key.backend).traits
         # A graph's copies cannot go on beside the next graph.
-        streams = managed.bound.streaming is not None
+        streams = network.bound.streaming is not None
         if streams and not traits.launches_patched:
             raise Refusal("weights are copied from main memory between functions of other extensions")
         if entry.state is State.COLD:
             output = self._first(entry, guarded, functions, plainly, names)
-            return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
+            return Served(output, entry, network.bound.epoch, PLAIN, reason, call)
         if not traits.has_graphs or streams:
             output = entry.own.time(device, lambda: plainly(guarded), PLAIN)
-            return Served(output, entry, managed.bound.edition, PLAIN, reason, call)
-        replayed = self._replayed(managed, entry, guarded, functions)
+            return Served(output, entry, network.bound.epoch, PLAIN, reason, call)
+        replayed = self._replayed(network, entry, guarded, functions)
         if isinstance(replayed, Tensor):
-            return Served(replayed, entry, managed.bound.edition, GRAPH, reason, call)
+            return Served(replayed, entry, network.bound.epoch, GRAPH, reason, call)
         if entry.no_graph and not traits.launches_patched and not replayed:
             # Operator by operator, PyTorch launches its own faster.
             raise Refusal(entry.no_graph)
@@ -65,7 +65,7 @@ class PatchedRoute:
         resumed = replace(call, patches=ResumedPoints(functions, replayed)) if replayed else guarded
         output = entry.own.time(device, lambda: self._graphs.measured(entry, lambda: plainly(resumed)), PLAIN)
         rewind = None if entry.no_graph else functions.rewind
-        return Served(output, entry, managed.bound.edition, PLAIN, reason, call, rewind)
+        return Served(output, entry, network.bound.epoch, PLAIN, reason, call, rewind)
 
     def _first(
         self, entry: Entry, call: Call, functions: FunctionCalls, plainly: Callable[[Call], Tensor], names: str
@@ -84,11 +84,11 @@ class PatchedRoute:
         return output
 
     def _replayed(
-        self, managed: ManagedUNet, entry: Entry, call: Call, functions: FunctionCalls
+        self, network: Network, entry: Entry, call: Call, functions: FunctionCalls
     ) -> Tensor | list[PassedPoint]:
         """The output by graphs; where they do not fit, or there are none for this call, the points that it has
         passed."""
-        runner = managed.runner(entry.key)
+        runner = network.runner(entry.key)
         if runner is None:
             return []
         self._services.is_between_graphs = True
@@ -108,7 +108,7 @@ class PatchedRoute:
         return passed or []
 
     def capture(
-        self, managed: ManagedUNet, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
+        self, network: Network, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
     ) -> None:
         """Make the graphs of a call that was just served without them, by capture(): the functions are called again,
         set back to what they were (rewind), and what comes of that must be what the call was answered with."""
@@ -121,7 +121,7 @@ class PatchedRoute:
         finally:
             self._services.is_between_graphs = False
             go_on()
-        runner = managed.runner(entry.key)
+        runner = network.runner(entry.key)
         if runner is None:
             return
         error = relative_error(runner.output.nan_to_num(), result.output.nan_to_num())

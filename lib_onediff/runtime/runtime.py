@@ -27,7 +27,8 @@ from ..weights.scan import HostTraits
 from .cache import Cache
 from .call_stats import UNET
 from .card_route import CardRoute, OneCard
-from .managed_unet import ManagedUNet
+from .network import Network
+from .plan import replayed
 from .services import SWITCHED_OFF, TRAINING, Services
 from .stepping import Stepping
 from .two_gpus import TwoGpusRoute
@@ -102,9 +103,9 @@ class Runtime:
         """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
         services = self.services
         with services.lock:
-            known = services.managed.get(unet)
+            known = services.networks.get(unet)
             if known is None:
-                services.managed[unet] = ManagedUNet(unet, settings, host_traits, families=services.families)
+                services.networks[unet] = Network(unet, settings, host_traits, families=services.families)
             else:
                 known.settings = settings
                 known.no_room_for_low_bit = False
@@ -129,31 +130,31 @@ class Runtime:
         """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
         services = self.services
         with services.lock:
-            managed = services.managed.get(unet)
-            if managed is None:
+            network = services.networks.get(unet)
+            if network is None:
                 return
             for entry in self.table.entries():
-                entry.forget_failures(managed.bound.last_identity)
-            managed.session = None
+                entry.forget_failures(network.bound.last_identity)
+            network.plans.clear()
             self.two_gpus.forget(unet)
-            services.managed.pop(unet, None)
-            managed.drop_runners()
-            managed.bound.release()
+            services.networks.pop(unet, None)
+            network.drop_runners()
+            network.bound.release()
             services.graphs.note_lost()
 
     def release_all(self) -> None:
         """Give every UNet and every decoder back."""
-        for unet in self.services.managed:
+        for unet in self.services.networks:
             self.release(unet)
         self.vae.release_all()
 
     def model_name(self, unet: nn.Module | None) -> str | None:
         """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made.
         """
-        managed = None if unet is None else self.services.managed.get(unet)
-        if managed is not None:
+        network = None if unet is None else self.services.networks.get(unet)
+        if network is not None:
             # One that has not been called yet has none.
-            bound = attempted(lambda: str(managed.bound.layout.model_name))
+            bound = attempted(lambda: str(network.bound.layout.model_name))
             if bound.is_ours:
                 return bound.given()
         return None if unet is None else attempted(lambda: str(self.services.families.read(unet).model_name)).answer
@@ -166,49 +167,48 @@ class Runtime:
 
     # --- samplings ------------------------------------------------------------------------------------------------
 
-    def sampling_of(self, managed: ManagedUNet) -> Sampling:
+    def sampling_of(self, network: Network) -> Sampling:
         """The sampling in progress; one whose steps are all whole where nobody has announced any."""
         if self.services.is_warm_up:
             # A call that makes a shape ready belongs to no image.
             return Sampling(times=lambda: WARM_UP_TIMES)
-        return managed.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
+        return network.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
 
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
         """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
         refiner."""
-        managed = self.services.managed.get(unet)
+        network = self.services.networks.get(unet)
         self.call_stats.begin_image()
         if of_all:
             self._sampling = sampling or Sampling()
-        elif managed is not None:
-            managed.sampling = sampling or Sampling()
-        if managed is not None:
-            managed.served_last = managed.no_room_for_low_bit = False
-            managed.asked_for_room = 0
-            managed.bound.begin_sampling()
-            budget = (managed.settings or self.settings).memory_budget
-            self.pressure.before_sampling(managed.architecture, budget)
+        elif network is not None:
+            network.sampling = sampling or Sampling()
+        if network is not None:
+            network.begin_sampling()
+            budget = (network.settings or self.settings).memory_budget
+            self.pressure.before_sampling(network.architecture, budget)
 
     def room_lacked(self, unet: nn.Module, size: Hashable) -> int:
         """A sampling of this size is about to begin, and the host is about to bring a UNet's weights: the bytes that
         its steps have lacked before at this size, where a part of the weights had to stay in main memory."""
-        services, managed = self.services, self.services.managed.get(unet)
-        if managed is None or not self._settings_of(managed)[0].enabled:
+        services, network = self.services, self.services.networks.get(unet)
+        if network is None:
+            return 0
+        settings, _ = services.generations.run_settings or (network.settings or services.settings, "")
+        if not settings.enabled:
             return 0
         with services.lock:
             services.graphs.note_lost()
-            return managed.room_lacked(size)
+            return network.room_lacked(size)
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
         """A host says that the sampling of a UNet, or of all that it uses, is over: nothing of it counts for later
         calls."""
         if unet is None:
             self._sampling = None
-        for one, managed in self.services.managed.items():
+        for one, network in self.services.networks.items():
             if unet is None or one is unet:
-                managed.sampling = None
-                managed.step_memories.clear()
-                managed.bound.end_sampling()
+                network.end_sampling()
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -224,18 +224,17 @@ class Runtime:
         """
         around = sys.exc_info()[1]
         try:
-            if host_traits is not None and unet not in self.services.managed:
+            if host_traits is not None and unet not in self.services.networks:
                 self.adopt(unet, host_traits=host_traits)
-            managed, settings = self.managed_and_settings(unet)
+            network, settings = self.network_and_settings(unet)
             if settings is self._plain or self._is_plain(settings):
-                managed.step_memories.clear()
-                session = managed.session
-                replayed = None if session is None else session.replay(call, settings, call.latent.device)
-                if replayed is not None:
-                    self.note_served(replayed)
-                    return replayed.output
-            compute: Compute = OursOrHosts(self, unet, managed, settings)
-            compute = self.stepping.around(compute, True, managed, settings, guidance)
+                network.step_memories.clear()
+                served = replayed(self.services, network, call, settings, call.latent.device)
+                if served is not None:
+                    self.note_served(served)
+                    return served.output
+            compute: Compute = OursOrHosts(self, unet, network, settings)
+            compute = self.stepping.around(compute, True, network, settings, guidance)
         except Exception as error:
             tried: Attempt[Any] = Attempt.of(error, around)
             work: Callable[[], Tensor] = partial(
@@ -263,21 +262,17 @@ class Runtime:
         self._plain = settings
         return True
 
-    def managed_and_settings(self, unet: nn.Module) -> tuple[ManagedUNet, Settings]:
+    def network_and_settings(self, unet: nn.Module) -> tuple[Network, Settings]:
         """What is kept for a UNet, and the settings that hold now. Raises Refusal where the host must run the call."""
-        managed = self.services.managed.get(unet)
-        if managed is None:
+        network = self.services.networks.get(unet)
+        if network is None:
             raise Refusal(NOT_HANDED_OVER)
-        settings, why_off = self._settings_of(managed)
+        settings, why_off = self.services.generations.run_settings or (network.settings or self.services.settings, "")
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
         if torch.is_grad_enabled():
             raise Refusal(TRAINING)
-        return managed, settings
-
-    def _settings_of(self, managed: ManagedUNet) -> tuple[Settings, str]:
-        """Those that hold for a network now, and why they are off where a generation says so."""
-        return self.services.run_settings or (managed.settings or self.settings, "")
+        return network, settings
 
     def by_host(
         self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
@@ -295,10 +290,10 @@ class Runtime:
         host_times = None if tried is None else tried.host
         self.call_stats.note_host(told, self._known_name(unet), latent, host_times)
         self._leave_as_found(unet)
-        managed = self.services.managed.get(unet)
+        network = self.services.networks.get(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
-        is_ours = managed is not None and managed.bound.has_binding
-        room = partial(managed.make_room, HOST_NEEDS, is_urgent=True) if managed and is_ours else None
+        is_ours = network is not None and network.bound.has_binding
+        room = partial(network.make_room, HOST_NEEDS, is_urgent=True) if network and is_ours else None
         output = self.pressure.run_host(host, room)
         if fault is not None:
             self.guard.attempt("noting a fault", partial(self._give_up, hook, fault))
@@ -323,26 +318,26 @@ class Runtime:
         """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
         makes the host's own image to the bit. One that takes turns with us does not move them at every turn: there the
         host convolves the same numbers in channels-last order, which some processors round in another way."""
-        managed = self.services.managed.get(unet)
+        network = self.services.networks.get(unet)
         if self.services.is_between_graphs:
             # The call around this one goes on with the weights where they are.
             return
-        if managed is not None and managed.bound.channels_last and not managed.takes_turns():
-            with self.computing(managed.bound.binding.device):
-                if managed.bound.undo_channels_last():
-                    managed.drop_runners()
+        if network is not None and network.bound.channels_last and not network.takes_turns():
+            with self.computing(network.bound.binding.device):
+                if network.bound.undo_channels_last():
+                    network.drop_runners()
 
 
 class OursOrHosts:
     """Computes a UNet's calls, by one card or two; by the host where OneDiff refuses. It is a core.policy.Compute."""
 
-    def __init__(self, runtime: Runtime, unet: nn.Module, managed: ManagedUNet, settings: Settings) -> None:
-        self._runtime, self._unet, self._managed, self._settings = runtime, unet, managed, settings
+    def __init__(self, runtime: Runtime, unet: nn.Module, network: Network, settings: Settings) -> None:
+        self._runtime, self._unet, self._network, self._settings = runtime, unet, network, settings
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
         host = as_host(host)
-        card = self._runtime.by_card.card(self._managed, self._settings)
+        card = self._runtime.by_card.card(self._network, self._settings)
         made = attempted(partial(self._ours, card, call, host), beside_host=True)
         if made.is_ours:
             return made.given()
@@ -353,7 +348,7 @@ class OursOrHosts:
         """Raises what CardRoute.answer raises."""
         two_gpus, settings = self._runtime.two_gpus, self._settings
         if settings.second_gpu != ONE_GPU:
-            split = two_gpus.answer(self._managed, settings, call, host)
+            split = two_gpus.answer(self._network, settings, call, host)
             if split is not None:
                 return split
         else:

@@ -23,7 +23,7 @@ from ..store.history import History
 from .call_stats import CallStats
 from .graphs.accounting import Holdings
 from .graphs.cache import GraphCache, MemoryPressure
-from .managed_unet import ManagedUNet
+from .network import Network
 
 # Why the host computes, in one line for the user.
 SWITCHED_OFF = "OneDiff is switched off"
@@ -56,11 +56,11 @@ class Services:
             devices_here(self.tuning_cache, self.families.output) if devices is None else devices, self.families.read
         )
         # What is kept for every UNet that a host has handed over.
-        self.managed: WeakDictionary[nn.Module, ManagedUNet] = WeakDictionary()
+        self.networks: WeakDictionary[nn.Module, Network] = WeakDictionary()
         self.holdings = Holdings(
-            self.table, self.managed, lambda: self.history.pins(), graph_maker(self.families.output)
+            self.table, self.networks, lambda: self.history.pins(), graph_maker(self.families.output)
         )
-        self.graphs = GraphCache(self.holdings, self.table, self.managed, self.devices.operators)
+        self.graphs = GraphCache(self.holdings, self.table, self.networks, self.devices.operators)
         self.is_between_graphs = False
         self.order = StreamOrder()
         self.lock = self.order.lock
@@ -73,16 +73,8 @@ class Services:
         """Whether a shape stays in the table however long it was not used: it has a graph, or is pinned."""
         pins = self.history.pins()
         # Copied at one stroke: another thread may make graphs.
-        graphs = {key for managed in self.managed.values() for key in list(managed.runners)}
+        graphs = {key for network in self.networks.values() for key in list(network.runners)}
         return lambda entry: entry.key in graphs or entry.place in pins
-
-    @property
-    def run_settings(self) -> tuple[Settings, str] | None:
-        """The settings of the generation in progress and why they switch OneDiff off; None where it has none."""
-        if self.is_warm_up or not self.generations.running:
-            return None
-        generation = self.generations.innermost
-        return None if generation is None else (generation.settings, generation.why_off)
 
     @property
     def is_warm_up(self) -> bool:

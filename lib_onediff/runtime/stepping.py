@@ -11,7 +11,7 @@ from ..core.guard import Guard
 from ..core.policy import Answer, Compute, Guidance, Host, Moment, Served, StepPolicy
 from ..core.sampling import Sampling
 from ..core.settings import Settings
-from .managed_unet import ManagedUNet
+from .network import Network
 from .services import Services
 
 
@@ -112,7 +112,7 @@ class Stepping:
     """The step policies of a runtime."""
 
     def __init__(
-        self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[ManagedUNet], Sampling]
+        self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[Network], Sampling]
     ) -> None:
         """sampling_of: the sampling in progress of a UNet."""
         self._services, self._sampling_of = services, sampling_of
@@ -123,7 +123,7 @@ class Stepping:
         return any(whole_batch in (None, policy.whole_batch) and policy.is_on(settings) for policy in self.policies)
 
     def around(
-        self, compute: Compute, whole_batch: bool, managed: ManagedUNet, settings: Settings,
+        self, compute: Compute, whole_batch: bool, network: Network, settings: Settings,
         guidance: Guidance | None = None, is_counted: bool = True,
     ) -> Compute:
         """compute, with the policies around it that are on: those for whole batches, or the others. guidance,
@@ -133,19 +133,19 @@ class Stepping:
         for policy in mine:
             if policy not in on:
                 rest(policy)
-                managed.step_memories.pop(policy.name, None)
+                network.step_memories.pop(policy.name, None)
         if not on:
             return compute
-        services, sampling = self._services, self._sampling_of(managed)
+        services, sampling = self._services, self._sampling_of(network)
         is_warm_up = services.is_warm_up
 
         def moment_of(call: Call, host: Host | None) -> Moment:
             assert host is not None, "who computes without a host has no policy inside"
-            bound = managed.bound
+            bound = network.bound
             return Moment(
-                call, host, settings, sampling, guidance, services.call_stats, managed.step_memories,
-                cache(partial(sampling.position, call.timestep)), managed.deepest, managed.cut_memory,
-                bound.edition_now, partial(services.computing, call.latent.device), is_warm_up, is_counted,
+                call, host, settings, sampling, guidance, services.call_stats, network.step_memories,
+                cache(partial(sampling.position, call.timestep)), network.deepest, network.cut_memory,
+                bound.values_now, partial(services.computing, call.latent.device), is_warm_up, is_counted,
             )
 
         for policy in reversed(on):

@@ -28,7 +28,8 @@ from ..core.weak_dictionary import WeakDictionary
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
 from .card_route import CardRoute
-from .managed_unet import ManagedUNet
+from .network import Network
+from .plan import replayed
 from .services import Services
 from .stepping import Stepping
 
@@ -68,7 +69,7 @@ class Pair:
     """
 
     unet: nn.Module
-    managed: ManagedUNet
+    network: Network
     mirror: MirrorUNet
     device: torch.device
     first: torch.device
@@ -78,19 +79,21 @@ class Pair:
         """The call of these rows, on the second card: copies follow what the first one is doing."""
         return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def follow(self, first: ManagedUNet) -> None:
+    def follow(self, first: Network) -> None:
         """What is known of the first card's UNet holds for this one."""
-        self.managed.settings = first.settings
+        self.network.settings = first.settings
+        if self.mirror.samplings != first.bound.samplings:
+            self.network.plans.clear()
         self.mirror.samplings, self.mirror.in_sampling = first.bound.samplings, first.bound.in_sampling
-        self.managed.sampling, self.managed.no_room_for_low_bit = first.sampling, first.no_room_for_low_bit
+        self.network.sampling, self.network.no_room_for_low_bit = first.sampling, first.no_room_for_low_bit
 
 
-def rest(reason: str, lasts: bool, managed: ManagedUNet, settings: Settings) -> tuple[Any, ...]:
+def rest(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
     """Why one card computes, and the conditions under which that holds: the memory budget, the weights, and this
     sampling, unless it lasts."""
-    bound = managed.bound
-    weights = bound.looks, bound.edition, None if lasts else bound.samplings
-    return reason, lasts, settings.memory_budget, *weights
+    bound = network.bound
+    sampling = None if lasts else bound.samplings
+    return reason, lasts, settings.memory_budget, bound.epoch.structure, bound.epoch.values, sampling
 
 
 class TwoGpusRoute:
@@ -137,18 +140,18 @@ class TwoGpusRoute:
             if unet is not but:
                 self.forget(unet)
 
-    def answer(self, managed: ManagedUNet, settings: Settings, call: Call, host: Host) -> Answer | None:
+    def answer(self, network: Network, settings: Settings, call: Call, host: Host) -> Answer | None:
         """The output of a call by both cards; None where one has to compute it, for a reason that is noted.
 
         Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
         """
-        allowed = attempted(lambda: self._refuse(managed, settings, call))
+        allowed = attempted(lambda: self._refuse(network, settings, call))
         if allowed.outcome is Outcome.REFUSED:
             self.note(why_one=allowed.reason)
             return None
         allowed.given()
-        rests, unet = managed.bound.in_sampling, managed.bound.module
-        made = attempted(lambda: self._serve(managed, settings, call, as_host(host)))
+        rests, unet = network.bound.in_sampling, network.bound.module
+        made = attempted(lambda: self._serve(network, settings, call, as_host(host)))
         if made.is_ours:
             served, split = made.given()
             self._services.guard.attempt("counting a call", lambda: self._count(served, split))
@@ -162,7 +165,7 @@ class TwoGpusRoute:
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
         # Where nobody says when a sampling ends, the next call may go.
         if lasts or rests:
-            self._rests[unet] = rest(reason, lasts, managed, settings)
+            self._rests[unet] = rest(reason, lasts, network, settings)
         self.note(why_one=reason)
         return None
 
@@ -173,53 +176,53 @@ class TwoGpusRoute:
         with self._services.call_stats.standing_for(None):
             self._services.call_stats.note_served(served)
 
-    def _refuse(self, managed: ManagedUNet, settings: Settings, call: Call) -> None:
+    def _refuse(self, network: Network, settings: Settings, call: Call) -> None:
         """Raise Refusal for what is known to stand in the way before anything is computed."""
         if call.latent.shape[0] < 2:
             raise Refusal(ONE_ROW)
         if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Refusal(CAPTURES)
-        known = self._rests.get(managed.bound.module)
+        known = self._rests.get(network.bound.module)
         if known is not None:
             reason, lasts, *_ = known
-            if known == rest(reason, lasts, managed, settings):
+            if known == rest(reason, lasts, network, settings):
                 raise Refusal(reason)
-            del self._rests[managed.bound.module]
-        if managed.bound.has_binding:
-            refuse_kinds(managed)
+            del self._rests[network.bound.module]
+        if network.bound.has_binding:
+            refuse_kinds(network)
         if lack := why_not_taken(call):
             raise Refusal(lack)
 
     def _serve(
-        self, managed: ManagedUNet, settings: Settings, call: Call, host: Host
+        self, network: Network, settings: Settings, call: Call, host: Host
     ) -> tuple[Served, str]:
         """The output, and how the cards have shared the call. Raises Refusal where one card has to compute it.
 
         Where both cards know what to do, the second one begins first: the first one is done when its own launches are.
         """
         first_card, batch = call.latent.device, call.latent.shape[0]
-        pair = self._pair(managed, first_card)
+        pair = self._pair(network, first_card)
         if pair is None:
-            self._choose(managed, first_card)
+            self._choose(network, first_card)
         first_rows, second_rows = slice(0, batch - batch // 2), slice(batch - batch // 2, batch)
         here, second = take_rows(call, first_rows), None
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
-            pair.follow(managed)
+            pair.follow(network)
             with self._on(pair.device):
                 # Its graph's inputs are copied from the first card.
-                there, session = take_rows(call, second_rows), pair.managed.session
-                where = pair.mirror.binding.device
-                second = None if session is None else session.replay(there, settings, where)
-        card = self._by_card.card(managed, settings, times_host=False)
+                there, where = take_rows(call, second_rows), pair.mirror.binding.device
+                second = replayed(self._services, pair.network, there, settings, where)
+        card = self._by_card.card(network, settings, times_host=False)
         first = served_of(self._by_card.answer(card, here, lambda: host()[first_rows]))
         if pair is None:
-            pair = self._make(managed, settings, first_card)
+            pair = self._make(network, settings, first_card)
         # Asked now, while both compute: what turns out to be stale is computed again, and not replayed.
         if not pair.mirror.is_true():
-            second = pair.managed.session = None
+            second = None
+            pair.network.plans.clear()
         if second is None:
-            second = self._second(pair, managed, settings, call, second_rows, host)
-        managed.served_last = True
+            second = self._second(pair, network, settings, call, second_rows, host)
+        network.served_last = True
         output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
         route = GRAPH if first.route == second.route == GRAPH else PLAIN
@@ -227,7 +230,7 @@ class TwoGpusRoute:
         return served, f"{first_card} + {pair.device}, {rows}"
 
     def _second(
-        self, pair: Pair, managed: ManagedUNet, settings: Settings, call: Call, rows: slice, host: Host
+        self, pair: Pair, network: Network, settings: Settings, call: Call, rows: slice, host: Host
     ) -> Served:
         """The second card's rows, with everything found out."""
 
@@ -235,45 +238,45 @@ class TwoGpusRoute:
             with self.cards.using(call.latent.device):
                 return host()[rows].to(pair.device)
 
-        pair.follow(managed)
+        pair.follow(network)
         with self._on(pair.device):
-            card = self._by_card.card(pair.managed, settings, times_host=False)
+            card = self._by_card.card(pair.network, settings, times_host=False)
             return served_of(self._by_card.answer(card, pair.rows(call, rows), of_host, is_counted=False))
 
     # --- the copy -------------------------------------------------------------------------------------------------
 
-    def _pair(self, managed: ManagedUNet, first: torch.device) -> Pair | None:
+    def _pair(self, network: Network, first: torch.device) -> Pair | None:
         """The copy that exists, if it is of the layers that the UNet has now, and made for this first card."""
-        pair = self._pairs.get(managed.bound.module)
-        if pair is None or pair.first == first and pair.mirror.is_of(managed.bound):
+        pair = self._pairs.get(network.bound.module)
+        if pair is None or pair.first == first and pair.mirror.is_of(network.bound):
             return pair
-        self.forget(managed.bound.module)
+        self.forget(network.bound.module)
         return None
 
-    def _choose(self, managed: ManagedUNet, first: torch.device) -> torch.device:
+    def _choose(self, network: Network, first: torch.device) -> torch.device:
         """The second card, with room for a copy as far as is known. Raises Refusal."""
-        needs = bytes_of(managed.bound.binding) if managed.bound.has_binding else 0
+        needs = bytes_of(network.bound.binding) if network.bound.has_binding else 0
         try:
             return second_card(first, needs, self.cards)
         except Refusal:
             if not self._pairs:
                 raise
             # The copies of other UNets are there for speed alone.
-            self.forget_all(but=managed.bound.module)
+            self.forget_all(but=network.bound.module)
             return second_card(first, needs, self.cards)
 
-    def _make(self, managed: ManagedUNet, settings: Settings, first: torch.device) -> Pair:
+    def _make(self, network: Network, settings: Settings, first: torch.device) -> Pair:
         """A copy without values, on another card. Raises Refusal."""
-        refuse_kinds(managed)
-        binding, device = managed.bound.binding, self._choose(managed, first)
+        refuse_kinds(network)
+        binding, device = network.bound.binding, self._choose(network, first)
         with self._on(device):
             copy = empty_copy(binding, device)
-        mirror = MirrorUNet(managed.bound, copy)
-        copied = ManagedUNet(copy, settings, mirror.host_traits, mirror, self._services.families)
+        mirror = MirrorUNet(network.bound, copy)
+        copied = Network(copy, settings, mirror.host_traits, mirror, self._services.families)
         pair = Pair(copy, copied, mirror, device, first, bytes_of(binding))
-        self._pairs[managed.bound.module] = pair
+        self._pairs[network.bound.module] = pair
         with self._services.lock:
-            self._services.managed[copy] = copied
+            self._services.networks[copy] = copied
         return pair
 
     @contextlib.contextmanager
@@ -286,11 +289,11 @@ class TwoGpusRoute:
             raise SecondGpuFull(FULL.format(device)) from None
 
 
-def refuse_kinds(managed: ManagedUNet) -> None:
+def refuse_kinds(network: Network) -> None:
     """Raise Refusal where a copy of the weights is not all that the host computes with."""
-    if managed.kinds:
-        raise Refusal(f"the host computes with {' and '.join(managed.kinds)}")
-    if managed.bound.streaming is not None:
+    if network.kinds:
+        raise Refusal(f"the host computes with {' and '.join(network.kinds)}")
+    if network.bound.streaming is not None:
         raise Refusal("a part of the weights is in main memory")
 
 

@@ -59,18 +59,18 @@ def early(total: int, interval: int) -> frozenset[int]:
 
 class Line:
     """The last two tensors that the same weights have computed, each with its step: Liu et al. 2025, "From Reusing to
-    Forecasting" (TaylorSeer, arXiv 2503.06923). edition: of the weights (BoundUNet.edition)."""
+    Forecasting" (TaylorSeer, arXiv 2503.06923). values: of the weights (Epoch.values)."""
 
     def __init__(self) -> None:
         self._points: list[tuple[int, Tensor]] = []
-        self.edition = -1
+        self.values = -1
 
-    def note(self, step: int, computed: Tensor, edition: int) -> None:
+    def note(self, step: int, computed: Tensor, values: int) -> None:
         """A step has computed this. Of two at one step the later counts."""
-        known = self._points if edition == self.edition else []
+        known = self._points if values == self.values else []
         # Whose tensor it is may go on computing in it.
         self._points = [*[point for point in known if point[0] != step][-1:], (step, computed.detach().clone())]
-        self.edition = edition
+        self.values = values
 
     def at(self, step: int, damping: float = 1.0, farthest: float = math.inf) -> Tensor | None:
         """The tensor of a later step, computed in float32; None before two are known.
@@ -92,12 +92,12 @@ class Line:
 
 @dataclass
 class Record:
-    """The deep feature of one prompt at one shape. made_at: the step that made it, None before the first; edition:
+    """The deep feature of one prompt at one shape. made_at: the step that made it, None before the first; values:
     of the weights then. aside: its values while another prompt's lie at the shape's address. line: through the last two
     computed ones, where forecasts are wanted."""
 
     made_at: int | None = None
-    edition: int = -1
+    values: int = -1
     aside: Tensor | None = None
     line: Line = field(default_factory=Line)
 
@@ -117,7 +117,7 @@ class Place:
 
     def bring_back(self, record: Record, step: int) -> None:
         """Let this record's feature be read, as it is at a step where that is forecast."""
-        feature = record.line.at(step, DAMPING, FARTHEST) if record.line.edition == record.edition else None
+        feature = record.line.at(step, DAMPING, FARTHEST) if record.line.values == record.values else None
         if feature is None and self.occupant is not record:
             feature = record.aside
             assert feature is not None, "whoever took the place has put it aside"
@@ -221,9 +221,9 @@ class Passes:
         if answer.served is None:
             return answer
         with moment.ordered():
-            record.made_at, record.edition = moment.position().step.index, answer.served.edition
+            record.made_at, record.values = moment.position().step.index, answer.served.epoch.values
             if self.forecasts:
-                record.line.note(record.made_at, place.memory.read(), record.edition)
+                record.line.note(record.made_at, place.memory.read(), record.values)
             else:
                 record.line = Line()
         again = self._cut(reads=True)
@@ -248,4 +248,4 @@ class Passes:
             return None
 
     def _cut(self, reads: bool) -> Call:
-        return replace(self.moment.call, cut=Cut(self.depth, reads, self.place.memory, self.record.edition))
+        return replace(self.moment.call, cut=Cut(self.depth, reads, self.place.memory, self.record.values))

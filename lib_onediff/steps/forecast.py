@@ -73,7 +73,7 @@ class Forecast:
         def answer(compute: Compute) -> Answer:
             self.status["reason"] = ""
             stop = self._stopwatch.start(call.latent.device)
-            output = None if computed or known.line.edition != moment.edition() else known.line.at(index)
+            output = None if computed or known.line.values != moment.values() else known.line.at(index)
             if output is not None:
                 stop()
                 self.status["calls"] += 1
@@ -82,7 +82,7 @@ class Forecast:
             answer = compute(call, moment.host)
             if answer.served is not None:
                 known.host = moment.times.host
-                known.line.note(index, answer.output, answer.served.edition)
+                known.line.note(index, answer.output, answer.served.epoch.values)
             return answer
 
         return answer

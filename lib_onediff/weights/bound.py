@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Call
+from ..core.epoch import Epoch
 from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
@@ -42,10 +43,8 @@ MOST_MET, MOST_NEW = 64, 8
 class BoundUNet:
     """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
 
-    Four answers to "is it still the same?", each of another kind:
-    generation: how often addresses have changed. What was captured under another generation must not be replayed.
-    looks: how often the module tree was found to compute otherwise. What was noted of its structure is read anew.
-    edition: how often the weights were found to be others, in place or not. What was made of their values is stale.
+    Two answers to "is it still the same?":
+    epoch: counts the changes that were found within this process. What was made at another epoch may be void.
     identity(): a digest, the same in any process, of weights and sources. Verdicts belong to it.
 
     samplings: how many samplings the host has announced. in_sampling: whether one goes on.
@@ -88,8 +87,8 @@ class BoundUNet:
         self.channels_last = False
         self._binding: Binding | None = None
         self._refusal: str | None = None
-        self.generation = self.looks = self.edition = self._binds = 0
-        # The edition that the last refresh has made everything of.
+        self.epoch = Epoch()
+        # The version of the values that the last refresh has made everything of.
         self._refreshed: int | None = None
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.streaming: Streaming | None = None
@@ -181,9 +180,10 @@ class BoundUNet:
         if found is None:
             return None
         result, were_edited = found
-        self.edition += were_edited
+        if were_edited:
+            self._raise(values=1)
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
-        if self.edition != self._refreshed and (on_the_fly.copies or not self.in_sampling):
+        if self.epoch.values != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None
         return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
 
@@ -194,13 +194,14 @@ class BoundUNet:
         edited = None if self._parameters is None else self._parameters.were_edited()
         if edited is None:
             return False
-        self.edition += edited or changed
+        if edited or changed:
+            self._raise(values=1)
         return True
 
-    def edition_now(self) -> int:
-        """edition, with edits of values counted that no call has met yet; another one where weights lie elsewhere by
-        now."""
-        return self.edition if self._look_for_edits() else self.edition + 1
+    def values_now(self) -> int:
+        """The version of the values, with edits counted that no call has met yet; another one where weights lie
+        elsewhere by now."""
+        return self.epoch.values if self._look_for_edits() else self.epoch.values + 1
 
     def watch_contents(self, whole: bool) -> None:
         """Somebody keeps what was made of the weights' values: let edits be seen that torch does not count. whole: by
@@ -240,8 +241,8 @@ class BoundUNet:
         if self._identity[0] != state:
             label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()}"
             found = self.binding.parameters()
-            if self._read_of != (self._binds, self.generation):
-                self._read_of = self._binds, self.generation
+            if self._read_of != self.epoch.addresses:
+                self._read_of = self.epoch.addresses
                 self._sums = [self._contents_of(found, is_near) for is_near in (True, False)]
             layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in found]
             strided = [copy_of(one, torch.contiguous_format) for one in found if not is_dense(one)]
@@ -267,9 +268,10 @@ class BoundUNet:
         return self._identity[1]
 
     def _state(self) -> Hashable:
-        """Within a sampling, LoRAs that others schedule may change what the weights are at each step."""
-        where = self.looks, self._binds
-        return (*where, self.samplings) if self.in_sampling else (*where, -1, self.edition)
+        """Within a sampling, LoRAs that others schedule may change what the weights are at each step. What the weights
+        were before they were bound anew is forgotten; see _bind."""
+        structure = self.epoch.structure
+        return (structure, self.samplings) if self.in_sampling else (structure, -1, self.epoch.values)
 
     # --- made true for a call -------------------------------------------------------------------------------------
 
@@ -300,10 +302,10 @@ class BoundUNet:
         stays = channels_last == self.channels_last and binding.cast_to == before and device == binding.device
         if not (self.unmoved() and stays and self._look_for_edits()):
             self._bind(channels_last, call)
-        moved = self.on_the_fly.refresh(binding, self.edition == self._refreshed, room, self.reader)
+        moved = self.on_the_fly.refresh(binding, self.epoch.values == self._refreshed, room, self.reader)
         if moved is not None:
-            self.generation, self.edition = self.generation + moved, self.edition + 1
-        self._refreshed = self.edition
+            self._raise(addresses=int(moved), values=1)
+        self._refreshed = self.epoch.values
         if self.on_the_fly.copies:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
 
@@ -332,7 +334,8 @@ class BoundUNet:
         """call: whose latent's device computes; None: all weights are where they are needed."""
         began, binding = time.perf_counter(), self.binding
         self._parameters = self.streaming = None
-        self._binds += 1
+        self._checkpoint = None, self._checkpoint[1]
+        self._identity = None, self._identity[1]
         copied = binding.bind(channels_last, None if call is None else call.latent.device)
         self.channels_last = channels_last
         if binding.away and call is not None:
@@ -348,8 +351,12 @@ class BoundUNet:
 
     def _note_moved(self) -> None:
         """Some weights lie elsewhere now."""
-        self.generation += 1
-        self.edition += 1
+        self._raise(addresses=1, values=1)
+
+    def _raise(self, structure: int = 0, addresses: int = 0, values: int = 0) -> None:
+        """Raise the versions of the epoch by so much."""
+        now = self.epoch
+        self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
 
     def unmoved(self) -> bool:
         """Whether the parameters that were bound are there, and lie where and as they lay; a millisecond."""
@@ -362,7 +369,7 @@ class BoundUNet:
         if self._tree is not None and self._tree.stands(unet):
             self._new_ones = 0
         else:
-            self.looks += 1
+            self._raise(structure=1)
             tree, self._tree, self._refusal = self._tree_now(), None, None
             try:
                 self._read(unet, tree)

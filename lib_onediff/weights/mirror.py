@@ -24,7 +24,7 @@ class MirrorUNet(BoundUNet):
         """copy: made by empty_copy of the source's binding; whoever calls keeps it alive."""
         super().__init__(copy, lambda unet: source.layout, HostTraits(yardstick=source.host_traits.yardstick))
         self._source, self._of = source, source.binding
-        # The source's edition that the copies are of.
+        # The version of the source's values that the copies are of.
         self._copied: int | None = None
 
     def is_of(self, source: BoundUNet) -> bool:
@@ -33,7 +33,7 @@ class MirrorUNet(BoundUNet):
 
     def is_true(self) -> bool:
         """Whether the weights are those of the source, as far as its own last look has told."""
-        return self.is_of(self._source) and self._copied == self._source.edition
+        return self.is_of(self._source) and self._copied == self._source.epoch.values
 
     def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
         """As of BoundUNet, where the source was refreshed for the same call. Copies the weights where any have changed,
@@ -64,7 +64,7 @@ class MirrorUNet(BoundUNet):
         return None if self._parameters is None else work()
 
     def _copy_changes(self) -> None:
-        if self._copied == self._source.edition:
+        if self._copied == self._source.epoch.values:
             return
         # From now on, every edit of a number counts.
         self._source.watch_contents(whole=True)
@@ -74,8 +74,8 @@ class MirrorUNet(BoundUNet):
         with torch.inference_mode(False), torch.no_grad():
             for copy, parameter in zip(ours, theirs, strict=True):
                 copy.copy_(parameter, non_blocking=True)
-        self._copied = self._source.edition
-        self.edition += 1
+        self._copied = self._source.epoch.values
+        self._raise(values=1)
 
     def release(self) -> None:
         """Forget everything. The copies go with their module."""

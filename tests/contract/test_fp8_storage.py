@@ -9,7 +9,7 @@ import torch
 from builders import CONTEXT_WIDTH, relative_error
 from contract_hosts import ATTENTION, A1111Host, calls_of, random
 from test_generations import BY_HOST, OURS, same
-from test_weight_functions import managed
+from test_weight_functions import network
 from torch import Tensor
 
 from lib_onediff.runtime.runtime import runtime
@@ -66,15 +66,15 @@ def test_it_is_cast_where_it_is_used_and_is_no_farther_from_float32_than_the_hos
     image, before = host.generate(), bits(host)
     host.start()
     made, calls = calls_of(host.generate)
-    assert calls == OURS and managed(host).kinds == (STORED,), runtime.status()["reason"]
-    assert managed(host).bound.binding.dtype == torch.bfloat16 and made.latent.dtype == torch.float32
+    assert calls == OURS and network(host).kinds == (STORED,), runtime.status()["reason"]
+    assert network(host).bound.binding.dtype == torch.bfloat16 and made.latent.dtype == torch.float32
     assert same(host.generate(), made)
     ours, calls = calls_of(lambda: outputs(host))
     assert calls == {"plain": len(exact)}
     assert 1e-3 < mean_error(ours, exact) <= mean_error(expected, exact)
     # No copy of a weight: the biases alone are kept in bfloat16; the norms are as they were.
     small = [parameter for parameter in host.unet.parameters() if parameter.dtype == FLOAT8 and parameter.dim() == 1]
-    assert managed(host).bound.on_the_fly.bytes == sum(2 * parameter.numel() for parameter in small) > 0
+    assert network(host).bound.on_the_fly.bytes == sum(2 * parameter.numel() for parameter in small) > 0
     assert {parameter.dtype for parameter in host.unet.parameters()} == {FLOAT8, torch.float32}
     host.switch(False)
     assert same(host.generate(), image)

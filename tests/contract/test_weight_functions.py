@@ -12,7 +12,7 @@ from test_generations import OURS, close, same
 from torch import Tensor, nn
 
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
-from lib_onediff.runtime.managed_unet import ManagedUNet
+from lib_onediff.runtime.network import Network
 from lib_onediff.runtime.runtime import runtime
 
 # Classic merges every LoRA.
@@ -60,8 +60,8 @@ def differences(host: Host, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: (0.2 * random(*host.unet.get_parameter(name).shape, seed=3),) for name in names}
 
 
-def managed(host: Host) -> ManagedUNet:
-    found = runtime.services.managed.get(host.unet)
+def network(host: Host) -> Network:
+    found = runtime.services.networks.get(host.unet)
     assert found is not None
     return found
 
@@ -89,10 +89,10 @@ def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
         kinds = ("LoRA on the fly",) if loras else ()
-        assert managed(host).kinds == kinds
+        assert network(host).kinds == kinds
         # No copy of a weight: up and down alone.
         floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
-        assert managed(host).bound.on_the_fly.bytes == 4 * floats
+        assert network(host).bound.on_the_fly.bytes == 4 * floats
         mine.append(made)
     assert torch.equal(mine[0].latent, mine[-1].latent)
     host.switch(False)
@@ -124,7 +124,7 @@ def test_a_strength_that_is_written_between_two_calls_counts_at_once(
     for _ in range(2):
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, expected), runtime.status()["reason"]
-    assert not managed(host).bound.on_the_fly.copies
+    assert not network(host).bound.on_the_fly.copies
 
 
 @family
@@ -181,10 +181,10 @@ def test_weights_in_another_type_are_cast_where_they_are_used(host: Host, dtype:
         host.set_loras(*loras)
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
-        assert f"weights stored as {str(dtype).removeprefix('torch.')}" in managed(host).kinds
+        assert f"weights stored as {str(dtype).removeprefix('torch.')}" in network(host).kinds
     # Biases and norms alone are kept as they are computed with.
     vectors = sum(4 * parameter.numel() for parameter in host.unet.parameters() if parameter.dim() == 1)
-    assert managed(host).bound.on_the_fly.bytes == vectors
+    assert network(host).bound.on_the_fly.bytes == vectors
     assert all(parameter.dtype == dtype for parameter in host.unet.parameters())
     host.switch(False)
     assert same(host.generate(), expected[-1])

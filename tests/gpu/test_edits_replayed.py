@@ -75,7 +75,7 @@ def test_low_bit_weights_follow(option: str) -> None:
     with as_in_images():
         for _ in range(3):
             called(unet, given)
-        assert runtime.services.managed.get(unet).low_bit is not None, last_call()["reason"]
+        assert runtime.services.networks.get(unet).low_bit is not None, last_call()["reason"]
         for kind in ("in place", "by data", "one matrix", "in place", "by data", "one matrix"):
             with torch.no_grad():
                 for name, parameter in unet.named_parameters():

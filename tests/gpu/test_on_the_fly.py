@@ -207,11 +207,11 @@ def test_no_second_unet() -> None:
     start = torch.cuda.memory_allocated()
     served(unet, call, "eager", calls=2)
     held = torch.cuda.memory_allocated() - start
-    managed = runtime.services.managed.get(unet)
-    assert managed is not None
+    network = runtime.services.networks.get(unet)
+    assert network is not None
     mine = peak(lambda: served(unet, call, "eager", calls=1)) + held
     # Beside the LoRAs and small parameters.
-    assert mine - managed.bound.on_the_fly.bytes <= host + MOST_MORE
+    assert mine - network.bound.on_the_fly.bytes <= host + MOST_MORE
 
 
 def autocast_unet(name: str) -> nn.Module:

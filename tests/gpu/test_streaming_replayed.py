@@ -52,10 +52,10 @@ def brought(unet: nn.Module) -> nn.Module:
 
 def in_our_care(unet: nn.Module, **options: Any) -> Any:
     lib_onediff.compile_unet(unet, backend="native", **options)
-    managed = runtime.services.managed.get(unet)
-    assert managed is not None
-    managed.bound.host_traits = replace(managed.bound.host_traits, movers=(__name__,))
-    return managed
+    network = runtime.services.networks.get(unet)
+    assert network is not None
+    network.bound.host_traits = replace(network.bound.host_traits, movers=(__name__,))
+    return network
 
 
 @pytest.mark.gpu
@@ -67,14 +67,14 @@ def test_it_is_as_exact_as_the_host_and_leaves_ordinary_weights(share: float, na
     exact, expected = exact_output(unet, given).to(GPU), host(unet, given)
     before = {name: value.clone() for name, value in unet.state_dict().items()}
     moved(unet, share)
-    managed = in_our_care(unet)
+    network = in_our_care(unet)
     with as_in_images():
         for _ in range(5):
             output = called(unet, given)
             assert relative_error(output, exact) <= 1.1 * relative_error(expected, exact)
         status = last_call()
         assert (status["backend"], status["route"]) == ("native", "graph") and "main memory" in status["reason"]
-        assert managed.bound.streaming.bytes < 2**29
+        assert network.bound.streaming.bytes < 2**29
         parameter = next(one for one in unet.parameters() if one.device == MAIN and one.dim() > 1)
         with torch.no_grad():
             parameter.data.mul_(2)
@@ -119,16 +119,16 @@ def test_what_is_kept_in_eight_bits_is_not_copied(option: Any) -> None:
     unet = random_unet("sd15", GPU).half()
     given = arguments(unet, 512, 512)
     expected = host(unet, given)
-    managed = in_our_care(moved(unet, 1.0), low_bit=option, low_bit_only=True)
+    network = in_our_care(moved(unet, 1.0), low_bit=option, low_bit_only=True)
     with as_in_images():
         for _ in range(5):
             output = called(unet, given)
     status = last_call()
     assert "only" in status["lossy"] and status["route"] == "graph", status["reason"]
     assert 1e-3 < relative_error(output, expected) < 0.12
-    whole = managed.bound.streaming.copied()
+    whole = network.bound.streaming.copied()
     # The convolutions of SD1.5 are three quarters of it.
-    assert managed.bound.streaming.copied(managed.low_bit.names()) < 0.8 * whole
+    assert network.bound.streaming.copied(network.low_bit.names()) < 0.8 * whole
 
 
 @pytest.mark.gpu

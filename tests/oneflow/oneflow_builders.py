@@ -11,7 +11,7 @@ from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.oneflow.route import OneFlow, OneFlowRunner
 from lib_onediff.families.registry import FAMILIES
-from lib_onediff.runtime.managed_unet import ManagedUNet
+from lib_onediff.runtime.network import Network
 from lib_onediff.weights.scan import HostTraits
 
 # What float32 explains: seen 1e-6.
@@ -24,8 +24,8 @@ class Ours:
     """A UNet as OneFlow runs it."""
 
     def __init__(self, unet: Any, graphs: OneFlow = GRAPHS) -> None:
-        self.managed = ManagedUNet(unet, None, HostTraits())
-        self.bound = self.managed.bound
+        self.network = Network(unet, None, HostTraits())
+        self.bound = self.network.bound
         self.graphs = graphs
 
     def runner(self, call: Call, is_warm_up: bool = True) -> OneFlowRunner | str:
@@ -33,7 +33,7 @@ class Ours:
         self.bound.refresh(call)
         key = ShapeKey.of(self.bound.layout.architecture, self.bound.binding.dtype, call)
         try:
-            return self.graphs.runner(self.managed, key, call, is_warm_up)
+            return self.graphs.runner(self.network, key, call, is_warm_up)
         except Refusal as refusal:
             return str(refusal)
 

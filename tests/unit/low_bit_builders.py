@@ -61,7 +61,7 @@ def entry_of(low_bit: str) -> Entry:
 
 def kinds_kept(unet: nn.Module) -> set[Kind]:
     """Of the weights in eight bits that are there."""
-    low_bit = runtime.services.managed.get(unet).low_bit
+    low_bit = runtime.services.networks.get(unet).low_bit
     return set() if low_bit is None else low_bit.kinds()
 
 

@@ -55,7 +55,7 @@ def counts(runtime: Any) -> dict[str, int]:
 
 def memories(rig: Rig) -> dict[str, StepMemory]:
     """What step policies keep for the rig's UNet."""
-    kept: dict[str, StepMemory] = rig.runtime.services.managed.get(rig.unet).step_memories
+    kept: dict[str, StepMemory] = rig.runtime.services.networks.get(rig.unet).step_memories
     return kept
 
 

@@ -68,11 +68,11 @@ class Card:
 
 def holdings(card: Any = None, applied: int = 0) -> Any:
     bound = SimpleNamespace(bytes=applied, binding=SimpleNamespace(device=CPU), runners={})
-    managed: Any = {1: SimpleNamespace(bound=bound, runners={})}
+    network: Any = {1: SimpleNamespace(bound=bound, runners={})}
     kind = next(
         kind for kind in vars(accounting).values() if isinstance(kind, type) and hasattr(kind, "allowed")
     )
-    made: Any = kind(ShapeTable(), managed, lambda: (), lambda *given: None)
+    made: Any = kind(ShapeTable(), network, lambda: (), lambda *given: None)
     made.made = SimpleNamespace(bytes=lambda device, *given: 50 * MEBIBYTE, devices=lambda: [CUDA])
     made.card = card or Card()
     return made

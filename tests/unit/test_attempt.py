@@ -179,7 +179,7 @@ def test_a_note_that_fails_costs_the_note(
 def test_what_fails_after_the_answer_costs_the_graph(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(runtime.services.holdings.made, "prepare", raises(torch.cuda.OutOfMemoryError("full")))
-    monkeypatch.setattr("lib_onediff.runtime.managed_unet.ManagedUNet.make_room", raises(IndexError("no room")))
+    monkeypatch.setattr("lib_onediff.runtime.network.Network.make_room", raises(IndexError("no room")))
     with torch.no_grad():
         expected = own_forward(unet)(**given).sample
         for _ in range(3):

@@ -71,7 +71,7 @@ def two_columns(weight: Any) -> None:
 @pytest.mark.parametrize("edit", [one_number, two_rows, two_columns])
 def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-    bound = lambda: runtime.services.managed[unet].bound  # noqa: E731
+    bound = lambda: runtime.services.networks[unet].bound  # noqa: E731
     with lib_onediff.sampling(unet):
         served(unet, a_call(unet))
         before = bound().identity()

@@ -155,7 +155,7 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
             calls.append((attached(unet)._call(unet, **given), expected))
     (first, _), (second, expected) = calls
     assert first.additions == second.additions and len(second.additions) == 2
-    binding = runtime.services.managed.get(unet).bound.binding
+    binding = runtime.services.networks.get(unet).bound.binding
     inputs = own_inputs(first)
     copy_inputs(second, inputs)
     with torch.no_grad():

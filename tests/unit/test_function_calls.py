@@ -73,7 +73,7 @@ class Scene:
     def __init__(self) -> None:
         self.unet = attached(**SMALL_XL)
         self.call = a_call(self.unet)
-        self.bound = runtime.services.managed.get(self.unet).bound
+        self.bound = runtime.services.networks.get(self.unet).bound
         self.host_runs = 0
         self.extension = Extension()
 

@@ -30,10 +30,10 @@ def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(
                 if name == "replaced":
                     patch.setattr(F, "silu", lambda given, inplace=False: 0.9 * silu(given))
                 for seed in range(4):
-                    before = None if bound is None else bound.generation
+                    before = None if bound is None else bound.epoch.addresses
                     assert error(unet, a_call(unet, seed=seed)) < CLOSE, (name, seed)
-                    bound = runtime.services.managed.get(unet).bound
-                    assert before is None or (bound.generation != before) == (seed == 0), (name, seed)
+                    bound = runtime.services.networks.get(unet).bound
+                    assert before is None or (bound.epoch.addresses != before) == (seed == 0), (name, seed)
     assert served(unet, a_call(unet)).isfinite().all()
 
 
@@ -47,7 +47,7 @@ def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyP
     def generation() -> int:
         source.refresh(call)
         mirror.refresh(call)
-        return mirror.generation
+        return mirror.epoch.addresses
 
     before = generation()
     assert generation() == before

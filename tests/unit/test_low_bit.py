@@ -45,7 +45,7 @@ def test_a_unet_in_eight_bits_is_near_the_hosts_and_not_the_same(
     served(unet, call)
     served(unet, call)
     assert now() == (EIGHT, "graph")
-    layers = len(runtime.services.managed.get(unet).low_bit.names())
+    layers = len(runtime.services.networks.get(unet).low_bit.names())
     assert layers >= 6 and backend_sentence(lib_onediff.status()) == f"native, 8-bit ({layers} layers)"
 
 
@@ -77,14 +77,14 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     before = served(unet, call)
-    kept = runtime.services.managed.get(unet).low_bit
+    kept = runtime.services.networks.get(unet).low_bit
     addresses = {name: weight.values.data_ptr() for name, weight in kept._kept.items()}
     with torch.no_grad():
         for name, parameter in unet.named_parameters():
             if "ff.net" in name:
                 parameter.mul_(1.5)
     assert relative_error(served(unet, call), before) > 0.1
-    for name, weight in runtime.services.managed.get(unet).source(entry_of(option).key.lossy, call).weights().items():
+    for name, weight in runtime.services.networks.get(unet).source(entry_of(option).key.lossy, call).weights().items():
         for rounded in weight.low_bit:
             back = rounded.values.float() * rounded.scales.t()
             assert relative_error(back.half(), weight.weight) < 0.05, name

@@ -32,9 +32,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = LowBitRoute._output
 
-    def output(self: LowBitRoute, managed: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
+    def output(self: LowBitRoute, network: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
         found.append(len(layers))
-        return real(self, managed, lossy, call, layers)
+        return real(self, network, lossy, call, layers)
 
     monkeypatch.setattr(LowBitRoute, "_output", output)
     return found
@@ -67,9 +67,9 @@ def used() -> set[str]:
 
 def classes_kept(unet: nn.Module) -> set[str]:
     """Of the weights in eight bits that are there."""
-    managed = runtime.services.managed.get(unet)
-    classes = runtime.devices.lossy.low_bit.classes(managed.bound.layout)
-    return set() if managed.low_bit is None else {classes[name] for name, _ in managed.low_bit._kept}
+    network = runtime.services.networks.get(unet)
+    classes = runtime.devices.lossy.low_bit.classes(network.bound.layout)
+    return set() if network.low_bit is None else {classes[name] for name, _ in network.low_bit._kept}
 
 
 def exact(unet: nn.Module, call: Call) -> Tensor:
@@ -140,10 +140,10 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
     assert now() == (EIGHT, "graph") and used() == set(CLASSES)
     real, worst = LowBitRoute._output, runtime.devices.lossy.low_bit
 
-    def output(self: LowBitRoute, managed: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
-        classes = worst.classes(managed.bound.layout)
+    def output(self: LowBitRoute, network: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
+        classes = worst.classes(network.bound.layout)
         bad = any(classes[layer] == CROSS_OUT for layer in layers)
-        return real(self, managed, lossy, call, layers) * (2 if bad else 1)
+        return real(self, network, lossy, call, layers) * (2 if bad else 1)
 
     monkeypatch.setattr(LowBitRoute, "_output", output)
     served(unet, half_call(unet, timestep=400.0))

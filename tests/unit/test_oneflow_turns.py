@@ -56,12 +56,12 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    managed, route = runtime.services.managed.get(unet), oneflow.OneFlow(FAMILIES.output)
+    network, route = runtime.services.networks.get(unet), oneflow.OneFlow(FAMILIES.output)
 
     def runner(index: int, is_warm_up: bool = False) -> oneflow.OneFlowRunner:
-        call, bound = calls[index], managed.bound
+        call, bound = calls[index], network.bound
         key = ShapeKey.of(bound.layout.architecture, bound.binding.dtype, call, ONEFLOW)
-        return route.runner(managed, key, call, is_warm_up)
+        return route.runner(network, key, call, is_warm_up)
 
     runner(0, is_warm_up=True).run(calls[0])
     watched.may_end.clear()

@@ -178,10 +178,10 @@ def test_what_becomes_of_loras_between_calls() -> None:
     """At one UNet: its graphs would stay."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     is_ours(unet)
-    generation, call = runtime.services.managed.get(unet).bound.generation, a_call(unet)
+    generation, call = runtime.services.networks.get(unet).bound.epoch.addresses, a_call(unet)
     load(unet, seed=1, rank=3)
     outputs = [is_ours(unet, call=call)]
-    moved = runtime.services.managed.get(unet).bound.generation
+    moved = runtime.services.networks.get(unet).bound.epoch.addresses
     assert moved > generation
     steps: list[Callable[[], object]] = [
         lambda: unet.set_adapters("a", 0.5),
@@ -194,7 +194,7 @@ def test_what_becomes_of_loras_between_calls() -> None:
         for step in steps:
             step()
             outputs.append(is_ours(unet, call=call))
-            assert runtime.services.managed.get(unet).bound.generation == moved
+            assert runtime.services.networks.get(unet).bound.epoch.addresses == moved
     load(unet, seed=3, rank=5, hotswap=True)
     outputs.append(is_ours(unet))
     add(unet, ["conv1"], name="b")

@@ -101,22 +101,22 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     if has_graphs:
         make_ready(unet, (8, 8))
     served(unet, call)
-    managed = runtime.services.managed.get(unet)
-    assert managed is not None
+    network = runtime.services.networks.get(unet)
+    assert network is not None
 
     def host() -> Tensor:
         if not asked:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return diffusers_output(unet, call)
 
-    traits = managed.bound.host_traits
-    managed.bound.host_traits = replace(traits, make_room=lambda unet, size: not asked.append(size))
+    traits = network.bound.host_traits
+    network.bound.host_traits = replace(traits, make_room=lambda unet, size: not asked.append(size))
     with torch.no_grad():
         output = runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call)) and asked == [HOST_NEEDS]
     [told] = [line for line in caplog.messages if "tries once more" in line]
     assert (GRAPHS in told, WEIGHTS in told) == (has_graphs, True)
-    managed.bound.host_traits = replace(traits, make_room=lambda unet, size: False)
+    network.bound.host_traits = replace(traits, make_room=lambda unet, size: False)
     asked.clear()
     runtime.release_memory()
     with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
@@ -149,9 +149,9 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     emptied = card.emptied
     with generating(runtime, Settings()):
         runtime.pressure._note_lost()
-        assert card.emptied == emptied and runtime.services.managed.get(unet).runners
+        assert card.emptied == emptied and runtime.services.networks.get(unet).runners
     runtime.pressure._note_lost()
-    assert card.emptied > emptied and not runtime.services.managed.get(unet).runners
+    assert card.emptied > emptied and not runtime.services.networks.get(unet).runners
 
 
 def test_the_most_that_is_in_use_at_a_time() -> None:

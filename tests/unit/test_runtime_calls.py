@@ -120,7 +120,7 @@ def route() -> str:
     return now()[1]
 
 
-@pytest.mark.parametrize("at", ["managed_and_settings", "adopt"])
+@pytest.mark.parametrize("at", ["network_and_settings", "adopt"])
 def test_a_fault_before_the_call_is_known_costs_a_reason_and_no_image(
     own: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:

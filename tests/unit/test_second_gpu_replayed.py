@@ -117,7 +117,7 @@ def test_switched_off_and_on_in_the_middle(
 ) -> None:
     image = image_of(traits)
     calls = ready(image, traits)
-    known = image.runtime.services.managed[image.unet]
+    known = image.runtime.services.networks[image.unet]
     on, off = known.settings, replace(known.settings, second_gpu="off")
     for settings, split in ((off, False), (on, True), (off, False)):
         known.settings = settings

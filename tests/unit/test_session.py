@@ -39,9 +39,9 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
     calls: list[Call] = []
     begin = BackendChoice.begin
 
-    def counting(self: BackendChoice, managed: Any, settings: Settings, call: Call) -> Any:
+    def counting(self: BackendChoice, network: Any, settings: Settings, call: Call) -> Any:
         calls.append(call)
-        return begin(self, managed, settings, call)
+        return begin(self, network, settings, call)
 
     monkeypatch.setattr(BackendChoice, "begin", counting)
     return calls
@@ -170,11 +170,11 @@ def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_firs
     for step in range(3, 5):
         if looks:
             with pytest.raises(Refusal, match="hook"):
-                runtime.services.managed[unet].bound.layout_now()
+                runtime.services.networks[unet].bound.layout_now()
         assert run(unet, call, step) == ("host", 0.0) and "hook" in runtime.status()["reason"]
     hook.remove()
     if looks:
-        runtime.services.managed[unet].bound.layout_now()
+        runtime.services.networks[unet].bound.layout_now()
     route, error = run(unet, call, 5)
     assert route in ("plain", "graph") and error < CLOSE
 
@@ -207,7 +207,7 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
     call = a_call(unet)
     ready(unet, call)
     patched = replace(call, patches=Louder())
-    bound = runtime.services.managed.get(unet).bound
+    bound = runtime.services.networks.get(unet).bound
     with torch.no_grad():
         expected = compute(bound.layout, bound.binding.weights(), torch_ops, patched)
     for route in ("plain", "plain", "graph", "graph"):

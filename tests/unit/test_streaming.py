@@ -164,8 +164,8 @@ def test_what_the_host_brings_to_the_gpu_is_not_copied_and_what_it_takes_from_th
             parameter.data = parameter.data.clone()
         for _ in range(3):
             assert is_right(unet, call)
-        managed = runtime.services.managed.get(unet)
-        assert managed is not None and (managed.bound.streaming is None) == (not managed.bound.binding.away)
+        network = runtime.services.networks.get(unet)
+        assert network is not None and (network.bound.streaming is None) == (not network.bound.binding.away)
 
 
 @pytest.mark.parametrize("lane", [Early, Late])
@@ -188,13 +188,13 @@ def test_a_graph_needs_no_other_memory_to_copy_weights_to(
     computer: Computer, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unet, peaks = in_our_care(computer), list[int]()
-    managed, peak, whole = runtime.services.managed.get(unet), pretended.peak, list[int]()
-    assert managed is not None
+    network, peak, whole = runtime.services.networks.get(unet), pretended.peak, list[int]()
+    assert network is not None
 
     def real(device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
-        before = managed.bound.bytes
+        before = network.bound.bytes
         output, most = peak(device, work)
-        whole.append(managed.bound.bytes - before)
+        whole.append(network.bound.bytes - before)
         return output, most + whole[-1]
 
     monkeypatch.setattr(pretended, "peak", real)
@@ -270,10 +270,10 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
     call = half_call(eight)
     for _ in range(4):
         assert is_near(eight, call)
-    managed = runtime.services.managed.get(eight)
-    assert managed is not None and managed.low_bit is not None and managed.bound.streaming is not None
+    network = runtime.services.networks.get(eight)
+    assert network is not None and network.low_bit is not None and network.bound.streaming is not None
     assert lib_onediff.status()["lossy"] == "8-bit only" and now()[1] == "graph"
-    whole, rest = managed.bound.streaming.copied(), managed.bound.streaming.copied(managed.low_bit.names())
+    whole, rest = network.bound.streaming.copied(), network.bound.streaming.copied(network.low_bit.names())
     assert rest < whole and f"{rest / 2**20:.0f} MiB" in reason() or not rest
     with torch.no_grad():
         for name, parameter in eight.named_parameters():
@@ -288,8 +288,8 @@ def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
 ) -> None:
     """So that it takes no weights off the GPU between two steps again."""
     unet, card, asked = in_our_care(computer), pretended.card, list[int]()
-    managed = runtime.services.managed.get(unet)
-    assert managed is not None
+    network = runtime.services.networks.get(unet)
+    assert network is not None
 
     def make_room(unet: Any, size: int) -> int:
         asked.append(size)
@@ -310,7 +310,7 @@ def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
         return lacked
 
     card.size = 24 << 30
-    managed.bound.host_traits = replace(managed.bound.host_traits, make_room=make_room)
+    network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
     assert sampling("512x512", 600 << 20) == 0
     [lacked] = asked
     assert lacked > 64 << 20
@@ -327,8 +327,8 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
 ) -> None:
     from low_bit_builders import half_call
 
-    call, managed, asked = half_call(eight), runtime.services.managed.get(eight), list[int]()
-    assert managed is not None
+    call, network, asked = half_call(eight), runtime.services.networks.get(eight), list[int]()
+    assert network is not None
     computer.is_away = half
 
     def make_room(unet: Any, size: int) -> bool:
@@ -340,7 +340,7 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
                 parameter.data = parameter.data.clone()
         return takes
 
-    managed.bound.host_traits = replace(managed.bound.host_traits, make_room=make_room)
+    network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
     monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: RING)  # which is not theirs
     output = served(eight, call)
     assert relative_error(output, diffusers_output(eight, call)) < 0.05 and len(asked) == 1 and asked[0] > 0
@@ -356,9 +356,9 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
     """Where the host has nothing more to take off the GPU."""
     from low_bit_builders import half_call
 
-    call, card, managed = half_call(eight), pretended.card, runtime.services.managed.get(eight)
+    call, card, network = half_call(eight), pretended.card, runtime.services.networks.get(eight)
     used = card.used
-    held = lambda: 0 if managed is None or managed.low_bit is None else managed.low_bit.bytes  # noqa: E731
+    held = lambda: 0 if network is None or network.low_bit is None else network.low_bit.bytes  # noqa: E731
     card.size = 24 << 30
     monkeypatch.setattr(card, "used", lambda: used() + held())
     monkeypatch.setattr(card_route, "ROOM_TO_SPARE", 0)

@@ -171,7 +171,7 @@ def test_a_step_policy(whole_batch: bool) -> None:
     toy, policy = Toy(), EveryOther(whole_batch)
     runtime = Runtime(policies=(policy,), devices=(Eager(),), families=(Toys(),))
     runtime.adopt(toy)
-    memories = runtime.services.managed.get(toy).step_memories
+    memories = runtime.services.networks.get(toy).step_memories
     for _ in range(2):
         runtime.begin_sampling(toy, Sampling(times=lambda: TIMES))
         # The fifth step leaves nothing behind.

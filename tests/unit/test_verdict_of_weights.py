@@ -62,14 +62,14 @@ def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud
 @pytest.mark.parametrize(("name", "stays"), [("where_it_lies", True), ("how_it_computes", False)])
 def test_a_verdict_stays_where_the_host_notes_that_it_has_moved_weights(name: str, stays: bool) -> None:
     unet = checkpoint(False)
-    managed = runtime.services.managed.get(unet)
-    managed.bound.host_traits = replace(managed.bound.host_traits, placed=frozenset({"where_it_lies"}))
+    network = runtime.services.networks.get(unet)
+    network.bound.host_traits = replace(network.bound.host_traits, placed=frozenset({"where_it_lies"}))
     route_of(unet)
-    before = managed.bound.identity()
+    before = network.bound.identity()
     setattr(unet.conv_in, name, True)
     unet.conv_in.weight.data = unet.conv_in.weight.data.clone()
     assert route_of(unet) == "plain"
-    assert (managed.bound.identity() == before) is stays
+    assert (network.bound.identity() == before) is stays
 
 
 def test_noise_that_makes_a_shape_ready_proves_nothing_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

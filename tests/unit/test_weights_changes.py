@@ -57,7 +57,7 @@ class Compiled:
 
     def answers_with_changed_weights(self, moved: bool) -> None:
         assert relative_error(self.answers_as_the_host(self.call), self.first) > 1e-4
-        assert runtime.services.managed[self.unet].bound.generation == (2 if moved else 1)
+        assert runtime.services.networks[self.unet].bound.epoch.addresses == (2 if moved else 1)
 
 
 @torch.no_grad()

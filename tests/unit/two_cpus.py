@@ -56,7 +56,7 @@ class Image:
     cards: TwoCpus
 
     def __post_init__(self) -> None:
-        self._others = WeakSet(self.runtime.services.managed)
+        self._others = WeakSet(self.runtime.services.networks)
 
     @classmethod
     def of(cls, config: dict[str, Any] = SMALL, cards: TwoCpus | None = None, **options: Any) -> Image:
@@ -83,7 +83,7 @@ class Image:
 
     @property
     def copies(self) -> list[nn.Module]:
-        return [unet for unet in self.runtime.services.managed if unet is not self.unet and unet not in self._others]
+        return [unet for unet in self.runtime.services.networks if unet is not self.unet and unet not in self._others]
 
 
 def near(output: Tensor, expected: Tensor) -> bool:

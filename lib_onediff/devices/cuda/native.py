@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.call import Call
 from ...core.card import TuningCache, on_card
-from ...core.device import Device, Network, TimeMs, Traits
+from ...core.device import Device, KernelUse, TimeMs, Traits
 from ...core.family import AttentionShapes
 from ...core.guard import first_line
 from ...core.leaves import LayerNorm
@@ -114,14 +114,14 @@ class Native(Device):
         """wide_norms: our kernels always round once."""
         return self._operators
 
-    def prepare(self, network: Network, time_ms: TimeMs | None = None) -> None:
-        kind = self._kind(network)
+    def prepare(self, use: KernelUse, time_ms: TimeMs | None = None) -> None:
+        kind = self._kind(use)
         with self._lock:
             if kind not in self._loading:
-                self._loading[kind] = self._worker.submit(self._load, network, kind[1])
-                if network.dtype in DTYPES:
+                self._loading[kind] = self._worker.submit(self._load, use, kind[1])
+                if use.dtype in DTYPES:
                     # Nobody waits for these.
-                    self._worker.submit(load_candidates, network.dtype, network.device)
+                    self._worker.submit(load_candidates, use.dtype, use.device)
             loading = self._loading[kind]
         try:
             failure = loading.result()
@@ -134,33 +134,33 @@ class Native(Device):
         if time_ms is not None and kind not in self._tuned:
             # Before the first use is checked, so that what is checked is what will run.
             self._tuned.add(kind)
-            self._tune_kernels(network, time_ms)
+            self._tune_kernels(use, time_ms)
 
-    def _kind(self, network: Network) -> tuple[Hashable, tuple[Kind, ...]]:
+    def _kind(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...]]:
         """Networks of the same kind need the same kernels."""
-        low_bit = self.low_bit.kinds(KINDS_OF.get(network.low_bit, ()), network.device, network.dtype)
-        return (network.architecture, network.dtype, network.device), low_bit
+        low_bit = self.low_bit.kinds(KINDS_OF.get(use.low_bit, ()), use.device, use.dtype)
+        return (use.architecture, use.dtype, use.device), low_bit
 
-    def _load(self, network: Network, low_bit: Collection[Kind]) -> str:
+    def _load(self, use: KernelUse, low_bit: Collection[Kind]) -> str:
         """In the worker's thread. Returns why it is not possible."""
         began = time.perf_counter()
         try:
-            with on_card(network.device):
-                load_kernels(network.users, network.dtype, network.device, self._launches, low_bit)
+            with on_card(use.device):
+                load_kernels(use.users, use.dtype, use.device, self._launches, low_bit)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
-            log.debug("the kernels for %s cannot be loaded", network.dtype, exc_info=True)
+            log.debug("the kernels for %s cannot be loaded", use.dtype, exc_info=True)
             return first_line(error)
-        log.debug("kernels for %s loaded in %.1f s", network.dtype, time.perf_counter() - began)
+        log.debug("kernels for %s loaded in %.1f s", use.dtype, time.perf_counter() - began)
         return ""
 
-    def tune(self, network: Network, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
+    def tune(self, use: KernelUse, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
         dtype, device = torch.float32 if call.upcast_attention else call.latent.dtype, call.latent.device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
         measured = [self.attention.measure(*pair, dtype, device, time_ms) for pair in attentions]
-        if call.latent.dtype in DTYPES and any(isinstance(user, LayerNorm) for user in network.users):
+        if call.latent.dtype in DTYPES and any(isinstance(user, LayerNorm) for user in use.users):
             # A self attention of several heads has a feed-forward beside it, and behind such a norm a GEGLU in it.
             sizes = {(q[0] * q[2], q[1] * q[3]) for q, k in attentions if q == k and q[1] > 1}
             measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]
@@ -175,15 +175,15 @@ class Native(Device):
         self.low_bit.forget()
         self._launches.forget()
 
-    def _tune_kernels(self, network: Network, time_ms: TimeMs) -> None:
+    def _tune_kernels(self, use: KernelUse, time_ms: TimeMs) -> None:
         """Measure how the kernels are best configured on this GPU, where that is not known: seconds, once on a machine.
 
         Where that fails, they stay as they are cut.
         """
         began = time.perf_counter()
         try:
-            with on_card(network.device):
-                count = tune_kernels(self._launches, network.users, network.dtype, network.device, time_ms)
+            with on_card(use.device):
+                count = tune_kernels(self._launches, use.users, use.dtype, use.device, time_ms)
             log.debug("%d kernels measured in %.1f s", count, time.perf_counter() - began)
         except Exception as error:
             log.debug("the kernels could not be measured: %s", error, exc_info=True)

@@ -129,10 +129,10 @@ class OneFlow(Device):
         """A graph has its own; what is launched beside it is PyTorch's."""
         return torch_ops
 
-    def runner(self, managed: Any, key: ShapeKey, call: Call, is_warm_up: bool) -> OneFlowRunner:
+    def runner(self, network: Any, key: ShapeKey, call: Call, is_warm_up: bool) -> OneFlowRunner:
         """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
         thread, seconds where the shape or the address of a weight is new. is_warm_up: wait for it."""
-        binding = managed.bound.binding
+        binding = network.bound.binding
         weights = binding.weights()
         # Graphs do not know what is summed in half precision.
         identity = replace(key, precision=()), addresses(weights)

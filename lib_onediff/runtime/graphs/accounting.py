@@ -16,7 +16,7 @@ from ...core.device_memory import UNLIMITED, Card
 from ...core.key import ShapeKey
 from ...core.table import Entry, ShapeTable
 from ...core.weak_dictionary import WeakDictionary
-from ..managed_unet import ManagedUNet
+from ..network import Network
 
 MEBIBYTE = 2**20
 # torch maps device memory in such pages.
@@ -142,9 +142,9 @@ class Holdings:
     """
 
     def __init__(
-        self, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet], pins: GetPins, made: GraphMaker
+        self, table: ShapeTable, networks: WeakDictionary[nn.Module, Network], pins: GetPins, made: GraphMaker
     ) -> None:
-        self._table, self._managed, self._pins = table, managed, pins
+        self._table, self._networks, self._pins = table, networks, pins
         self.made, self.card = made, Card()
 
     def allowed(self, budget: int, device: torch.device | None = None) -> int:
@@ -165,7 +165,7 @@ class Holdings:
     def applied_bytes(self, device: torch.device) -> int:
         """Bytes that lie on a device beside the hosts' weights, because of functions that they apply to these, and for
         what weights are copied to."""
-        bounds = (managed.bound for managed in self._managed.values() if managed.bound.bytes)
+        bounds = (network.bound for network in self._networks.values() if network.bound.bytes)
         return sum(bound.bytes for bound in bounds if bound.binding.device == device)
 
     def room(self, budget: int, device: torch.device) -> int:
@@ -187,7 +187,7 @@ class Holdings:
 
     def keys(self) -> set[ShapeKey]:
         """The shapes that have a graph."""
-        return set().union(*(managed.runners for managed in self._managed.values()))
+        return set().union(*(network.runners for network in self._networks.values()))
 
     def pinned(self) -> set[ShapeKey]:
         """Those of them that the user has pinned."""
@@ -209,7 +209,7 @@ class Holdings:
         return [
             GraphRecord(key, entries[key], kept.runner)
             # A copy: a page asks in another thread than the one that makes graphs.
-            for managed in self._managed.values() for key, kept in managed.runners.copy().items() if key in entries
+            for network in self._networks.values() for key, kept in network.runners.copy().items() if key in entries
         ]
 
     def others(self, pool: PoolKey) -> list[set[ShapeKey]]:

@@ -19,7 +19,7 @@ from ...core.key import LATENT_PIXEL, ShapeKey
 from ...core.operators import Operators
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
-from ..managed_unet import ManagedUNet
+from ..network import Network
 from ..verify import state_of
 from .accounting import SMALL_THINGS, Holdings, PoolKey, fits, memory_of, needs_of, too_large
 
@@ -37,14 +37,14 @@ GRAPHS, WEIGHTS = "OneDiff gives its graphs up", "the WebUI takes some of its we
 
 
 class GraphCache:
-    """Keeps each UNet's graphs with its ManagedUNet, and the table's states true to them. Whoever makes or drops any
+    """Keeps each UNet's graphs with its Network, and the table's states true to them. Whoever makes or drops any
     holds the runtime's lock."""
 
     def __init__(
-        self, holdings: Holdings, table: ShapeTable, managed: WeakDictionary[nn.Module, ManagedUNet],
+        self, holdings: Holdings, table: ShapeTable, networks: WeakDictionary[nn.Module, Network],
         operators_of: Callable[[str, bool], Operators],
     ) -> None:
-        self._now, self._table, self._managed = holdings, table, managed
+        self._now, self._table, self._networks = holdings, table, networks
         self._operators_of = operators_of
         self._shared_noticed = 0
 
@@ -61,7 +61,7 @@ class GraphCache:
         entry.needs = needs_of(peak, self._now.made.in_one_piece(device))
         return result
 
-    def capture(self, managed: ManagedUNet, entry: Entry, budget: int, call: Call) -> int:
+    def capture(self, network: Network, entry: Entry, budget: int, call: Call) -> int:
         """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
         (0: a quarter of the card). Returns how many bytes of the card it lacks, or leaves over (less than 0); 0 where
         that does not decide.
@@ -76,7 +76,7 @@ class GraphCache:
         entry.waits, lacking = self._why_wait(entry, allowed)
         if entry.waits:
             return lacking
-        self._make(managed, entry, call)
+        self._make(network, entry, call)
         if fits(self._now.held(device), allowed):
             return lacking
         # In a memory made for it alone it takes less; the others are captured into that at their next use.
@@ -86,7 +86,7 @@ class GraphCache:
             # A capture calls functions of other extensions, whose state is set back for one.
             entry.no_graph = NO_ROOM_BESIDE
             return lacking
-        self._make(managed, entry, call)
+        self._make(network, entry, call)
         if not fits(self._now.held(device), allowed):
             needed = self._now.held_by(pool)
             self._drop({entry.key})
@@ -118,12 +118,12 @@ class GraphCache:
     def _lacking(self, growth: int, device: torch.device) -> int:
         return growth + self._now.card.spare(device) - self._now.left(device)
 
-    def _make(self, managed: ManagedUNet, entry: Entry, call: Call) -> None:
+    def _make(self, network: Network, entry: Entry, call: Call) -> None:
         key = entry.key
         before = self._now.made.bytes(key.device, key.architecture)
-        operators = self._operators_of(key.backend, managed.has_wide_norms)
+        operators = self._operators_of(key.backend, network.has_wide_norms)
         runner = self._now.made.prepare(
-            key.architecture, managed.source(key.lossy, call), operators, own_inputs(call), entry.needs
+            key.architecture, network.source(key.lossy, call), operators, own_inputs(call), entry.needs
         )
         log.debug("captured %s", key)
         grown = max(0, runner.memory.bytes - before)
@@ -133,7 +133,7 @@ class GraphCache:
         # What was captured into a new memory has shown exactly what it needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
         entry.state, entry.waits = State.READY, ""
-        managed.keep(key, runner)
+        network.keep(key, runner)
         self._shared_noticed = self._now.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
@@ -171,37 +171,37 @@ class GraphCache:
         """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
         Returns the bytes that came back."""
         reserved = self._now.card.reserved()
-        for managed in self._managed.values():
-            managed.step_memories.clear()
-            self._drop_low_bit_weights(managed)
-            managed.bound.drop_applied()
+        for network in self._networks.values():
+            network.step_memories.clear()
+            self._drop_low_bit_weights(network)
+            network.bound.drop_applied()
         self._drop({*self._now.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
         return max(0, reserved - self._now.card.reserved())
 
-    def drop_low_bit(self, managed: ManagedUNet) -> None:
+    def drop_low_bit(self, network: Network) -> None:
         """Drop what a UNet's calls in eight bits need, and give the memory back."""
-        if managed.low_bit is not None:
-            self._drop_low_bit_weights(managed)
+        if network.low_bit is not None:
+            self._drop_low_bit_weights(network)
             self._now.card.empty_cache()
 
-    def shrink_low_bit(self, managed: ManagedUNet, size: int) -> None:
+    def shrink_low_bit(self, network: Network, size: int) -> None:
         """Have weights in eight bits that stand for others hold so many bytes less, where some stay: the others are
         copied again."""
-        low_bit = managed.low_bit
+        low_bit = network.low_bit
         if low_bit is not None and low_bit.are_alone and low_bit.bytes > size:
             low_bit.give_up(size)
-            self._drop({key for key in managed.runners if key.lossy.low_bit})
+            self._drop({key for key in network.runners if key.lossy.low_bit})
 
-    def _drop_low_bit_weights(self, managed: ManagedUNet) -> None:
+    def _drop_low_bit_weights(self, network: Network) -> None:
         # Their graphs know where they lie.
-        self._drop({key for key in managed.runners if key.lossy.low_bit})
-        managed.low_bit = None
+        self._drop({key for key in network.runners if key.lossy.low_bit})
+        network.low_bit = None
 
     def note_lost(self) -> None:
         """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
         table say so, and give their memory back."""
-        for managed in self._managed.values():
-            managed.let_go_if_moved()
+        for network in self._networks.values():
+            network.let_go_if_moved()
         held = self._now.keys()
         for entry in self._table.entries():
             if entry.state is State.READY and entry.key not in held:
@@ -214,8 +214,8 @@ class GraphCache:
         for device in self._now.made.devices():
             # The last replay may not be over, and its memory is about to go.
             self._now.card.wait(device)
-        for managed in self._managed.values():
-            managed.drop_runners(keys)
+        for network in self._networks.values():
+            network.drop_runners(keys)
         for key, entry in self._table.by_key().items():
             if key in keys and entry.state is State.READY:
                 entry.state = State.PROVED
@@ -252,7 +252,7 @@ class MemoryPressure:
 
     def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] | None = None) -> Result:
         """What host() returns; once more without our graphs where it runs out of GPU memory beside them. make_room: see
-        ManagedUNet.make_room."""
+        Network.make_room."""
         devices = self._now.made.devices()
         may_retry = bool(devices) or make_room is not None
         rewinds = [state_of(device) for device in devices or {torch.device("cpu")}] if may_retry else []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...core.attempt import Outcome, attempted
 from ...core.card import on_card
-from ...core.device import Device, Network
+from ...core.device import Device, KernelUse
 from ...core.guard import first_line
 from ...core.key import ShapeKey
 from ...core.layer_weights import Weights
@@ -95,11 +95,11 @@ class Decode:
         found = services.devices.launched(self.settings, self._latent.device, stored, services.is_warm_up)
         devices, reason = ((services.devices.reference,), "") if uncompared else (found.devices, found.reason)
         latent = self._latent.to(dtype)
-        network = Network(self.layout.architecture, self.layout.kernel_users, dtype, latent.device)
+        use = KernelUse(self.layout.architecture, self.layout.kernel_users, dtype, latent.device)
         services.pressure.before_decode(self._small.to(dtype))
         for device in devices:
             entry = self._entry(dtype, device.name)
-            made = attempted(partial(self._by, device, network, entry, latent, reason))
+            made = attempted(partial(self._by, device, use, entry, latent, reason))
             if made.is_ours or made.outcome is Outcome.OUT_OF_MEMORY:
                 return made.given()
             reason = made.reason
@@ -164,11 +164,11 @@ class Decode:
         self.notice(entry)
         return entry
 
-    def _by(self, device: Device, network: Network, entry: Entry, latent: Tensor, reason: str) -> Decoded:
+    def _by(self, device: Device, use: KernelUse, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image by one device. reason: why the one before was not good. Raises Refusal."""
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
-        device.prepare(network)
+        device.prepare(use)
         return self._computed(device, entry, latent, reason)
 
     def _spread(self, entry: Entry) -> float:

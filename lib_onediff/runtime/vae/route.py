@@ -149,7 +149,7 @@ class DecoderRoute:
         if known is None:
             # Or another thread has switched OneDiff off meanwhile.
             raise Refusal("OneDiff was not given this VAE")
-        settings, why_off = self._services.run_settings or (known[1] or self._services.settings, "")
+        settings, why_off = self._services.generations.run_settings or (known[1] or self._services.settings, "")
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
         return known[0], settings

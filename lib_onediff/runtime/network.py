@@ -1,4 +1,4 @@
-"""What the runtime keeps for one UNet module: what its runners are, and which of them are still good."""
+"""What the runtime keeps for one network in care: its binding, plans, runners and sampling."""
 from __future__ import annotations
 
 import weakref
@@ -31,13 +31,14 @@ MOST_ASKED = 3
 EIGHT_BITS = " (Low-bit and Low-bit only keep most of them on the GPU, in 8 bits)"
 
 
-class ManagedUNet:
-    """The bound module, its own settings, and its graphs.
+class Network:
+    """A module in our care, with everything that was derived from it.
 
+    bound: its layout, its weights, the look for changes, and the epoch. settings: its own; None: the runtime's.
+    plans: how calls are computed that are like earlier ones of this sampling, each a plan.Plan, by Call.signature.
+    runners: by shape; see runner.
     step_memories: what step policies keep of its calls, by their names.
     sampling: what its own host says of the sampling in progress; None where that host says nothing.
-    session: a session.Session, which looks up calls like earlier ones; None where there is none.
-    runners: those that were made, each good for what stands beside it; see runner.
     low_bit: the weights in eight bits, while they are used.
     low_bit_choice: the classes of layers that use them, once that was measured.
     served_last: whether we have served the last call, in this sampling where its host announces them.
@@ -54,7 +55,7 @@ class ManagedUNet:
         self.settings = settings
         self.bound = bound or BoundUNet(unet, families.read, host_traits, families.units)
         self.served_last = False
-        self.session: Any = None
+        self.plans: dict[Hashable, Any] = {}
         self.step_memories: dict[str, StepMemory] = {}
         self._cut_memories: weakref.WeakValueDictionary[Hashable, CutMemory] = weakref.WeakValueDictionary()
         self.sampling: Sampling | None = None
@@ -66,6 +67,19 @@ class ManagedUNet:
         self._rooms: dict[Hashable, int] = {}
         self._size: Hashable = None
         self._room = 0
+
+    def begin_sampling(self) -> None:
+        """The host announces a sampling: what the last one has found out is looked at anew."""
+        self.served_last = self.no_room_for_low_bit = False
+        self.asked_for_room = 0
+        self.plans.clear()
+        self.bound.begin_sampling()
+
+    def end_sampling(self) -> None:
+        """The host says that the sampling is over."""
+        self.sampling = None
+        self.step_memories.clear()
+        self.bound.end_sampling()
 
     @property
     def architecture(self) -> str | None:
@@ -108,7 +122,7 @@ class ManagedUNet:
     def _low_bit_state(self) -> object:
         streaming, low_bit = self.bound.streaming, self.low_bit
         uncounted = 0 if streaming is None or low_bit is None else streaming.content(sorted(low_bit.names()))
-        return self.bound.edition, uncounted
+        return self.bound.epoch.values, uncounted
 
     def low_bit_stands(self) -> bool:
         """Whether the weights in eight bits are still those that were rounded."""
@@ -155,17 +169,29 @@ class ManagedUNet:
         if kept is None:
             return None
         own = kept.runner.inputs.cut
-        if kept.generation == self.bound.generation and (own and own.memory) is (cut and cut.memory):
+        if kept.addresses == self.bound.epoch.addresses and (own and own.memory) is (cut and cut.memory):
             return kept.runner
-        del self.runners[key]
+        self._keep_runners({other: one for other, one in self.runners.items() if other != key})
         return None
 
     def keep(self, key: ShapeKey, runner: Runner) -> None:
         """Keep a runner that was made just now; those that weights have moved away from go."""
-        self.runners = {
-            other: kept for other, kept in self.runners.items() if kept.generation == self.bound.generation
-        }
-        self.runners[key] = CachedRunner(self.bound.generation, runner)
+        addresses = self.bound.epoch.addresses
+        runners = {other: kept for other, kept in self.runners.items() if kept.addresses == addresses}
+        runners[key] = CachedRunner(addresses, runner)
+        self._keep_runners(runners)
+
+    def keep_plan(self, signature: Hashable, plan: Any) -> None:
+        """Compute later calls of this signature by a plan. Plans that were made under other settings go."""
+        plans = {one: kept for one, kept in self.plans.items() if kept.settings is plan.settings}
+        plans[signature] = plan
+        self.plans = plans
+
+    def _keep_runners(self, runners: dict[ShapeKey, CachedRunner]) -> None:
+        """Keep these runners alone: the plans that replay others go with them."""
+        self.runners = runners
+        alive = {id(kept.runner) for kept in runners.values()}
+        self.plans = {signature: plan for signature, plan in self.plans.items() if id(plan.runner) in alive}
 
     def cut_memory(self, shape: Hashable) -> CutMemory:
         """The memory of a cut at a shape, the same as long as a graph or anybody else holds it."""
@@ -181,7 +207,8 @@ class ManagedUNet:
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes; None: of all. With the last one goes their memory."""
-        self.runners = {} if keys is None else {key: kept for key, kept in self.runners.items() if key not in keys}
+        kept = {} if keys is None else {key: one for key, one in self.runners.items() if key not in keys}
+        self._keep_runners(kept)
         if keys is None:
             self.step_memories.clear()
             self.low_bit = None
