@@ -1,5 +1,8 @@
-"""Calls of UNets on one card: what is ready is replayed; else the ladder is gone down, from the best backend to
-PyTorch's operators launched one by one. What fails is taken down with its reason, and the next one is tried."""
+"""Computes calls on one card: by their plan, or by make_plan, behind which everything is found out for the first time.
+
+It falls back, fastest backend first, down to PyTorch's operators launched one by one. What fails is noted with its
+reason, and the next one is tried.
+"""
 from __future__ import annotations
 
 import logging
@@ -39,7 +42,7 @@ ROOM_TO_SPARE = 64 << 20
 
 
 class CardRoute:
-    """Serves calls where their latents are. What its parts keep is theirs."""
+    """Runs a call on its latent's device."""
 
     def __init__(self, services: Services, stepping: Stepping) -> None:
         self.services, self._stepping = services, stepping
@@ -74,54 +77,70 @@ class OneCard:
     def __call__(self, call: Call, host: Host | None) -> Answer:
         served = replayed(self._services, self.network, call, self.settings, call.latent.device)
         if served is None:
-            served = self.serve(call, host)
+            served = self.make_plan(call, host)
         return Answer(served.output, served)
 
-    def serve(self, call: Call, host: Host | None) -> Served:
-        """The output with everything found out. host: None: what is cold does not serve. Raises what answer raises."""
+    def make_plan(self, call: Call, host: Host | None) -> Served:
+        """Compute a call that has no plan, and find out how later calls like it are computed.
+
+        Names the devices to try, falls back from the fastest until one computes the call, checks a first output against
+        the host's, captures a graph, and keeps the plan by which that graph is replayed. Each call gets as far as what
+        is known already lets it: the first one is checked, the second one captured, the third one replayed.
+
+        host: None: what was not checked yet does not serve. Raises what CardRoute.answer raises.
+        """
         if call.patches is None:
-            served, is_first = self._checked(call, None, host)
+            served = self._computed(call, None)
+            is_first = self._check(call, served, None, host)
         else:
             functions = FunctionCalls(call.patches, call.latent.device)
             with functions.rewound_on_failure():
-                served, is_first = self._checked(call, functions, host)
+                served = self._computed(call, functions)
+                is_first = self._check(call, served, functions, host)
         # The call has its answer, whatever fails from here on.
         self._services.guard.attempt(
             "getting ready for later calls", lambda: self._prepare(call, served, captures=not is_first)
         )
         return served
 
-    def _checked(self, call: Call, functions: FunctionCalls | None, host: Host | None) -> tuple[Served, bool]:
-        """The output, and whether it was compared with the host's now. functions: the call's patch points."""
-        services, network, device = self._services, self.network, call.latent.device
-        with services.computing(device):
+    def _computed(self, call: Call, functions: FunctionCalls | None) -> Served:
+        """The output by the first device that computes the call. functions: the call's patch points. Raises Refusal."""
+        services = self._services
+        with services.computing(call.latent.device):
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
-            candidates = self._route.choice.begin(network, self.settings, call)
-            served = self._compute(candidates, call, functions)
-        entry, is_warm_up = served.entry, services.is_warm_up
-        if entry.state is State.COLD or not (entry.verdict.of_image or is_warm_up or entry.key.is_cached_pass):
-            if host is None:
-                raise Refusal("it is not checked yet")
-            services.call_stats.note_first_use()
-            if functions is not None:
-                # They draw for the host what they have drawn for us.
-                functions.rewind()
-            # Outside our modes: the host's forward must run exactly as the host would run it.
-            is_news = prove(
-                entry, served.output, services.history, host, network.bound.host_traits.yardstick(host), is_warm_up,
-                () if call.patches is None else call.patches.functions, self._times_host,
-                self._devices.named(entry.key.backend).allowed_error(entry.key.dtype),
-                # A LoRA's coarse type would explain almost anything, and is no part of the network's own.
-                None if network.bound.on_the_fly.has_narrow_loras else partial(self._spread, entry.key, served.call),
-            )
-            if is_news:
-                services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))
-            return served, True
-        return served, False
+            candidates = self._route.choice.begin(self.network, self.settings, call)
+            return self._compute(candidates, call, functions)
+
+    def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
+        """Compare an output with the host's, unless that was done before. Returns whether it was compared now. Raises
+        Refusal for an output that cannot be used."""
+        services, bound, entry = self._services, self.network.bound, served.entry
+        is_warm_up = services.is_warm_up
+        if entry.state is not State.COLD and (entry.verdict.of_image or is_warm_up or entry.key.is_cached_pass):
+            return False
+        if host is None:
+            raise Refusal("it is not checked yet")
+        services.call_stats.note_first_use()
+        if functions is not None:
+            # They draw for the host what they have drawn for us.
+            functions.rewind()
+        key = entry.key
+        allowed = self._devices.named(key.backend).allowed_error(key.dtype)
+        # A LoRA's coarse type would explain almost anything, and is no part of the network's own.
+        has_spread = not bound.on_the_fly.has_narrow_loras
+        # Outside our modes: the host's forward must run exactly as the host would run it.
+        is_news = prove(
+            entry, served.output, services.history, host, bound.host_traits.yardstick(host), is_warm_up,
+            () if call.patches is None else call.patches.functions, self._times_host, allowed,
+            partial(self._spread, key, served.call) if has_spread else None,
+        )
+        if is_news:
+            services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))
+        return True
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
-        """Let later calls like this one go by a faster route."""
+        """Let later calls like this one go by a faster route: by a graph that is captured now, or by a plan."""
         entry, network, device = served.entry, self.network, call.latent.device
         network.served_last = True
         # A call whose functions were not prepared for being called again is not captured.
@@ -132,7 +151,27 @@ class OneCard:
                     capture()
                 else:
                     self._route.patched.capture(network, served, served.rewind, capture)
-        self._note_plan(call, served)
+        if served.route == GRAPH and self._may_be_planned(call, entry.key):
+            self._keep_plan(call, served)
+
+    def _may_be_planned(self, call: Call, key: ShapeKey) -> bool:
+        """Whether a plan may serve calls like this one: False while it is decided anew at each of them which layers are
+        in eight bits."""
+        if self._services.is_warm_up or call.patches is not None:
+            return False
+        choice = self.network.low_bit_choice
+        is_decided = bool(key.lossy.low_bit) and (choice is None or not choice.awaits)
+        return is_decided or self.settings.low_bit == "off"
+
+    def _keep_plan(self, call: Call, served: Served) -> None:
+        """Replay later calls like this one, where the runtime keeps their runner."""
+        network, device = self.network, call.latent.device
+        runner = network.runner(served.entry.key, call.cut)
+        if runner is None:
+            return
+        turn, autocast = self._services.computing(device), autocast_dtype(device.type)
+        plan = Plan(served.entry, runner, served.reason, self.settings, autocast, device, network.bound.epoch, turn)
+        network.keep_plan(call.signature, plan)
 
     def check(self, call: Call, served: Served) -> None:
         """Of the backend that has served."""
@@ -151,22 +190,6 @@ class OneCard:
                     entry.blame(miss)
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
-
-    def _note_plan(self, call: Call, served: Served) -> None:
-        """Let later calls like this one be replayed in this sampling, where the runtime keeps their runner, unless it is
-        decided anew at each of them which layers are in eight bits."""
-        network, settings, device, key = self.network, self.settings, call.latent.device, served.entry.key
-        choice = network.low_bit_choice
-        low_bit_is_decided = bool(key.lossy.low_bit) and (choice is None or not choice.awaits)
-        looks_again = settings.low_bit != "off" and not low_bit_is_decided
-        if served.route != GRAPH or looks_again or self._services.is_warm_up or call.patches is not None:
-            return
-        runner = network.runner(key, call.cut)
-        if runner is not None:
-            autocast, epoch = autocast_dtype(device.type), network.bound.epoch
-            turn = self._services.computing(device)
-            plan = Plan(served.entry, runner, served.reason, settings, autocast, device, epoch, turn)
-            network.keep_plan(call.signature, plan)
 
     # --- the ladder -----------------------------------------------------------------------------------------------
 

@@ -100,14 +100,6 @@ class Network:
         if autocast not in (None, binding.dtype):
             raise Refusal(f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}")
 
-    def takes_turns(self) -> bool:
-        """Whether the host, which serves a call now, takes turns with us: within a sampling, or, where no sampling was
-        announced, from one call to the next."""
-        served = self.served_last
-        if not self.bound.in_sampling:
-            self.served_last = False
-        return served
-
     def fit_low_bit(
         self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset(), are_alone: bool = False
     ) -> None:

@@ -227,7 +227,7 @@ class Runtime:
             if host_traits is not None and unet not in self.services.networks:
                 self.adopt(unet, host_traits=host_traits)
             network, settings = self.network_and_settings(unet)
-            if settings is self._plain or self._is_plain(settings):
+            if settings is self._plain or self._becomes_plain(settings):
                 network.step_memories.clear()
                 served = replayed(self.services, network, call, settings, call.latent.device)
                 if served is not None:
@@ -252,8 +252,9 @@ class Runtime:
         except Exception as error:
             self.guard.note("counting a call", error)
 
-    def _is_plain(self, settings: Settings) -> bool:
-        """Whether calls by these settings are whole ones on one GPU. An answer holds as long as they do."""
+    def _becomes_plain(self, settings: Settings) -> bool:
+        """Begin calls by other settings than before. Returns whether they switch every step policy and the second GPU
+        off, which holds as long as this Settings object does."""
         if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
             # Why a policy rests at this call is no news of later, plain ones.
             self._plain = None
@@ -319,10 +320,14 @@ class Runtime:
         makes the host's own image to the bit. One that takes turns with us does not move them at every turn: there the
         host convolves the same numbers in channels-last order, which some processors round in another way."""
         network = self.services.networks.get(unet)
-        if self.services.is_between_graphs:
-            # The call around this one goes on with the weights where they are.
+        if network is None or not network.bound.channels_last or self.services.is_between_graphs:
+            # Between graphs, the call around this one goes on with the weights where they are.
             return
-        if network is not None and network.bound.channels_last and not network.takes_turns():
+        takes_turns = network.served_last
+        if not network.bound.in_sampling:
+            # Where no sampling was announced, turns are from one call to the next.
+            network.served_last = False
+        if not takes_turns:
             with self.computing(network.bound.binding.device):
                 if network.bound.undo_channels_last():
                     network.drop_runners()

@@ -117,10 +117,21 @@ class Stepping:
         """sampling_of: the sampling in progress of a UNet."""
         self._services, self._sampling_of = services, sampling_of
         self.policies = tuple(policies)
+        # The settings and policies that were asked for last, and which of these are on.
+        self._asked: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
+
+    def _names_on(self, settings: Settings) -> frozenset[str]:
+        """The names of the policies that are on. Both are frozen: the answer holds for these very objects."""
+        asked = self._asked
+        if asked is None or asked[0] is not settings or asked[1] is not self.policies:
+            names = frozenset(policy.name for policy in self.policies if policy.is_on(settings))
+            asked = self._asked = settings, self.policies, names
+        return asked[2]
 
     def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
         """Whether any policy is on; whole_batch: of those for whole batches alone, or of the others."""
-        return any(whole_batch in (None, policy.whole_batch) and policy.is_on(settings) for policy in self.policies)
+        names = self._names_on(settings)
+        return any(policy.name in names and whole_batch in (None, policy.whole_batch) for policy in self.policies)
 
     def around(
         self, compute: Compute, whole_batch: bool, network: Network, settings: Settings,
@@ -129,7 +140,8 @@ class Stepping:
         """compute, with the policies around it that are on: those for whole batches, or the others. guidance,
         is_counted: see Moment."""
         mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
-        on = [policy for policy in mine if policy.is_on(settings)]
+        names = self._names_on(settings)
+        on = [policy for policy in mine if policy.name in names]
         for policy in mine:
             if policy not in on:
                 rest(policy)

@@ -27,13 +27,13 @@ HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tenso
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
     """The rows of every part that was not looked up."""
     parts: list[int] = []
-    serve = OneCard.serve
+    make_plan = OneCard.make_plan
 
     def counting(self: OneCard, call: Call, host: Any) -> Any:
         parts.append(call.latent.shape[0])
-        return serve(self, call, host)
+        return make_plan(self, call, host)
 
-    monkeypatch.setattr(OneCard, "serve", counting)
+    monkeypatch.setattr(OneCard, "make_plan", counting)
     return parts
 
 
