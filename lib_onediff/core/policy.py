@@ -13,7 +13,7 @@ from .epoch import Epoch
 from .refusal import Refusal
 from .sampling import Position, Sampling
 from .settings import Settings
-from .table import Entry
+from .table import Entry, Stopwatch
 
 # The host's own forward of a call.
 Host = Callable[[], Tensor]
@@ -41,10 +41,11 @@ class Served(NamedTuple):
 
 class Answer(NamedTuple):
     """The output of a call, (batch, channels, height, width). served: how we have computed it; None where the host has,
-    or nobody."""
+    or nobody. host_times: the times of the host's own forward of such a call; None where they are not known."""
 
     output: Tensor
     served: Served | None = None
+    host_times: Stopwatch | None = None
 
 
 class Compute(Protocol):

@@ -173,8 +173,7 @@ class CallStats:
         # How many images were made at each place.
         self.images: Counter[Place] = Counter()
         self._host_seconds: dict[Hashable, float] = {}
-        # The host's own in the place of the last call; of the call that is being made, where that is not its shape's.
-        self.host: Stopwatch | None = None
+        # What stands for the host's own times of the calls that are made now, where that is not their shape's.
         self._stands_for: tuple[Stopwatch | None, str] | None = None
         self._timing = Timing()
         self.last_call = LastCall()
@@ -312,16 +311,16 @@ class CallStats:
     def count(
         self, kind: str, own: Stopwatch | None, host: Stopwatch | None, route: str = "", entry: Entry | None = None,
         reason: str | None = None,
-    ) -> None:
+    ) -> Stopwatch | None:
         """A step of this kind was made, in the time that own has taken; host would have taken host's. route: of the
-        call, if there was one; reason: why not by a faster one."""
+        call, if there was one; reason: why not by a faster one. Returns the host's times that count for it."""
         if self._stands_for is not None:
             host, stands = self._stands_for
             kind = stands if kind == WHOLE else kind
-        self.host = host
+        host_times = host
         current = self._log()
         if current is None:
-            return
+            return host_times
         last = current.last
         is_elsewhere = last is not None and last.place is not self._place and differ(last.place, self._place)
         if current is self._open and is_elsewhere:
@@ -340,6 +339,7 @@ class CallStats:
             current.note_last(step, reason)
         if reason and kind == HOSTS:
             current.by_host[reason] += 1
+        return host_times
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -373,25 +373,27 @@ class CallStats:
 
     def note_host(
         self, reason: str, model: str | None = None, latent: Tensor | None = None, host: Stopwatch | None = None
-    ) -> None:
+    ) -> Stopwatch | None:
         """The host computes a call, for this reason. model, latent: its network's name and its input; None: not known.
-        host: the host's times at this shape, which later steps without a call stand for; None: not known."""
+        host: the host's times at this shape; None: not known. Returns the host's times that count for the call."""
         self._place = Place(model, self._resolution(latent))
         self.calls[HOST] += 1
-        self.count(HOSTS, host, host, HOST, None, reason)
+        host_times = self.count(HOSTS, host, host, HOST, None, reason)
         self._note_last(LastCall(HOST, reason))
+        return host_times
 
-    def note_served(self, served: Served) -> None:
-        """We have computed a call."""
+    def note_served(self, served: Served) -> Stopwatch | None:
+        """We have computed a call. Returns the host's times that count for it."""
         entry, route, reason = served.entry, served.route, served.reason
         self._place = entry.place
         self.calls[route] += 1
         kind = CACHED if entry.key.part == CACHED else WHOLE
-        self.count(kind, entry.own, entry.host, route, entry, reason)
+        host_times = self.count(kind, entry.own, entry.host, route, entry, reason)
         last = self.last_call
         is_news = last.entry is not entry or last.route != route or last.reason != reason
         if is_news or log.isEnabledFor(logging.DEBUG):
             self._note_last(LastCall(route, reason, entry))
+        return host_times
 
     def _note_last(self, call: LastCall) -> None:
         before = self.last_call

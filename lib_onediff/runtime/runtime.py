@@ -19,7 +19,7 @@ from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, WARM_UP_TIMES, Sampling
 from ..core.settings import ONE_GPU, Settings
-from ..core.table import Entry
+from ..core.table import Entry, Stopwatch
 from ..core.weak_dictionary import WeakDictionary
 from ..steps.registry import step_policies
 from ..store.history import History
@@ -237,20 +237,21 @@ class Runtime:
             compute = self.stepping.around(compute, True, network, settings, guidance)
         except Exception as error:
             tried: Attempt[Any] = Attempt.of(error, around)
-            work: Callable[[], Tensor] = partial(
+            work: Callable[[], Answer] = partial(
                 self.by_host, unet, tried, "looking a UNet up", as_host(host), call.latent
             )
         else:
-            work = lambda: compute(call, as_host(host)).output  # noqa: E731
+            work = partial(compute, call, as_host(host))
         with self.guard.beside("timing a call", self.call_stats.timing(UNET, call.latent.device)):
-            return self.guard.as_raised(work)
+            return self.guard.as_raised(work).output
 
-    def note_served(self, served: Served) -> None:
-        """Count a call, which has its answer whatever fails here."""
+    def note_served(self, served: Served) -> Stopwatch | None:
+        """Count a call, which has its answer whatever fails here. Returns the host's times that count for it."""
         try:
-            self.call_stats.note_served(served)
+            return self.call_stats.note_served(served)
         except Exception as error:
             self.guard.note("counting a call", error)
+            return None
 
     def _becomes_plain(self, settings: Settings) -> bool:
         """Begin calls by other settings than before. Returns whether they switch every step policy and the second GPU
@@ -278,8 +279,8 @@ class Runtime:
     def by_host(
         self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
         tried: Entry | None = None,
-    ) -> Tensor:
-        """Run the host's forward, because of what became of ours. hook: what we were doing; see Guard.note. latent: of
+    ) -> Answer:
+        """The host's own answer, because of what became of ours. hook: what we were doing; see Guard.note. latent: of
         the call, where it was read. tried: the entry at which ours was tried last; None where it was at none.
 
         A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
@@ -288,8 +289,8 @@ class Runtime:
         if attempt.outcome is Outcome.OUT_OF_MEMORY:
             self.release_memory()
         told = attempt.reason if fault is None else NOT_UNDERSTOOD.format(first_line(fault))
-        host_times = None if tried is None else tried.host
-        self.call_stats.note_host(told, self._known_name(unet), latent, host_times)
+        known = None if tried is None else tried.host
+        host_times = self.call_stats.note_host(told, self._known_name(unet), latent, known)
         self._leave_as_found(unet)
         network = self.services.networks.get(unet)
         # Where weights were bound, our layout has left memory in pieces that the host would have in one.
@@ -298,7 +299,7 @@ class Runtime:
         output = self.pressure.run_host(host, room)
         if fault is not None:
             self.guard.attempt("noting a fault", partial(self._give_up, hook, fault))
-        return output
+        return Answer(output, host_times=host_times)
 
     def _give_up(self, hook: str, fault: Exception) -> None:
         self.call_stats.explain(self.guard.give_up(hook, fault))
@@ -306,7 +307,7 @@ class Runtime:
     def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
         """Run the host's forward of a call that could not be read."""
         self.guard.attempt("counting a call", self.two_gpus.note)
-        return self.by_host(unet, attempt, "the UNet's forward", host)
+        return self.by_host(unet, attempt, "the UNet's forward", host).output
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
         """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
@@ -347,7 +348,7 @@ class OursOrHosts:
         if made.is_ours:
             return made.given()
         runtime = self._runtime
-        return Answer(runtime.by_host(self._unet, made, "the UNet's forward", host, call.latent, card.tried))
+        return runtime.by_host(self._unet, made, "the UNet's forward", host, call.latent, card.tried)
 
     def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
         """Raises what CardRoute.answer raises."""
@@ -361,9 +362,9 @@ class OursOrHosts:
             # Another UNet may be computed on both.
             two_gpus.note()
         answer = self._runtime.by_card.answer(card, call, host)
-        if answer.served is not None:
-            self._runtime.note_served(answer.served)
-        return answer
+        if answer.served is None:
+            return answer
+        return answer._replace(host_times=self._runtime.note_served(answer.served))
 
     def check(self, call: Call, served: Served) -> None:
         raise Refusal("policies for whole batches compare nothing")

@@ -78,10 +78,10 @@ class Forecast:
                 stop()
                 self.status["calls"] += 1
                 moment.times.count(FORECAST, self._stopwatch, known.host)
-                return Answer(output)
+                return Answer(output, host_times=known.host)
             answer = compute(call, moment.host)
             if answer.served is not None:
-                known.host = moment.times.host
+                known.host = answer.host_times
                 known.line.note(index, answer.output, answer.served.epoch.values)
             return answer
 

@@ -94,7 +94,8 @@ class GuidanceEnd:
 
     def _whole(self, moment: Moment, guided: Guided, compute: Compute) -> Answer:
         answer = compute(moment.call, moment.host)
-        guided.host, self.status["reason"] = moment.times.host, ""
+        guided.host = answer.host_times
+        self.status["reason"] = ""
         return answer
 
     def _prompt_alone(self, moment: Moment, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
