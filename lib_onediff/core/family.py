@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from .call import Call
 from .layer_weights import Weights
-from .leaves import LEAVES, CrossAttention, FusedLinear, ResidualBlock, descriptions
+from .leaves import LEAVES, FusedLinear, descriptions
 from .operators import Operators
 
 # Shapes, (batch, heads, tokens, width), of an attention's queries and of its keys.
@@ -50,14 +49,6 @@ class Layout:
     def kernel_users(self) -> list[Any]:
         """The descriptions that decide which kernels are needed."""
         return self.leaves()
-
-    @cached_property
-    def residual_blocks(self) -> tuple[ResidualBlock, ...]:
-        return tuple(self.layers(ResidualBlock))
-
-    @cached_property
-    def cross_attentions(self) -> tuple[Any, ...]:
-        return tuple(self.layers(CrossAttention))
 
 
 class UsualSizes(NamedTuple):

@@ -94,6 +94,16 @@ class FusedLinear:
         return sum(member.out_features for member in self.members)
 
 
+class TokenLinear(NamedTuple):
+    """A linear layer over the image's tokens, which may be computed in eight bits. source: what makes the tokens. role:
+    the layer's place in its block. norm: the path of the norm before it, if the scales in float8 follow from that."""
+
+    layer: Linear | FusedLinear
+    source: str
+    role: str
+    norm: str = ""
+
+
 @dataclass(frozen=True)
 class SelfAttention:
     """norms: of each head's queries and of its keys, or none. Keys and values may have fewer heads than queries."""
@@ -108,6 +118,11 @@ class SelfAttention:
         """The number of heads of keys, and of values."""
         head_width = self.out.in_features // self.heads
         return (self.query_key_value.out_features // head_width - self.heads) // 2
+
+    @property
+    def token_layers(self) -> tuple[TokenLinear, ...]:
+        """See Block."""
+        return TokenLinear(self.query_key_value, NORMED, SELF_QKV), TokenLinear(self.out, PLAIN, SELF_OUT)
 
 
 @dataclass(frozen=True)
@@ -124,39 +139,33 @@ class CrossAttention:
     def head_width(self) -> int:
         return self.query.out_features // self.heads
 
-
-class Reader(NamedTuple):
-    """A linear layer that reads the image's tokens. source: what makes these. role: what the layer is in its block.
-    norm: the path of the norm before it, where its scales in float8 follow from that."""
-
-    layer: Linear | FusedLinear
-    source: str
-    role: str
-    norm: str = ""
+    @property
+    def token_layers(self) -> tuple[TokenLinear, ...]:
+        """See Block."""
+        return TokenLinear(self.query, NORMED, CROSS_QUERY), TokenLinear(self.out, PLAIN, CROSS_OUT)
 
 
 class Block:
-    """A block of a transformer, of any family: self attention, cross attention and feed-forward layers. activation:
-    GATED where a GEGLU is between the last two, else PLAIN."""
-
-    activation = PLAIN
+    """A block of a transformer, of any family."""
 
     @property
-    def readers(self: Any) -> tuple[Reader, ...]:
-        """Its linear layers that read the image's tokens, in their order."""
-        own, cross = self.self_attention, self.cross_attention
-        norm = self.feed_forward_norm.path if self.activation == GATED else ""
-        return (
-            Reader(own.query_key_value, NORMED, SELF_QKV), Reader(own.out, PLAIN, SELF_OUT),
-            Reader(cross.query, NORMED, CROSS_QUERY), Reader(cross.out, PLAIN, CROSS_OUT),
-            Reader(self.feed_forward_in, NORMED, FEED_FORWARD_IN, norm),
-            Reader(self.feed_forward_out, self.activation, FEED_FORWARD_OUT),
-        )
+    def token_layers(self) -> tuple[TokenLinear, ...]:
+        """The linear layers over the image's tokens, in the order in which they are computed."""
+        raise NotImplementedError
+
+    @property
+    def prompt_layers(self) -> tuple[FusedLinear, ...]:
+        """The linear layers over the prompt's tokens, whose products are computed in the model's dtype."""
+        return ()
+
+
+def feed_forward_layers(into: Linear, out: Linear, source: str, norm: str = "") -> tuple[TokenLinear, ...]:
+    """The two layers of a feed-forward. source: GATED if a GEGLU is between them, else PLAIN. norm: see TokenLinear."""
+    return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
 
 
 @dataclass(frozen=True)
 class TransformerBlock(Block):
-    activation = GATED
     self_norm: LayerNorm
     self_attention: SelfAttention
     cross_norm: LayerNorm
@@ -164,6 +173,17 @@ class TransformerBlock(Block):
     feed_forward_norm: LayerNorm
     feed_forward_in: Linear
     feed_forward_out: Linear
+
+    @property
+    def token_layers(self) -> tuple[TokenLinear, ...]:
+        feed_forward = feed_forward_layers(
+            self.feed_forward_in, self.feed_forward_out, GATED, self.feed_forward_norm.path
+        )
+        return *self.self_attention.token_layers, *self.cross_attention.token_layers, *feed_forward
+
+    @property
+    def prompt_layers(self) -> tuple[FusedLinear, ...]:
+        return (self.cross_attention.key_value,)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[
     """The linear layers of a block that may be worth it: the large ones, but for those that read the prompt, which are
     computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
-    for layer, source, role, norm in block.readers:
+    for layer, source, role, norm in block.token_layers:
         name, first = (layer.name, layer.members[0]) if isinstance(layer, FusedLinear) else (layer.path, layer)
         width = first.in_features
         if width * layer.out_features >= fewest and width % ALIGNED == layer.out_features % ALIGNED == 0:
@@ -103,7 +103,12 @@ def has_kernel(layer: Convolution) -> bool:
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
     """All that can be in eight bits, large or small."""
     linear = [one for block in layout.layers(Block) for one in low_bit_layers(block, fewest_weights=0)]
-    return linear + [one for block in layout.residual_blocks for one in low_bit_convolutions(block)]
+    return linear + [one for block in layout.layers(ResidualBlock) for one in low_bit_convolutions(block)]
+
+
+def prompt_layers(layout: Any) -> list[str]:
+    """The names of the layers over the prompt's tokens. They are in eight bits only where no weight is in 16."""
+    return [layer.name for block in layout.layers(Block) for layer in block.prompt_layers]
 
 
 def low_bit_products(
@@ -138,7 +143,7 @@ class LowBitWeights:
         every = every_low_bit_layer(layout)
         self._norms = {one.name: one.norm for one in every if one.norm}
         self._linear = {one.name for one in every if one.layer_class != CONVOLUTIONS}
-        self._linear |= {attention.key_value.name for attention in layout.cross_attentions}
+        self._linear.update(prompt_layers(layout))
         self.fitted_to: object = None
 
     def fit(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...core.family import Layout
 from ...core.leaves import (
+    PLAIN,
     AdaptiveNorm,
     Block,
     CrossAttention,
@@ -22,7 +23,9 @@ from ...core.leaves import (
     RMSNorm,
     SelfAttention,
     TimeEmbedding,
+    TokenLinear,
     digest_without,
+    feed_forward_layers,
 )
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_class, is_genuine
@@ -49,6 +52,15 @@ class AdaptiveBlock(Block):
     feed_forward_in: Linear
     feed_forward_out: Linear
     norm: AdaptiveNorm
+
+    @property
+    def token_layers(self) -> tuple[TokenLinear, ...]:
+        feed_forward = feed_forward_layers(self.feed_forward_in, self.feed_forward_out, PLAIN)
+        return *self.self_attention.token_layers, *self.cross_attention.token_layers, *feed_forward
+
+    @property
+    def prompt_layers(self) -> tuple[FusedLinear, ...]:
+        return (self.cross_attention.key_value,)
 
 
 @dataclass(frozen=True)

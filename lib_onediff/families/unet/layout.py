@@ -126,8 +126,12 @@ class UNetLayout(Layout):
                 size = size_after(layer, size, following)
 
     @cached_property
+    def residual_blocks(self) -> tuple[ResidualBlock, ...]:
+        return tuple(self.layers(ResidualBlock))
+
+    @cached_property
     def kernel_users(self) -> list[Any]:
-        return [*self.leaves(), *self.cross_attentions]
+        return [*self.leaves(), *self.layers(CrossAttention)]
 
     def units(self, depth: int | None) -> list[tuple[str, ...]]:
         """See core.family.Family. depth: of the outer stages, where they are computed alone; None: of the whole."""

@@ -28,6 +28,7 @@ from ....weights.low_bit import (
     WantedKinds,
     every_low_bit_layer,
     low_bit_products,
+    prompt_layers,
 )
 from ...torch import operators as torch_ops
 from ..kernels import rounding
@@ -113,7 +114,7 @@ class LowBit:
         def find() -> WantedKinds:
             found = {name: self.best(product, dtype, kinds) or otherwise for name, product in every.items()}
             if lossy.only:
-                found |= {attention.key_value.name: otherwise for attention in layout.cross_attentions}
+                found |= dict.fromkeys(prompt_layers(layout), otherwise)
             return {name: kind for name, kind in found.items() if kind is not None}
 
         question = every, layout, dtype, kinds, self._changes, current_card()
