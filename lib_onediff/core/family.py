@@ -73,7 +73,7 @@ class DecoderFamily(Protocol):
 
     @property
     def readers(self) -> tuple[Reader, ...]:
-        """Of its decoders and encoders, host by host."""
+        """Of its decoders and encoders in several hosts; a host hands in others (see families.registry)."""
 
     def refuse_latent(self, layout: Any, latent: Tensor) -> None:
         """Raise Refusal with the reason for a latent, or an encoder's image, that cannot be this network's."""
@@ -105,7 +105,7 @@ class Family(Protocol):
 
     @property
     def readers(self) -> tuple[Reader, ...]:
-        """Of its networks, host by host."""
+        """Of its networks in several hosts; a host hands in others (see families.registry)."""
 
     def refuse_call(self, layout: Any, call: Call) -> None:
         """Raise Refusal with the reason for inputs that cannot be this network's."""

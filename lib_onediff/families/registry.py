@@ -5,7 +5,6 @@ The one door to the readers of each kind of module, which know nothing of each o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +25,11 @@ class Families:
 
     def __init__(self, families: Iterable[Family]) -> None:
         self.all = tuple(families)
+        self._readers = [reader for family in self.all for reader in family.readers]
+
+    def take_reader(self, reader: Reader) -> None:
+        """Register the reader of one host's modules: hosts know the families, and families know no host."""
+        self._readers.append(reader)
 
     def usual_sizes(self, model: str | None = None) -> tuple[UsualSizes, ...]:
         """Those of a model by its name, such as "SDXL refiner"; of every model where none fits or is given."""
@@ -34,7 +38,7 @@ class Families:
 
     def read(self, module: nn.Module) -> Any:
         """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""
-        return read(module, "UNet", chain.from_iterable(family.readers for family in self.all))
+        return read(module, "UNet", self._readers)
 
     def of(self, layout: Any) -> Family:
         """The family that has read it."""
@@ -54,11 +58,16 @@ class DecoderFamilies:
 
     def __init__(self, families: Iterable[DecoderFamily]) -> None:
         self.all = tuple(families)
+        self._readers = [reader for family in self.all for reader in family.readers]
+
+    def take_reader(self, reader: Reader) -> None:
+        """As of Families."""
+        self._readers.append(reader)
 
     def read(self, decoder: nn.Module) -> Any:
         """The layout of a VAE's decoder or encoder, read from its module tree. Raises Refusal for anything that no
         family knows, or with parameters that it does not know: a tiny autoencoder, one that takes a mask."""
-        return read(decoder, "VAE decoder", chain.from_iterable(family.readers for family in self.all))
+        return read(decoder, "VAE decoder", self._readers)
 
     def of(self, layout: Any) -> DecoderFamily:
         """The family that has read it."""

@@ -7,7 +7,7 @@ do not have.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,16 +21,11 @@ from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import Convolution, GroupNorm, Linear, digest_without
 from ..core.operators import Operators
 from ..core.refusal import Refusal
-from .leaf_reader import LeafReader, is_class
+from .leaf_reader import LeafReader
 from .unet.layers import join_heads, split_heads
 from .unet.layout import Downsample, Upsample
-from .unet.read import check_attention, is_plain, modules_of, read_upsample, require_silu
 
 HALVES = ("Decoder", "Encoder")
-DIFFUSERS_VAE = "diffusers.models.autoencoders.vae"
-DIFFUSERS_LEVELS = {
-    "UNetMidBlock2D", "UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D",
-}
 
 
 @dataclass(frozen=True)
@@ -100,11 +95,6 @@ def is_ldm(half: nn.Module) -> bool:
     return type(half).__name__ in HALVES and hasattr(half, "mid")
 
 
-def is_diffusers(half: nn.Module) -> bool:
-    """Whether a module is a decoder or an encoder of diffusers' AutoencoderKL."""
-    return is_class(type(half), DIFFUSERS_VAE, *HALVES)
-
-
 def read_ldm(half: Any) -> DecoderLayout:
     """The layout of an ldm, sgm or Forge Decoder or Encoder. Raises Refusal with the reason."""
     middle, levels = [half.mid.block_1, half.mid.attn_1, half.mid.block_2], range(half.num_resolutions)
@@ -118,7 +108,7 @@ def read_ldm(half: Any) -> DecoderLayout:
     else:
         down = (ldm_level(half.down[at], half.num_res_blocks, "downsample", at < levels[-1]) for at in levels)
         modules = [*chain(*down), *middle]
-    return layout_of(half, modules, half.norm_out, LeafReader(half))
+    return layout_of(half, modules, half.norm_out, LeafReader(half), READERS)
 
 
 def ldm_level(level: Any, count: int, resample: str, resamples: bool) -> list[Any]:
@@ -129,31 +119,17 @@ def ldm_level(level: Any, count: int, resample: str, resamples: bool) -> list[An
     return [*chain(*zip(level.block, attentions, strict=True)), *([getattr(level, resample)] if resamples else [])]
 
 
-def read_diffusers(half: Any) -> DecoderLayout:
-    """The layout of an AutoencoderKL's Decoder or Encoder. Raises Refusal with the reason."""
-    leaves = LeafReader(half)
-    require_silu(half.conv_act, "the output's activation", leaves)
-    if hasattr(half, "up_blocks"):
-        blocks = [half.mid_block, *half.up_blocks]
-    else:
-        blocks = [*half.down_blocks, half.mid_block]
-    modules = chain.from_iterable(diffusers_level(block, leaves) for block in blocks)
-    return layout_of(half, modules, half.conv_norm_out, leaves)
+# --- what every host's readers share ----------------------------------------------------------------------------------
 
 
-def diffusers_level(block: Any, leaves: LeafReader) -> list[Any]:
-    """The layers of one resolution, or of the middle, in the order of the host's forward."""
-    resamplers = getattr(block, "upsamplers", None) or getattr(block, "downsamplers", None) or ()
-    return [*chain(*modules_of(block, leaves, DIFFUSERS_LEVELS)), *resamplers]
-
-
-# --- what both have ---------------------------------------------------------------------------------------------------
-
-
-def layout_of(half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader) -> DecoderLayout:
-    """modules: those that the host calls between the first convolution and the last norm, in this order."""
+def layout_of(
+    half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader,
+    readers: Mapping[str, Callable[[Any, LeafReader], Layer]],
+) -> DecoderLayout:
+    """modules: those that the host calls between the first convolution and the last norm, in this order. readers: of
+    these, by the names of their classes."""
     layout = DecoderLayout(
-        leaves.convolution(half.conv_in), leaves.layers(READERS, modules), leaves.group_norm(out_norm),
+        leaves.convolution(half.conv_in), leaves.layers(readers, modules), leaves.group_norm(out_norm),
         leaves.convolution(half.conv_out),
     )
     leaves.refuse_unclaimed()
@@ -201,48 +177,21 @@ def ldm_upsample(layer: Any, leaves: LeafReader) -> Upsample:
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
-# --- diffusers' layers ------------------------------------------------------------------------------------------------
-
-
-def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
-    leaves.require(block, upsample=None, downsample=None, time_emb_proj=None, output_scale_factor=1.0)
-    require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
-    return residual_block(block, block.conv_shortcut, leaves)
-
-
-def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    leaves.require(layer, use_conv=True, norm=None, padding=0)
-    return downsample(layer, leaves)
-
-
-def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
-    check_attention(attention, leaves, is_residual=True)
-    processor = type(attention.processor)
-    if not is_plain(processor):
-        raise Refusal(f"the attention processor {processor.__name__} is set, which may compute something else")
-    projected = tuple(map(leaves.linear, (attention.to_q, attention.to_k, attention.to_v)))
-    return PixelAttention(
-        leaves.group_norm(attention.group_norm), projected, leaves.linear(attention.to_out[0]), attention.heads
-    )
-
-
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
     "ResnetBlock": ldm_residual_block, "Upsample": ldm_upsample, "Downsample": ldm_downsample,
     # The same, by torch's operators and by xformers'.
     "AttnBlock": ldm_attention, "MemoryEfficientAttnBlock": ldm_attention,
-    "ResnetBlock2D": diffusers_residual_block, "Attention": diffusers_attention, "Upsample2D": read_upsample,
-    "Downsample2D": diffusers_downsample,
 }
 
 
-# --- the family ------------------------------------------------------------------------------------------------------
+# --- the family -------------------------------------------------------------------------------------------------------
 
 
 class Autoencoders:
     """See core.family.DecoderFamily: Stable Diffusion's, AutoencoderKL."""
 
     layout = DecoderLayout
-    readers = (is_ldm, read_ldm), (is_diffusers, read_diffusers)
+    readers = ((is_ldm, read_ldm),)
 
     def refuse_latent(self, layout: DecoderLayout, latent: Tensor) -> None:
         channels = layout.in_convolution.in_channels

@@ -19,6 +19,7 @@ from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.hosts.diffusers import read_unet as read_unet
 from lib_onediff.weights.bound import BoundUNet
 
 # The output of a call, by the family that has read its layout.

@@ -15,6 +15,7 @@ from own_forward import own_forward
 from torch import Tensor
 
 from lib_onediff.core.settings import Settings
+from lib_onediff.hosts.diffusers import read_vae as read_vae
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.vae.route import DecoderRoute
 from lib_onediff.weights.scan import HostTraits

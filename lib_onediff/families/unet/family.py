@@ -14,7 +14,7 @@ from ...core.operators import Operators
 from ...core.refusal import Refusal
 from . import forward
 from .layout import UNetLayout
-from .read import is_diffusers_unet, is_ldm_unet, read_diffusers, read_ldm
+from .read import is_ldm_unet, read_ldm
 
 # How loud the noise is that stands for a prompt: at 1 the softmaxes of some models choose between two tokens that are
 # nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
@@ -25,7 +25,7 @@ class UNets:
     """See core.family.Family."""
 
     layout, first_timestep = UNetLayout, 1000.0
-    readers = (is_ldm_unet, read_ldm), (is_diffusers_unet, read_diffusers)
+    readers = ((is_ldm_unet, read_ldm),)
     usual_sizes = (
         UsualSizes("SD 1.5", ("SD1", "SD 1.x"), (
             "512x512", "512x768", "768x512", "768x768", "1024x1024", "1024x1536", "1536x1024",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...core.call import CROSS_ATTENTION, SELF_ATTENTION, Block, ImagePrompt, PatchPoints
 from ...core.leaves import TransformerBlock
 from ...core.refusal import Refusal
-from ...families.unet.read import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
+from .read_unet import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
 
 log = logging.getLogger("onediff")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ...core.attempt import HostFunction
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ...families.vae import is_diffusers
 from ...runtime.runtime import runtime
 from .module_forward import ModuleForward, by_name, put_on, take_off, unwrapped
+from .read_vae import is_diffusers
 
 # What the forwards of both take first.
 LATENT = "sample"

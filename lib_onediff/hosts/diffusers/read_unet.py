@@ -1,0 +1,202 @@
+"""Read diffusers' UNet2DConditionModel, and recognise what its users put on it: attention processors, FreeU and
+IP-Adapters."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
+from ...core.refusal import Refusal
+from ...families.leaf_reader import LeafReader, is_class
+from ...families.registry import FAMILIES
+from ...families.unet.layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, UNetLayout, Upsample
+from ...families.unet.read import read_transformer
+
+MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
+BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
+# These compute plain softmax attention; any other processor may compute something else.
+PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
+# What fuse_qkv_projections() sets, and the layers that it makes and leaves behind when that is undone.
+FUSED_PROCESSOR, FUSED_LAYERS = "FusedAttnProcessor2_0", ("to_qkv", "to_kv")
+# An IP-Adapter's: its tokens go to attention processors, beside the context.
+IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
+PROCESSOR_OF = attrgetter("processor")
+FREEU_FACTORS = ("s1", "s2", "b1", "b2")
+
+
+def is_diffusers_unet(unet: nn.Module) -> bool:
+    """Whether a module is of diffusers' own UNet2DConditionModel, and of no class derived from it."""
+    return is_class(type(unet), "diffusers.models.unets.unet_2d_condition", "UNet2DConditionModel")
+
+
+def read_diffusers(unet: Any) -> UNetLayout:
+    """The layout of a UNet2DConditionModel. Raises Refusal with the reason."""
+    leaves = LeafReader(unet, reads_loras=True)
+    refuse_diffusers_variants(unet, leaves)
+    processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
+    down: list[list[Any]] = []
+    for block in unet.down_blocks:
+        down += [*modules_of(block, leaves), *([downsampler] for downsampler in block.downsamplers or ())]
+    up: list[list[Any]] = []
+    for block in unet.up_blocks:
+        up += modules_of(block, leaves)
+        up[-1] += block.upsamplers or ()
+    middle: list[Any] = []
+    if unet.mid_block is not None:
+        first, *others = modules_of(unet.mid_block, leaves)
+        middle = [*first, *chain(*others)]
+
+    layout = UNetLayout(
+        input_stages=((leaves.convolution(unet.conv_in),), *(leaves.layers(READERS, stage) for stage in down)),
+        middle_stage=leaves.layers(READERS, middle),
+        output_stages=tuple(leaves.layers(READERS, stage) for stage in up),
+        time=diffusers_time(unet, leaves), label=diffusers_label(unet, leaves),
+        out_norm=leaves.group_norm(unet.conv_norm_out), out_convolution=leaves.convolution(unet.conv_out),
+        foreign=foreign_parts(unet, set(map(type, processors))),
+    )
+    for part in (unet.encoder_hid_proj, *processors):
+        if isinstance(part, nn.Module):
+            leaves.leave(part)
+    leaves.refuse_unclaimed()
+    return layout
+
+
+def attentions_of(unet: nn.Module) -> dict[str, Any]:
+    """Every attention module below a UNet by its path, with the processor that computes it."""
+    found = unet.named_modules()
+    return {path: module for path, module in found if hasattr(module, "processor") and hasattr(module, "to_q")}
+
+
+def is_plain(kind: type) -> bool:
+    """Whether a class of attention processors computes plain softmax attention."""
+    return kind.__name__ in PLAIN_PROCESSORS and kind.__module__.partition(".")[0] == "diffusers"
+
+
+def has_ip_adapter(unet: Any) -> bool:
+    return type(unet.encoder_hid_proj).__name__ == IMAGE_PROJECTION
+
+
+def has_freeu(block: Any) -> bool:
+    # Plain numbers that enable_freeu sets: asking a module for what it lacks takes microseconds.
+    return all(vars(block).get(name) for name in FREEU_FACTORS)
+
+
+def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
+    """What runs within a UNet beside its own layers, each once, in words for the user. kinds: the classes of its
+    attention processors."""
+    found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
+    found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))
+    return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
+
+
+def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
+    config = unet.config
+    text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
+    if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
+        kind = type(unet.encoder_hid_proj).__name__
+        raise Refusal(f"another projection of the context is loaded ({kind})")
+    if unet.class_embedding is not None or config.center_input_sample or unet.time_embed_act is not None:
+        raise Refusal("it has class labels or another way to prepare its inputs")
+    if config.addition_embed_type not in (None, "text_time"):
+        raise Refusal(f"its extra embedding is of type {config.addition_embed_type}")
+    if leaves.kind(unet.time_proj) != "Timesteps" or not isinstance(unet.conv_norm_out, nn.GroupNorm):
+        raise Refusal("its time projection or output norm is of another kind")
+    require_silu(unet.conv_act, "the output's activation", leaves)
+
+
+def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
+    if leaves.kind(activation) != "SiLU":
+        raise Refusal(f"{where} is {leaves.kind(activation)}, not SiLU")
+
+
+def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
+    projection, embedding = unet.time_proj, unet.time_embedding
+    require_silu(embedding.act, "the time embedding's activation", leaves)
+    leaves.require(embedding, post_act=None)
+    return TimeEmbedding(
+        channels=projection.num_channels, cosine_first=projection.flip_sin_to_cos,
+        frequency_shift=float(projection.downscale_freq_shift), scale=float(getattr(projection, "scale", 1)),
+        condition=None if embedding.cond_proj is None else leaves.linear(embedding.cond_proj),
+        first=leaves.linear(embedding.linear_1), second=leaves.linear(embedding.linear_2),
+    )
+
+
+def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    if unet.config.addition_embed_type is None:
+        return None
+    embedding = unet.add_embedding
+    require_silu(embedding.act, "the extra embedding's activation", leaves)
+    return LabelEmbedding(leaves.linear(embedding.linear_1), leaves.linear(embedding.linear_2))
+
+
+def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) -> list[list[Any]]:
+    """The layers of one resolution, or of the middle, in the order of the host's forward: a list for each residual
+    block. No attention is None. Raises Refusal for a block of a class that is not known."""
+    if leaves.kind(block) not in known:
+        raise leaves.unknown(block)
+    resnets, attentions = list(block.resnets), list(getattr(block, "attentions", None) or ())
+    if leaves.kind(block) in MIDDLE_BLOCKS:
+        return [[resnets[0]], *map(list, zip(attentions, resnets[1:], strict=True))]
+    return list(map(list, zip(resnets, attentions or [None] * len(resnets), strict=True)))
+
+
+def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    leaves.require(layer, use_conv=True, norm=None, padding=1)
+    return Downsample(leaves.convolution(layer.conv))
+
+
+def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
+    leaves.require(layer, use_conv=True, norm=None, use_conv_transpose=False, interpolate=True)
+    return Upsample(leaves.convolution(layer.conv), resize_before=True)
+
+
+def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    leaves.require(block, upsample=None, downsample=None, time_embedding_norm="default", skip_time_act=False)
+    leaves.require(block, output_scale_factor=1.0)
+    require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
+    return ResidualBlock(
+        in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
+        embedding=leaves.linear(block.time_emb_proj),
+        out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
+        skip=None if block.conv_shortcut is None else leaves.linear(block.conv_shortcut),
+    )
+
+
+def diffusers_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
+    leaves.require(transformer, is_input_continuous=True)
+    return read_transformer(transformer, diffusers_block, leaves)
+
+
+def diffusers_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    if leaves.kind(block) != "BasicTransformerBlock" or block.attn2 is None:
+        raise leaves.unknown(block)
+    leaves.require(block, norm_type="layer_norm", pos_embed=None, only_cross_attention=False)
+    leaves.require(block.attn2, is_cross_attention=True)
+    for attention in (block.attn1, block.attn2):
+        check_attention(attention, leaves)
+    return leaves.transformer_block(block)
+
+
+def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:
+    """Raise Refusal for an attention that computes more than its queries, keys, values and output. is_residual: whether
+    it is to have a norm of its own, and to add its result to what it reads, as a VAE's."""
+    if type(attention.processor).__name__ == FUSED_PROCESSOR:
+        raise Refusal("fuse_qkv_projections() is on: OneDiff does that without a copy, after unfuse_qkv_projections()")
+    for name in FUSED_LAYERS:
+        leaves.leave(getattr(attention, name, None))
+    leaves.require(attention, residual_connection=is_residual, rescale_output_factor=1, scale_qk=True)
+    extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", *([] if is_residual else ["group_norm"]))
+    odd = [name for name in extras if getattr(attention, name, None) is not None]
+    if odd:
+        raise leaves.unknown(attention, f"it has a {odd[0]}")
+
+
+READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
+    "ResnetBlock2D": diffusers_residual_block, "Transformer2DModel": diffusers_transformer,
+    "Downsample2D": diffusers_downsample, "Upsample2D": read_upsample,
+}
+FAMILIES.take_reader((is_diffusers_unet, read_diffusers))
