@@ -14,7 +14,7 @@ from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from . import forward
-from .layout import AnimaLayout, is_anima, is_cosmos, read_anima, read_cosmos
+from .layout import AnimaLayout, is_anima, read_anima
 
 # To how many tokens the host fills shorter prompts up.
 FEWEST_TOKENS = 512
@@ -25,7 +25,7 @@ class Animas:
 
     # The timestep is the share of noise.
     layout, first_timestep = AnimaLayout, 1.0
-    readers = (is_anima, read_anima), (is_cosmos, read_cosmos)
+    readers = ((is_anima, read_anima),)
     usual_sizes = (UsualSizes("Anima", ("Anima",), (
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
     )),)

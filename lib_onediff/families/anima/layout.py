@@ -1,5 +1,5 @@
 """What an Anima network is, which parameter does what without holding any; read from Forge Neo's module
-(backend.nn.anima) and from diffusers' CosmosTransformer3DModel."""
+(backend.nn.anima)."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,18 +28,12 @@ from ...core.leaves import (
     feed_forward_layers,
 )
 from ...core.refusal import Refusal
-from ..leaf_reader import LeafReader, is_class, is_genuine
+from ..leaf_reader import LeafReader, is_genuine
 
 BASE = 10000.0
 PLACES = ("self_attn", "cross_attn", "mlp")
 # Of an attention: what makes queries, keys and values, the norms of the first two, the output and how many heads.
 FORGES_PARTS = attrgetter("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "output_proj", "n_heads")
-DIFFUSERS_PARTS = attrgetter("to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out.0", "heads")
-# What diffusers' may have besides, by its configuration.
-VARIANTS = {
-    "extra_pos_embed_type": "learned positions", "use_crossattn_projection": "a projection of the prompt",
-    "img_context_dim_in": "a second attention, to images",
-}
 
 
 @dataclass(frozen=True)
@@ -185,85 +179,7 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
     )
 
 
-# --- diffusers' -------------------------------------------------------------------------------------------------------
-
-
-def is_cosmos(network: nn.Module) -> bool:
-    """Whether a module is of diffusers' own CosmosTransformer3DModel, and of no class derived from it."""
-    return is_class(type(network), "diffusers.models.transformers.transformer_cosmos", "CosmosTransformer3DModel")
-
-
-def made_of_anima(network: Any) -> bool:
-    """Whether a CosmosTransformer3DModel was loaded as Anima's: Cosmos-Predict2's is the same network with other
-    weights. For the name that people see, and nothing else."""
-    return "anima" in str(network.config.get("_name_or_path")).lower()
-
-
-def read_cosmos(network: Any) -> AnimaLayout:
-    """The layout of a CosmosTransformer3DModel (Cosmos-Predict2, Anima). Its masks are channels of the latent. Raises
-    Refusal with the reason."""
-    leaves = LeafReader(network, reads_loras=True)
-    time, final, rope = network.time_embed, network.norm_out, network.rope
-    for name, what in VARIANTS.items():
-        if network.config.get(name):
-            raise Refusal(f"it has {what} ({name})")
-    sizes = {tuple(part.patch_size) for part in (network.config, network.patch_embed, rope)}
-    (frames, patch, across), *others = sizes
-    if others or frames != 1 or patch != across:
-        raise Refusal(f"its patches are {' and '.join(map(str, sizes))}, not of one image and square")
-    places = [norm for block in network.transformer_blocks for norm in (block.norm1, block.norm2, block.norm3)]
-    for kind, *modules in (
-        ("CosmosPatchEmbed", network.patch_embed), ("CosmosEmbedding", time), ("Timesteps", time.time_proj),
-        ("CosmosTimestepEmbedding", time.t_embedder), ("CosmosRotaryPosEmbed", rope), ("CosmosAdaLayerNorm", final),
-        ("CosmosAdaLayerNormZero", *places), ("SiLU", *(one.activation for one in (time.t_embedder, *places, final))),
-    ):
-        leaves.expect(kind, *modules)
-    time_norm, patches, out = leaves.rms_norm(time.norm), leaves.linear(network.patch_embed.proj), network.proj_out
-    width, blocks = time_norm.width, tuple(cosmos_block(block, leaves) for block in network.transformer_blocks)
-    layout = AnimaLayout(
-        in_channels=patches.in_features // patch**2, out_channels=out.out_features // patch**2, patch=patch,
-        width=width, context_width=blocks[0].cross_attention.key_value.members[0].in_features, patches=patches,
-        time=TimeEmbedding(
-            channels=time.time_proj.num_channels, cosine_first=time.time_proj.flip_sin_to_cos,
-            frequency_shift=float(time.time_proj.downscale_freq_shift), scale=float(time.time_proj.scale),
-            condition=None, first=leaves.linear(time.t_embedder.linear_1),
-            second=leaves.linear(time.t_embedder.linear_2),
-        ),
-        time_norm=time_norm,
-        downs=leaves.fused("modulation.down", *(place.linear_1 for place in (*places, final))),
-        ups=leaves.fused("modulation.up", *(place.linear_2 for place in places)), out_up=leaves.linear(final.linear_2),
-        positions=Positions((rope.dim_t, rope.dim_h, rope.dim_w), thetas_of(rope), torch.float32, torch.float32),
-        blocks=blocks, out_norm=adaptive_norm(final.norm, width, leaves), out=leaves.linear(out),
-        model_name="Anima" if made_of_anima(network) else "Cosmos",
-    )
-    leaves.refuse_unclaimed()
-    refuse_biases(network)
-    return layout
-
-
-def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
-    own, cross, (into, between, out) = block.attn1, block.attn2, block.ff.net
-    width = own.to_q.out_features
-    for kind, *modules in (
-        ("CosmosTransformerBlock", block), ("Attention", own, cross), ("FeedForward", block.ff), ("GELU", into),
-        ("Dropout", own.to_out[1], cross.to_out[1], between),
-    ):
-        leaves.expect(kind, *modules)
-    leaves.require(into, approximate="none")
-    for attention in (own, cross):
-        leaves.require(attention, inner_dim=width, inner_kv_dim=width)
-        if leaves.kind(attention.processor) != "CosmosAttnProcessor2_0":
-            raise leaves.unknown(attention, f"its processor is {leaves.kind(attention.processor)}")
-    norms = {adaptive_norm(norm.norm, width, leaves) for norm in (block.norm1, block.norm2, block.norm3)}
-    if len(norms) != 1:
-        raise leaves.unknown(block, "its norms differ")
-    return AdaptiveBlock(
-        *read_attentions(own, cross, DIFFUSERS_PARTS, leaves), leaves.linear(into.proj), leaves.linear(out),
-        norms.pop(),
-    )
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
+# --- what every host's readers share ----------------------------------------------------------------------------------
 
 
 def read_attentions(

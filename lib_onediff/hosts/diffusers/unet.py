@@ -16,7 +16,6 @@ from ...core.call import APART, Call, Control, PromptRows, half_of
 from ...core.inputs import rows_within
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ...families.anima.layout import is_cosmos
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits
 from ...weights.watch import no_object
@@ -24,6 +23,7 @@ from .cosmos import cosmos_call
 from .loras import LoraReader
 from .module_forward import ModuleForward, attached, by_name, only_moves, put_on, take_off
 from .patches import Within, within
+from .read_cosmos import is_cosmos
 from .read_unet import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet, is_plain
 from .schedule import announce_samplings, reference_to
 
