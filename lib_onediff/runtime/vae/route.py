@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.attempt import Attempt, HostFunction, Outcome, attempted
+from ...core.card import on_card
 from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
 from ...core.settings import Settings
@@ -157,7 +158,8 @@ class DecoderRoute:
     def _ours(self, asked: HostDecode) -> WiderType:
         """The decode as our forward does it. Raises Refusal where the decoder or the latent is none of ours."""
         bound, settings = self._admitted(asked)
-        with self._lock:
+        # Kernels that read the weights' contents are loaded on torch's current card.
+        with self._lock, on_card(asked.latent.device):
             bound.reader = self._services.devices.contents_reader(asked.latent.device)
             # The host's weights are read where they lie and never re-pointed: turning one channels-last takes a
             # thousandth of a decode, and the host's own decode finds its weights as it left them.
