@@ -1,4 +1,4 @@
-"""What a device is: one way to compute a network's operators, and how their result is run."""
+"""The protocol of devices: one way to compute a network's operators, and to run a forward made of them."""
 from __future__ import annotations
 
 import abc
@@ -24,9 +24,9 @@ TimeMs = Callable[[Callable[[], object]], float]
 
 
 class Memory(Protocol):
-    """What the runners of one architecture share. It goes when nobody holds it any more.
+    """GPU memory that the runners of one architecture share. It is freed with the last reference to it.
 
-    bytes: how much GPU memory it is.
+    bytes: its size.
     """
 
     device: torch.device
