@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
     def is_for(self, settings: Settings, device: torch.device) -> bool:
         """Whether it serves calls by these settings in torch's modes as they are now."""
-        if settings is not self.settings or device != self.device or self.entry.verdict.state is not State.READY:
+        if settings is not self.settings or device != self.device:
             return False
         is_on = is_autocast_on(device.type)
         if is_on is (self.autocast is None) or (is_on and autocast_dtype(device.type) is not self.autocast):
@@ -71,8 +71,10 @@ def replayed(
     if cut is not None and (own is None or own.memory is not cut.memory):
         return None
     with plan.turn:
-        if services.is_between_graphs or services.generations.is_warm_up or network.plans.get(signature) is not plan:
-            # Another thread has dropped it meanwhile.
+        if services.is_between_graphs or services.generations.is_warm_up:
+            return None
+        if network.plans.get(signature) is not plan or entry.verdict.state is not State.READY:
+            # Another thread has dropped it, or what was proved, meanwhile.
             return None
         output, made_at, now = None, plan.epoch, bound.epoch
         if made_at.structure == now.structure and made_at.addresses == now.addresses:

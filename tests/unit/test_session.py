@@ -1,6 +1,7 @@
 """Later calls of a sampling replay what its first ones found out, and notice what has changed between two of them."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
 
 @pytest.fixture
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[Call]:
-    """The calls that did not go by a session."""
+    """The calls that had no plan."""
     calls: list[Call] = []
     begin = BackendChoice.begin
 
@@ -57,7 +58,7 @@ def run(unet: nn.Module, call: Call, step: int = 0) -> tuple[str, float]:
 
 
 def ready(unet: nn.Module, call: Call, of: Callable[[Call], Call] = lambda call: call) -> None:
-    """Cold, then proved and captured, then replayed: the fourth call may go by the session."""
+    """Cold, then proved and captured, then replayed: the fourth call may go by its plan."""
     routes = [run(unet, of(call), step)[0] for step in range(3)]
     assert routes == ["plain", "plain", "graph"], runtime.status()["reason"]
 
@@ -218,6 +219,29 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
         assert relative_error(output, expected) < CLOSE
         assert relative_error(output, diffusers_output(unet, call)) > 1e-3
     assert len(found_out) == 7
+
+
+def test_plans_keep_no_graph_alive(unet: Any, found_out: list[Call]) -> None:
+    call = a_call(unet)
+    ready(unet, call)
+    run(unet, call, 3)
+    network = runtime.services.networks[unet]
+    [plan] = network.plans.values()
+    graph = weakref.ref(plan.runner)
+    del plan
+    runtime.purge()
+    assert not network.plans and graph() is None
+
+
+def test_a_sampling_begins_without_plans(unet: Any, found_out: list[Call]) -> None:
+    call = a_call(unet)
+    runtime.begin_sampling(unet)
+    ready(unet, call)
+    run(unet, call, 3)
+    assert len(found_out) == 3
+    runtime.begin_sampling(unet)
+    assert not runtime.services.networks[unet].plans
+    assert run(unet, call, 4)[0] == "graph" and len(found_out) == 4
 
 
 def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found_out: list[Call]) -> None:
