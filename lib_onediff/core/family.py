@@ -91,6 +91,8 @@ class DecoderFamily(Protocol):
 
 
 class Family(Protocol):
+    """A kind of network. The calls that it gets are of its own class, which its example returns."""
+
     @property
     def layout(self) -> type[Layout]:
         """The type of its layouts."""
@@ -107,7 +109,7 @@ class Family(Protocol):
     def readers(self) -> tuple[Reader, ...]:
         """Of its networks in several hosts; a host hands in others (see families.registry)."""
 
-    def refuse_call(self, layout: Any, call: Call) -> None:
+    def refuse_call(self, layout: Any, call: Any) -> None:
         """Raise Refusal with the reason for inputs that cannot be this network's."""
 
     def example(
@@ -116,11 +118,11 @@ class Family(Protocol):
         """A call such as one in the middle of an image. size: height and width of the latent. tokens: the length of the
         prompt, as a user counts it. noise: draws a tensor of a shape from a normal distribution."""
 
-    def output(self, layout: Any, weights: Weights, ops: Operators, call: Call) -> Tensor:
+    def output(self, layout: Any, weights: Weights, ops: Operators, call: Any) -> Tensor:
         """The network's output, of the latent's shape and dtype but for the channels. With call.cut, hidden states
         are written to or read from its memory (see Cut). Raises RuntimeError where a cut was never written."""
 
-    def units(self, layout: Any, call: Call) -> list[tuple[str, ...]]:
+    def units(self, layout: Any, call: Any) -> list[tuple[str, ...]]:
         """What output reads of the weights, in its order, by the names of layers, fused ones in the place of their
         members. It asks for what is in one unit once it has launched all that reads the units before, and for no matrix
         of those again."""
@@ -128,5 +130,5 @@ class Family(Protocol):
     def deepest(self, layout: Any) -> int:
         """The largest depth at which it can be cut in two; 0 where it cannot."""
 
-    def attentions(self, layout: Any, call: Call) -> list[AttentionShapes]:
+    def attentions(self, layout: Any, call: Any) -> list[AttentionShapes]:
         """The different attentions of a call."""

@@ -76,7 +76,7 @@ class ShapeKey:
         batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
         cut = call.cut
         return cls(
-            architecture=architecture, height=height, width=width, batch=batch, tokens=call.context.shape[1],
+            architecture=architecture, height=height, width=width, batch=batch, tokens=call.tokens,
             dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device,
             inputs=(*marks, *call.unusual),
             own_inputs=call.own_inputs, label=call.label, upcast_attention=call.upcast_attention,

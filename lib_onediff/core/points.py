@@ -1,39 +1,73 @@
-"""Patch points that all come to one method: what records, resumes or guards the functions of other extensions."""
+"""Functions of other extensions that are called within a network's forward."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
-from inspect import isfunction
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .call import PatchPoints
+
+class Points:
+    """The points of one call at which functions of other extensions may stand. A family that runs such functions has a
+    class of its own, with a method for each point, which its forward calls; it returns what takes the place of its
+    arguments, which it may have written to.
+
+    structure: which points there are and whose; equal for calls that compute the same way.
+    places: where anything stands; equal for calls whose functions are called at the same points.
+    functions: every function that is called in this call; see verify.rewinder_of.
+    """
+
+    structure: tuple[str, ...] = ()
+    places: object = ()
+    functions: Collection[Any] = ()
+
+    def stands(self, point: str, *arguments: Any) -> bool:
+        """Whether the method of this name calls a function, or may, when it is called with these arguments now. Calls
+        whose patches do not override this are not captured as CUDA graphs."""
+        return True
+
+    def begin(self, latent: Tensor) -> None:
+        """A forward of this latent begins."""
+
+    def unchanged(self, point: str, *arguments: Any) -> Any:
+        """What the method of this name returns where no function stands."""
+        raise NotImplementedError
 
 
-class EveryPoint(PatchPoints):
-    """Stands around the patch points of a call. at is called at every point, in place of the point's own method."""
+class EveryPoint(Points):
+    """Stands around the points of a call, of any family. at is called at every point, in place of the point's own
+    method."""
 
-    def __init__(self, patches: PatchPoints) -> None:
+    def __init__(self, patches: Any) -> None:
         self._patches = patches
         self.structure, self.places = patches.structure, patches.places
-        self.sees_stages = patches.sees_stages
-        self.norm = None if patches.norm is None else partial(self.at, "norm")
 
     @property
     def functions(self) -> Collection[Any]:  # type: ignore[override]
-        return self._patches.functions
+        functions: Collection[Any] = self._patches.functions
+        return functions
 
     def stands(self, point: str, *arguments: Any) -> bool:
-        return self._patches.stands(point, *arguments)
+        return bool(self._patches.stands(point, *arguments))
 
     def begin(self, latent: Tensor) -> None:
         self._patches.begin(latent)
 
+    def unchanged(self, point: str, *arguments: Any) -> Any:
+        return self._patches.unchanged(point, *arguments)
+
     def at(self, point: str, *arguments: Any) -> Any:
         """What the point of this name returns for these arguments."""
         return getattr(self._patches, point)(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        """The method of a point, or a plain value that the family's class has besides."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(self._patches, name)
+        return partial(self.at, name) if callable(found) else found
 
 
 class DoesNotFit(Exception):
@@ -48,32 +82,18 @@ class DoesNotFit(Exception):
 
 class PassedPoint(NamedTuple):
     """A point that a forward has passed. answer: what the point has returned, if functions stand there or its answer is
-    no tensor; otherwise it returns its arguments, as PatchPoints does."""
+    no tensor; otherwise it returns its arguments: see Points.unchanged."""
 
     name: str
     has_answer: bool
     answer: Any = None
 
 
-def coming_to_at(point: str) -> Callable[..., Any]:
-    """The method of a point by its name."""
-
-    def method(self: EveryPoint, *arguments: Any) -> Any:
-        return self.at(point, *arguments)
-
-    return method
-
-
-for _name, _point in vars(PatchPoints).items():
-    if isfunction(_point) and _name not in ("stands", "begin"):
-        setattr(EveryPoint, _name, coming_to_at(_name))
-
-
 class ResumedPoints(EveryPoint):
     """The points of a forward that begins anew where a replay did not fit: those that the replay has passed return what
     they have returned, and none of their functions is called again."""
 
-    def __init__(self, patches: PatchPoints, passed: Iterable[PassedPoint]) -> None:
+    def __init__(self, patches: Points, passed: Iterable[PassedPoint]) -> None:
         super().__init__(patches)
         self._passed = deque(passed)
 
@@ -86,4 +106,4 @@ class ResumedPoints(EveryPoint):
         passed = self._passed.popleft()
         if passed.name != point:
             raise RuntimeError(f"the forward comes to {point}, and the replay came to {passed.name}")
-        return passed.answer if passed.has_answer else getattr(PatchPoints, point)(self, *arguments)
+        return passed.answer if passed.has_answer else self.unchanged(point, *arguments)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..core.call import CROSS_ATTENTION, SELF_ATTENTION
 from ..core.origins import author, origin, package
+from ..families.unet.patch_points import CROSS_ATTENTION, SELF_ATTENTION
 from ..families.unet.read import is_block, is_derived_block
 from ..weights.scan import own_method
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ..core.attempt import HostError
-from ..core.call import PatchPoints
 from ..core.origins import package
-from ..core.points import EveryPoint
+from ..core.points import EveryPoint, Points
 from .verify import state_of
 
 # Code that calls functions and is nobody's extension.
@@ -25,7 +24,7 @@ class FunctionCalls(EveryPoint):
     An exception that comes out of an extension's code becomes a HostError.
     """
 
-    def __init__(self, patches: PatchPoints, device: torch.device) -> None:
+    def __init__(self, patches: Points, device: torch.device) -> None:
         """device: whose random numbers the functions draw."""
         super().__init__(patches)
         self._device = device

@@ -44,7 +44,7 @@ def prove(
 ) -> bool:
     """Compare a first output with the host's, unless that was done on this machine before.
     Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
-    is_warm_up: see judge. functions: see PatchPoints. times_host: host makes this call and no more, so that its time
+    is_warm_up: see judge. functions: see Points. times_host: host makes this call and no more, so that its time
     can be compared. allowed: what the backend may differ, where that is more than rounding. spread: see judge.
 
     Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be

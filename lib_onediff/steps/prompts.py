@@ -52,10 +52,10 @@ class Threads:
         self._has_tiles = False
 
     def thread(self, call: Call, time: float) -> tuple[Hashable, int]:
-        """The shape and the prompt of a call at a timestep. What is in its context (batch, tokens, width) and y
-        (batch, width) tells, which waits for the GPU unless they are the very tensors that came before. Raises Refusal
+        """The shape and the prompt of a call at a timestep. The values of its prompt's
+        tensors tell, which waits for the GPU unless they are the very tensors that came before. Raises Refusal
         where one thread may have several calls a step."""
-        found = call.signature, self._number([call.context] if call.y is None else [call.context, call.y])
+        found = call.signature, self._number(list(call.prompt))
         if self._first_time is None:
             self._first_time = time
         if time == self._first_time:

@@ -25,6 +25,7 @@ from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators
 from lib_onediff.families.anima.family import FEWEST_TOKENS, Animas
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.hosts.forge.call import HostCall, anima_call
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.binding import Binding, shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
@@ -87,10 +88,12 @@ def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
     for change, reason in (
         ({"latent": call.latent[:, :, 0]}, "the latent is"), ({"latent": call.latent[:, :2]}, "the latent is"),
         ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batches"),
-        ({"y": call.timestep}, "no label"),
     ):
         with pytest.raises(Refusal, match=reason):
             family.refuse_call(layout, replace(call, **change))
+    given = HostCall(call.latent, call.timestep, call.context, call.timestep, None, {}, {})
+    with pytest.raises(Refusal, match="no label"):
+        anima_call(host.unet, given, False, ())
 
 
 CALLS = [((8, 8), 2, 20), ((17, 23), 1, 20), ((17, 23), 3, 512), ((6, 32), 2, 601), ((32, 6), 1, 1)]

@@ -13,8 +13,8 @@ from exact_operators import relative_error
 from gpu_calls import last_call
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
+from lib_onediff.families.anima.call import AnimaCall
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime", "exact_products")]
@@ -59,7 +59,7 @@ def served(network: nn.Module, given: tuple[Tensor, Tensor, Tensor], **options: 
     runtime.configure(Settings(**options))
     runtime.adopt(network)
     for _ in range(3):
-        output = runtime.run(network, Call(*given), lambda: network(*given))
+        output = runtime.run(network, AnimaCall(*given), lambda: network(*given))
     assert (last_call()["backend"], last_call()["route"]) == ("native", "graph"), last_call()["reason"]
     return output
 

@@ -13,8 +13,8 @@ pytest.importorskip("diffusers")
 from gpu_calls import arguments, host, last_call, residual_shapes
 
 from lib_onediff.bench.models import random_unet
-from lib_onediff.core.call import Call
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.public import compile_unet, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
@@ -101,7 +101,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     allocated, requested = torch.cuda.memory_allocated(), requested_bytes()
     torch.cuda.reset_peak_memory_stats()
     bound = BoundUNet(unet, FAMILIES.read)
-    bound.refresh(Call(given["sample"], torch.zeros(2), given["encoder_hidden_states"]))
+    bound.refresh(UNetCall(given["sample"], torch.zeros(2), given["encoder_hidden_states"]))
     assert torch.cuda.memory_allocated() - allocated < 64 * MIB
     assert torch.cuda.max_memory_allocated() - allocated < 64 * MIB
     bound.release()

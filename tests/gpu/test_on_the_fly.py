@@ -17,8 +17,8 @@ from torch.nn import functional
 pytest.importorskip("diffusers")
 
 from lib_onediff.bench.models import TIME_IDS, random_unet
-from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts.a1111.layers import CASTS
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions, cast_to_input
 from lib_onediff.runtime.runtime import runtime
@@ -107,7 +107,7 @@ def put_on(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list[A
     return patches
 
 
-def call_for(unet: Any, side: int, device: str = "cuda", dtype: torch.dtype = torch.float16) -> Call:
+def call_for(unet: Any, side: int, device: str = "cuda", dtype: torch.dtype = torch.float16) -> UNetCall:
     generator = torch.Generator(device).manual_seed(1)
     random = lambda *shape: torch.randn(shape, generator=generator, device=device).to(dtype)  # noqa: E731
     config = unet.config
@@ -115,7 +115,7 @@ def call_for(unet: Any, side: int, device: str = "cuda", dtype: torch.dtype = to
     if config.projection_class_embeddings_input_dim:
         waves = unet.add_time_proj(size_numbers(device).flatten()).reshape(2, -1).to(dtype)
         y = torch.cat([random(2, config.projection_class_embeddings_input_dim - waves.shape[1]), waves], dim=1)
-    return Call(
+    return UNetCall(
         random(2, 4, side // 8, side // 8), torch.tensor([500.0, 500.0], device=device),
         random(2, 77, config.cross_attention_dim), y,
     )
@@ -125,7 +125,7 @@ def size_numbers(device: str) -> Tensor:
     return torch.tensor([[512.0, 512, 0, 0, 512, 512]] * 2, device=device)
 
 
-def forward(unet: Any, call: Call) -> Callable[[], Tensor]:
+def forward(unet: Any, call: UNetCall) -> Callable[[], Tensor]:
     added = None
     if call.y is not None:
         waves = TIME_IDS * unet.config.addition_time_embed_dim
@@ -143,7 +143,7 @@ def host_traits() -> HostTraits:
 
 
 def served(
-    unet: nn.Module, call: Call, backend: str, calls: int = 3, traits: HostTraits | None = None
+    unet: nn.Module, call: UNetCall, backend: str, calls: int = 3, traits: HostTraits | None = None
 ) -> Tensor:
     """The output of the last of several calls: plain, plain and captured afterwards, replayed."""
     runtime.adopt(unet, Settings(backend=backend), traits or host_traits())
@@ -157,10 +157,10 @@ def served(
 
 
 @torch.no_grad()
-def exact_output(unet: Any, call: Call) -> Tensor:
+def exact_output(unet: Any, call: UNetCall) -> Tensor:
     """By the same parameters, in float32."""
     wide = lambda tensor: None if tensor is None else tensor.float()  # noqa: E731
-    return forward(unet, Call(wide(call.latent), call.timestep, wide(call.context), wide(call.y)))()
+    return forward(unet, UNetCall(wide(call.latent), call.timestep, wide(call.context), wide(call.y)))()
 
 
 @pytest.mark.parametrize("backend", ["native", "cudagraph", "eager"])

@@ -6,11 +6,11 @@ from typing import Any
 from builders import relative_error
 from torch import Tensor
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.oneflow.route import OneFlow, OneFlowRunner
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.network import Network
 from lib_onediff.weights.scan import HostTraits
 
@@ -28,7 +28,7 @@ class Ours:
         self.bound = self.network.bound
         self.graphs = graphs
 
-    def runner(self, call: Call, is_warm_up: bool = True) -> OneFlowRunner | str:
+    def runner(self, call: UNetCall, is_warm_up: bool = True) -> OneFlowRunner | str:
         """The graph's runner, or the sentence that refuses it."""
         self.bound.refresh(call)
         key = ShapeKey.of(self.bound.layout.architecture, self.bound.binding.dtype, call)
@@ -37,7 +37,7 @@ class Ours:
         except Refusal as refusal:
             return str(refusal)
 
-    def output(self, call: Call) -> Tensor:
+    def output(self, call: UNetCall) -> Tensor:
         return self.runner(call).run(call)
 
 

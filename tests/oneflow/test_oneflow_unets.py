@@ -13,10 +13,10 @@ import builders
 from builders import a_call, diffusers_output, diffusers_unet
 from oneflow_builders import GRAPHS, Ours, agree
 
-from lib_onediff.core.call import Control
 from lib_onediff.core.leaves import TimeEmbedding
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.unet import forward as deepcache
+from lib_onediff.families.unet.call import Control
 
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])

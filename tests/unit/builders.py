@@ -15,10 +15,10 @@ from own_forward import own_forward
 from tiny_weights import randomise
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts.diffusers import read_unet as read_unet
 from lib_onediff.weights.bound import BoundUNet
 
@@ -172,13 +172,13 @@ def a1111_sizes() -> Iterator[None]:
         yield
 
 
-def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77, seed: int = 0) -> Call:
+def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77, seed: int = 0) -> UNetCall:
     """A random call that fits a UNet of builders; sizes in latent pixels, a timestep with a fraction per sample."""
     generator = torch.Generator().manual_seed(seed)
     random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     config = getattr(unet, "config", {})
     y_width, guidance = config.get("projection_class_embeddings_input_dim"), config.get("time_cond_proj_dim")
-    return Call(
+    return UNetCall(
         latent=random(batch, config["in_channels"] if config else unet.in_channels, height, width),
         timestep=torch.tensor([981.25, 3.5, 417.0, 0.125]).repeat(batch)[:batch],
         context=random(batch, tokens, CONTEXT_WIDTH),
@@ -187,7 +187,7 @@ def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: i
     )
 
 
-def diffusers_arguments(call: Call) -> dict[str, Any]:
+def diffusers_arguments(call: UNetCall) -> dict[str, Any]:
     """A call (its control aside) as a pipeline would hand it to a diffusers UNet."""
     added = None
     if call.y is not None:
@@ -200,24 +200,24 @@ def diffusers_arguments(call: Call) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def diffusers_output(unet: Any, call: Call, **others: Any) -> Tensor:
+def diffusers_output(unet: Any, call: UNetCall, **others: Any) -> Tensor:
     """What a diffusers UNet's own forward makes of a call, compiled or not."""
     return own_forward(unet)(**diffusers_arguments(call), **others).sample
 
 
 @torch.no_grad()
-def served(unet: Any, call: Call, **others: Any) -> Tensor:
+def served(unet: Any, call: UNetCall, **others: Any) -> Tensor:
     """What a diffusers UNet answers to a call, by whichever route."""
     return unet(**diffusers_arguments(call), **others).sample
 
 
 @torch.no_grad()
-def ldm_output(unet: Any, call: Call) -> Tensor:
+def ldm_output(unet: Any, call: UNetCall) -> Tensor:
     with a1111_sizes():
         return unet(call.latent, call.timestep, context=call.context)
 
 
-def host_output(unet: Any, call: Call) -> Tensor:
+def host_output(unet: Any, call: UNetCall) -> Tensor:
     """What the host's own forward makes of a call, for a UNet of either kind."""
     return diffusers_output(unet, call) if hasattr(unet, "config") else ldm_output(unet, call)
 
@@ -230,7 +230,7 @@ def wrap_round(network: nn.Module) -> None:
 
 
 @torch.no_grad()
-def our_output(unet: nn.Module, call: Call, ops: Operators = torch_ops) -> Tensor:
+def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> Tensor:
     bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(call)
     return compute(bound.layout, bound.binding.weights(), ops, call)

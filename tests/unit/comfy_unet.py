@@ -12,18 +12,18 @@ from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lib_onediff.core.call import Call, Control
+from lib_onediff.families.unet.call import Control, UNetCall
 
 
 @torch.no_grad()
-def patched_output(unet: Any, call: Call, options: dict[str, Any] | None = None) -> Tensor:
+def patched_output(unet: Any, call: UNetCall, options: dict[str, Any] | None = None) -> Tensor:
     """ldm's UNet with the functions in transformer_options, called as Forge's own forward calls them, and with the
     residuals that the call's Control describes."""
     return Comfy(unet, call, options or {}).run()
 
 
 class Comfy:
-    def __init__(self, unet: Any, call: Call, options: dict[str, Any]) -> None:
+    def __init__(self, unet: Any, call: UNetCall, options: dict[str, Any]) -> None:
         self.unet, self.call, self.options = unet, call, options
         self.patches, self.replaced = options.get("patches", {}), options.get("patches_replace", {})
 

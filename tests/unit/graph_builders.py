@@ -11,12 +11,12 @@ from builders import compute
 from tape import TapeRecording
 from torch import Tensor
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.device_memory import Card
 from lib_onediff.core.inputs import bytes_of, copy_inputs
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
 from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.graphs.accounting import needs_of
 from lib_onediff.weights.binding import Binding
 
@@ -45,12 +45,12 @@ def most_in_use(latent: Tensor) -> int:
 
 class PretendedGraph:
     def __init__(
-        self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: Call, memory: PretendedPool
+        self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: UNetCall, memory: PretendedPool
     ) -> None:
         self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
         self._graphs, self._compute = graphs, compute
 
-    def run(self, call: Call) -> Tensor:
+    def run(self, call: UNetCall) -> Tensor:
         self._graphs.before_replay()
         copy_inputs(call, self.inputs)
         return self._compute()
@@ -63,12 +63,12 @@ class PretendedGraphs(CudaGraphs):
         super().__init__(compute)
         self.card = PretendedCard(self)
         self.before_replay: Callable[[], None] = lambda: None
-        self.before_capture: Callable[[Call], None] = lambda inputs: None
+        self.before_capture: Callable[[UNetCall], None] = lambda inputs: None
         self.captured: list[str] = []
         self.most = 0
 
     def prepare(
-        self, architecture: str, binding: Binding, ops: Operators, inputs: Call,
+        self, architecture: str, binding: Binding, ops: Operators, inputs: UNetCall,
         needs: int = 0,
     ) -> Any:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()

@@ -9,11 +9,11 @@ from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relativ
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.core.call import Call
 from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.operators import GatedUnit
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.runtime.runtime import runtime
 
@@ -83,7 +83,7 @@ def reason() -> str:
     return lib_onediff.status()["reason"]
 
 
-def error(unet: nn.Module, call: Call) -> float:
+def error(unet: nn.Module, call: UNetCall) -> float:
     return relative_error(served(unet, call), diffusers_output(unet, call))
 
 

@@ -13,7 +13,6 @@ from ladder_builders import NATIVE
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.core.call import Call
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.key import Lossy
 from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
@@ -25,6 +24,7 @@ from lib_onediff.devices.cuda.kernels import images, products, rounding, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights import low_bit
 from lib_onediff.weights.low_bit import FP8, KINDS, Kind
@@ -36,7 +36,7 @@ def half_unet() -> nn.Module:
     return diffusers_unet(**{**SMALL_XL, "norm_num_groups": 2}).half()
 
 
-def half_call(unet: nn.Module, seed: int = 0, timestep: float = 981.25) -> Call:
+def half_call(unet: nn.Module, seed: int = 0, timestep: float = 981.25) -> UNetCall:
     call = a_call(unet, 4, 4, 1, 5, seed)
     parts: dict[str, Any] = {name: getattr(call, name).half() for name in ("latent", "context", "y")}
     return replace(call, **parts, timestep=torch.full_like(call.timestep, timestep))

@@ -12,7 +12,7 @@ from builders import CONTEXT_WIDTH, SMALL, diffusers_output, diffusers_unet, rel
 from torch import Tensor
 
 from lib_onediff.core import sampling
-from lib_onediff.core.call import CACHED, FULL, Call, PromptRows, half_of
+from lib_onediff.core.call import CACHED, FULL, PromptRows, half_of
 from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.policy import StepMemory
 from lib_onediff.core.sampling import Sampling
@@ -20,6 +20,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet import forward as deepcache
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.weights.bound import BoundUNet
 from lib_onediff.weights.scan import HostTraits
@@ -65,12 +66,12 @@ def prompt(name: str, tokens: int = 77) -> Tensor:
 
 
 def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size: int = 8, tokens: int = 77,
-            seed: int = 0) -> Call:
+            seed: int = 0) -> UNetCall:
     """The call of a step: a picture for each name, with tensors that nobody has seen before."""
     generator = torch.Generator().manual_seed(int(time * 8) + 4096 * seed)
     y_width = unet.config.get("projection_class_embeddings_input_dim")
     context = torch.cat([prompt(name, tokens) for name in names])
-    return Call(
+    return UNetCall(
         latent=torch.randn(len(names), 4, size, size, generator=generator),
         timestep=torch.full((len(names),), time), context=context,
         y=context[:, :1, :1].expand(-1, 1, y_width)[:, 0].clone() if y_width else None,
@@ -85,14 +86,14 @@ class Oracle:
         self._bound = BoundUNet(unet, FAMILIES.read)
 
     @torch.no_grad()
-    def whole(self, call: Call) -> tuple[Tensor, Tensor]:
+    def whole(self, call: UNetCall) -> tuple[Tensor, Tensor]:
         return deepcache.full_pass(*self._inputs(call), self.depth)
 
     @torch.no_grad()
-    def shallow(self, call: Call, feature: Tensor) -> Tensor:
+    def shallow(self, call: UNetCall, feature: Tensor) -> Tensor:
         return deepcache.cached_pass(*self._inputs(call), self.depth, feature)
 
-    def _inputs(self, call: Call) -> tuple:
+    def _inputs(self, call: UNetCall) -> tuple:
         self._bound.begin_sampling()
         self._bound.refresh(call)
         binding = self._bound.binding
@@ -122,12 +123,12 @@ class Rig(Adopted):
         self.log: list[str] = []
         self._feature: dict[str, Tensor] = {}
 
-    def host(self, call: Call) -> Tensor:
+    def host(self, call: UNetCall) -> Tensor:
         """diffusers' own forward; with residuals, which it takes at other places, the oracle's."""
         return diffusers_output(self.unet, call) if call.control is None else self.oracle.whole(call)[0]
 
     @torch.no_grad()
-    def run(self, call: Call) -> Tensor:
+    def run(self, call: UNetCall) -> Tensor:
         """What the runtime answers; log takes down which half it was."""
         before = counts(self.runtime)
         output = self.runtime.run(self.unet, call, lambda: self.host(call))
@@ -137,7 +138,7 @@ class Rig(Adopted):
         self.log.append(changed[0] if changed else "whole")
         return output
 
-    def check(self, call: Call, key: str, expected: str) -> None:
+    def check(self, call: UNetCall, key: str, expected: str) -> None:
         """Run a call, which must be answered by this half; a shallow one around the last feature under key."""
         output = self.run(call)
         assert self.log[-1] == expected, (len(self.log), self.log)
@@ -177,22 +178,22 @@ class Samplings(Adopted):
     def begin(self, times: Any = STEPS, **more: Any) -> None:
         super().begin(times, **{"why_no_forecast": lambda: "", **more})
 
-    def call(self, time: float, **more: Any) -> Call:
+    def call(self, time: float, **more: Any) -> UNetCall:
         """Of a step: the same latents for the prompt and for the negative prompt, or as more says, see call_of."""
         if more:
             return call_of(self.unet, time, **more)
         call = call_of(self.unet, time)
         return replace(call, latent=call.latent[:1].repeat(2, 1, 1, 1))
 
-    def host(self, call: Call) -> Tensor:
+    def host(self, call: UNetCall) -> Tensor:
         return diffusers_output(self.unet, call)
 
-    def rows(self, call: Call) -> PromptRows:
+    def rows(self, call: UNetCall) -> PromptRows:
         rows = half_of(call.latent.shape[0], False)
         return PromptRows(rows, lambda: self.host(take_rows(call, rows)))
 
     @torch.no_grad()
-    def run(self, call: Call, guidance: Callable[[], PromptRows | str] | None = None) -> tuple[str, Tensor]:
+    def run(self, call: UNetCall, guidance: Callable[[], PromptRows | str] | None = None) -> tuple[str, Tensor]:
         before = self.runtime.status()
         output = self.runtime.run(
             self.unet, call, lambda: self.host(call), guidance=guidance or (lambda: self.rows(call))

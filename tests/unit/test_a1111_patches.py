@@ -15,9 +15,9 @@ from builders import FEW_NORMS_LDM, SMALL_LDM, a_call, ldm_output, ldm_unet, our
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.origins import author
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts.a1111.patches import does_nothing_now, patches_of
 from lib_onediff.hosts.changed_modules import ChangedModules, is_brought
 from lib_onediff.runtime.runtime import runtime
@@ -120,7 +120,7 @@ def ours(unet: Any, changed: ChangedModules, seed: int = 0) -> Tensor:
     patches = patches_of(changed.at_call(unet))
     with torch.no_grad():
         return runtime.run(
-            unet, Call(call.latent, call.timestep, call.context, patches=patches), lambda: ldm_output(unet, call)
+            unet, UNetCall(call.latent, call.timestep, call.context, patches=patches), lambda: ldm_output(unet, call)
         )
 
 

@@ -12,8 +12,8 @@ from builders import a_call, our_output, relative_error, shared_ldm_unet, shared
 from samplings import Oracle
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Call, Control
 from lib_onediff.core.sampling import Step, Timeline
+from lib_onediff.families.unet.call import Control, UNetCall
 from lib_onediff.steps.deepcache import early, is_whole, last_whole
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
@@ -31,7 +31,7 @@ def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tup
 
 
 @torch.no_grad()
-def outer_blocks_of_ldm(unet: nn.Module, call: Call, depth: int, deep: Tensor) -> Tensor:
+def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
     """The host's own outer blocks around a deep feature."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 

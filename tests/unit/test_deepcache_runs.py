@@ -21,8 +21,8 @@ from samplings import (  # noqa: F401
 )
 from torch import Tensor
 
-from lib_onediff.core.call import Control
 from lib_onediff.core.sampling import UNANNOUNCED
+from lib_onediff.families.unet.call import Control
 from lib_onediff.steps.deepcache import DAMPING
 
 BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")

@@ -24,6 +24,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ReferenceCall(Call):
+    context: Tensor
     reference: Reference | None = None
     mask: Tensor | None = None
 

@@ -11,8 +11,9 @@ from builders import SMALL, SMALL_XL
 from samplings import FORECAST, STEPS, WHOLE, Samplings
 from torch import Tensor
 
-from lib_onediff.core.call import Call, PatchPoints
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
+from lib_onediff.families.unet.call import UNetCall
+from lib_onediff.families.unet.patch_points import PatchPoints
 
 # Of 20 steps with interval 3: DeepCache's whole steps, the first three, and the last.
 WHOLE_OF_20 = {0, 1, 2, 3, 6, 9, 12, 16, 19}
@@ -99,7 +100,7 @@ def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), "at different steps"),
     (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
 ])
-def test_calls_without_forecasts(change: Callable[[Call], Call], why: str) -> None:
+def test_calls_without_forecasts(change: Callable[[UNetCall], UNetCall], why: str) -> None:
     ours = Samplings("forecast")
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]

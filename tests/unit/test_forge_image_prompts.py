@@ -11,7 +11,7 @@ from comfy_unet import attended, patched_output
 from test_patch_points import CLOSE, READ
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Call
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts.forge import image_prompts
 from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.image_prompts import image_prompts_of, source_digest
@@ -78,7 +78,7 @@ def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None 
     return {REPLACED: {"attn2": functions}, "cond_or_uncond": [1, 0], "sigmas": torch.tensor([5.0])}
 
 
-def made(options: dict[str, Any], **changes: Any) -> Call:
+def made(options: dict[str, Any], **changes: Any) -> UNetCall:
     call = a_call(shared_ldm_unet(), *SIZE, **changes)
     with torch.no_grad():
         found = image_prompts_of(shared_ldm_unet(), options, call.latent)

@@ -17,10 +17,11 @@ from test_segments import recorded
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.core.call import INPUT, MIDDLE, Call, PatchPoints
 from lib_onediff.core.points import DoesNotFit, ResumedPoints
 from lib_onediff.devices.cuda.graphs import segments
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet.call import UNetCall
+from lib_onediff.families.unet.patch_points import INPUT, MIDDLE, PatchPoints
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
@@ -77,7 +78,7 @@ class Scene:
         self.host_runs = 0
         self.extension = Extension()
 
-    def patched(self) -> Call:
+    def patched(self) -> UNetCall:
         return replace(self.call, patches=Points(self.extension))
 
     def host(self) -> Tensor:

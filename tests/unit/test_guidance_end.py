@@ -11,15 +11,17 @@ from builders import diffusers_output, relative_error
 from samplings import ALONE, STEPS, WEBUI, WHOLE, Rig, Samplings, call_of, equal_distances  # noqa: F401
 from torch import Tensor
 
-from lib_onediff.core.call import Call, PatchPoints, PromptRows, half_of
+from lib_onediff.core.call import PromptRows, half_of
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.unet.call import UNetCall
+from lib_onediff.families.unet.patch_points import PatchPoints
 
 
 def steps(whole: int, count: int = 20) -> list[str]:
     return [WHOLE] * whole + [ALONE] * (count - whole)
 
 
-def refused(ours: Samplings, change: Callable[[Call], Call] = lambda call: call, **more: Any) -> str:
+def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda call: call, **more: Any) -> str:
     """The reason at the end of a sampling that is computed whole."""
     for time in STEPS:
         call = change(ours.call(time))
@@ -37,7 +39,7 @@ def refused(ours: Samplings, change: Callable[[Call], Call] = lambda call: call,
     (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
 ])
 def test_calls_and_samplings_that_are_computed_whole(
-    change: Callable[[Call], Call], known: dict[str, Any], why: str
+    change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
 ) -> None:
     ours = Samplings("guidance")
     ours.begin(**known)

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="needs Triton")
 from low_bit_builders import EIGHT, EXACT, half_call, half_unet, now
 
 import lib_onediff
-from lib_onediff.core.call import Call
 from lib_onediff.core.leaves import CROSS_OUT, CROSS_QUERY, FEED_FORWARD_IN, FEED_FORWARD_OUT, SELF_OUT, SELF_QKV
 from lib_onediff.core.settings import Settings
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.backend_choice import LowBitRoute
 from lib_onediff.runtime.low_bit_errors import BOTH, FIRST_HALF, MIDDLE, Choice
 from lib_onediff.runtime.runtime import runtime
@@ -32,7 +32,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = LowBitRoute._output
 
-    def output(self: LowBitRoute, network: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
+    def output(self: LowBitRoute, network: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
         found.append(len(layers))
         return real(self, network, lossy, call, layers)
 
@@ -72,7 +72,7 @@ def classes_kept(unet: nn.Module) -> set[str]:
     return set() if network.low_bit is None else {classes[name] for name, _ in network.low_bit._kept}
 
 
-def exact(unet: nn.Module, call: Call) -> Tensor:
+def exact(unet: nn.Module, call: UNetCall) -> Tensor:
     """By our own exact operators."""
     with generating(runtime, Settings(low_bit="off")):
         return served(unet, call)
@@ -140,7 +140,7 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
     assert now() == (EIGHT, "graph") and used() == set(CLASSES)
     real, worst = LowBitRoute._output, runtime.devices.lossy.low_bit
 
-    def output(self: LowBitRoute, network: Any, lossy: Any, call: Call, layers: Any) -> Tensor:
+    def output(self: LowBitRoute, network: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
         classes = worst.classes(network.bound.layout)
         bad = any(classes[layer] == CROSS_OUT for layer in layers)
         return real(self, network, lossy, call, layers) * (2 if bad else 1)

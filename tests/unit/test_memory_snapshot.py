@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.key import ShapeKey
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.graphs.accounting import (
     LEAST_GAIN,
     LEAST_SHARE,
@@ -18,7 +18,7 @@ from lib_onediff.runtime.graphs.accounting import (
     memory_of,
 )
 
-CALL = Call(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))
+CALL = UNetCall(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))
 KEY = ShapeKey.of("SD1", torch.float32, CALL)
 
 

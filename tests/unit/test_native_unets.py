@@ -24,8 +24,8 @@ from torch import nn
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.core.call import Call
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
+from lib_onediff.families.unet.call import UNetCall
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,16 +52,16 @@ def shared(name: str) -> nn.Module:
     return UNETS[name]().to(DEVICE)
 
 
-def moved(call: Call) -> Call:
+def moved(call: UNetCall) -> UNetCall:
     parts = {name: getattr(call, name) for name in ("latent", "timestep", "context", "y")}
     return replace(call, **{name: part if part is None else part.to(DEVICE) for name, part in parts.items()})
 
 
-def call_of(unet: nn.Module, height: int, width: int, batch: int, tokens: int = 5) -> Call:
+def call_of(unet: nn.Module, height: int, width: int, batch: int, tokens: int = 5) -> UNetCall:
     return moved(a_call(unet, height, width, batch, tokens))
 
 
-def error(unet: nn.Module, call: Call) -> float:
+def error(unet: nn.Module, call: UNetCall) -> float:
     return relative_error(our_output(unet, call, NativeOperators()), host_output(unet, call))
 
 

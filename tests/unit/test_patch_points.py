@@ -11,8 +11,8 @@ from grid import first, grid
 from torch import Tensor
 from torch.nn import functional
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.patches import ATTENTIONS, LISTS, MODIFIERS, NORM, PATCHES, REPLACED
 
@@ -93,7 +93,7 @@ CASES: dict[str, Options] = {
 }
 
 
-def ours(unet: Any, call: Call, options: Options, read: frozenset[str] = READ) -> Call | str:
+def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = READ) -> UNetCall | str:
     """The call with the functions in it, as Forge's adapter makes it."""
     return unet_call(unet, HostCall(call.latent, call.timestep, call.context, None, None, options, {}), False, read)
 
@@ -108,7 +108,7 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
     call = a_call(unet, *size)
     options = CASES[case]
     made = ours(unet, call, copied(options))
-    assert isinstance(made, Call) and made.patches is not None
+    assert isinstance(made, UNetCall) and made.patches is not None
     with torch.no_grad():
         output, expected = our_output(unet, made), patched_output(unet, call, copied(options))
     assert relative_error(output, expected) < CLOSE

@@ -10,7 +10,7 @@ from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relativ
 from torch import Tensor, nn
 
 import lib_onediff
-from lib_onediff.core.call import Call
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 
 pytest.importorskip("peft")
@@ -138,7 +138,7 @@ def addresses(unet: Any) -> dict[str, int]:
     }
 
 
-def is_ours(unet: Any, seed: int = 0, call: Call | None = None, **others: Any) -> Tensor:
+def is_ours(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: Any) -> Tensor:
     """Our answer to a call, which is the host's. call: of a sampling that goes on; else another one begins."""
     call = call or a_call(unet, seed=seed)
     output = served(unet, call, **others)

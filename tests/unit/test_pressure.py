@@ -15,10 +15,10 @@ from graph_builders import PretendedCard, PretendedGraphs
 from ladder_builders import Weather, attached, error, make_ready, now, reason, states
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.guard import Guard
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.capture import PIECE, most_in_use
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.graphs import cache
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL, GRAPHS, WEIGHTS, MemoryPressure
 from lib_onediff.runtime.runtime import HOST_NEEDS, runtime
@@ -88,7 +88,7 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
 
     with torch.no_grad():
         # Gradients are not ours, so the host serves it.
-        output = runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
+        output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call))
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
 
@@ -112,7 +112,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     traits = network.bound.host_traits
     network.bound.host_traits = replace(traits, make_room=lambda unet, size: not asked.append(size))
     with torch.no_grad():
-        output = runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
+        output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call)) and asked == [HOST_NEEDS]
     [told] = [line for line in caplog.messages if "tries once more" in line]
     assert (GRAPHS in told, WEIGHTS in told) == (has_graphs, True)
@@ -120,7 +120,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     asked.clear()
     runtime.release_memory()
     with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
-        runtime.run(unet, Call(call.latent[:, :3], call.timestep, call.context, call.y), host)
+        runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
 
 
 def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: PretendedCard) -> None:

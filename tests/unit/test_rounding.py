@@ -12,11 +12,11 @@ from torch import Tensor
 from vae_builders import a_latent, diffusers_vae, host_picture, last, our_picture
 
 import lib_onediff
-from lib_onediff.core.call import Call
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.families.unet.family import UNets
 from lib_onediff.families.vae import Decoding
 
-Forward = Callable[[Any, Any, Any, Any, Call], Tensor]
+Forward = Callable[[Any, Any, Any, Any, UNetCall], Tensor]
 
 
 def scaled(by: float) -> Callable[[Forward], Forward]:
@@ -26,7 +26,7 @@ def scaled(by: float) -> Callable[[Forward], Forward]:
 
 def of_half_label(forward: Forward) -> Forward:
     """One that rounds the label."""
-    def output(family: Any, layout: Any, weights: Any, ops: Any, call: Call) -> Tensor:
+    def output(family: Any, layout: Any, weights: Any, ops: Any, call: UNetCall) -> Tensor:
         assert call.y is not None
         return forward(family, layout, weights, ops, replace(call, y=call.y.half().float()))
 

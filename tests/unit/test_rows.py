@@ -9,9 +9,9 @@ import torch
 from builders import a_call, served
 from torch import nn
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry, State, Verdict
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
 
@@ -22,7 +22,7 @@ def an_entry(
     width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1", **others: Any
 ) -> Entry:
     """others: of the entry, or of its verdict."""
-    call = Call(
+    call = UNetCall(
         latent=torch.empty(batch, 4, height // 8, width // 8), timestep=torch.empty(batch),
         context=torch.empty(batch, tokens, 48),
     )

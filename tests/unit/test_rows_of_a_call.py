@@ -8,21 +8,15 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, relative_error, shared_unet
 
-from lib_onediff.core.call import (
-    PATCHED,
-    Call,
-    Control,
-    ImagePrompt,
-    PatchPoints,
-    half_of,
-    why_not_taken,
-)
+from lib_onediff.core.call import PATCHED, half_of, why_not_taken
 from lib_onediff.core.inputs import take_rows
+from lib_onediff.families.unet.call import Control, ImagePrompt, UNetCall
+from lib_onediff.families.unet.patch_points import PatchPoints
 
 
-def whole_call() -> Call:
+def whole_call() -> UNetCall:
     rows = lambda *shape: torch.randn(4, *shape)  # noqa: E731
-    return Call(
+    return UNetCall(
         rows(4, 8, 8), torch.full((1,), 500.0).expand(4), rows(77, 48), rows(136), rows(24),
         Control((None, rows(16, 8, 8)), (rows(64, 1, 1),), (torch.ones(1, 16, 8, 8), None)),
         image_prompts=(ImagePrompt(rows(4, 32), {"attn": (0, 32)}),),

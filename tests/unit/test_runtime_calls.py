@@ -15,15 +15,15 @@ from ladder_builders import error, now, reason
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.version import NEWEST_TORCH
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import Runtime, runtime
 from lib_onediff.weights.scan import HostTraits
 
 
 @torch.no_grad()
-def run(own: Runtime, unet: Any, call: Call, traits: HostTraits | None = None) -> int:
+def run(own: Runtime, unet: Any, call: UNetCall, traits: HostTraits | None = None) -> int:
     """How often the host's forward ran for a call, whose answer must be the host's."""
     runs: list[Tensor] = []
     expected = diffusers_output(unet, call)
@@ -154,7 +154,7 @@ def test_autocast_around_one_call_condemns_no_shape() -> None:
     assert route() == "plain", reason()
 
 
-MISFITS: dict[str, Callable[[Call], Call]] = {
+MISFITS: dict[str, Callable[[UNetCall], UNetCall]] = {
     "context width": lambda call: replace(call, context=torch.randn(2, 77, 31)),
     "no context": lambda call: replace(call, context=None),
     "latent channels": lambda call: replace(call, latent=torch.randn(2, 5, 8, 8)),
@@ -166,7 +166,7 @@ MISFITS: dict[str, Callable[[Call], Call]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS)
-def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[Call], Call]) -> None:
+def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[UNetCall], UNetCall]) -> None:
     unet = diffusers_unet(**SMALL_XL)
     call = misfit(a_call(unet))
     with pytest.raises((RuntimeError, ValueError, TypeError)) as expected:

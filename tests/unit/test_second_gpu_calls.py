@@ -13,11 +13,13 @@ from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: 
 from torch import nn
 from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
 
-from lib_onediff.core.call import Control, PatchPoints, PromptRows, half_of
+from lib_onediff.core.call import PromptRows, half_of
 from lib_onediff.core.device_memory import Card
 from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.settings import Settings
+from lib_onediff.families.unet.call import Control
+from lib_onediff.families.unet.patch_points import PatchPoints
 from lib_onediff.runtime import two_gpus
 from lib_onediff.runtime.two_gpus import NO_SECOND, second_card
 

@@ -14,8 +14,8 @@ from ladder_builders import EAGER, NATIVE
 from samplings import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.settings import Settings
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.card_route import OneCard
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
@@ -29,7 +29,7 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
     parts: list[int] = []
     make_plan = OneCard.make_plan
 
-    def counting(self: OneCard, call: Call, host: Any) -> Any:
+    def counting(self: OneCard, call: UNetCall, host: Any) -> Any:
         parts.append(call.latent.shape[0])
         return make_plan(self, call, host)
 
@@ -50,7 +50,7 @@ def image_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Image]:
     return make
 
 
-def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> list[Call]:
+def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> list[UNetCall]:
     """The calls of some steps, with one prompt."""
     first = image.call(STEPS[0])
     calls = [image.call(STEPS[step]) for step in range(start, start + count)]
@@ -59,7 +59,7 @@ def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> li
     return [replace(call, context=first.context, y=first.y) for call in calls]
 
 
-def ready(image: Image, traits: HostTraits) -> list[Call]:
+def ready(image: Image, traits: HostTraits) -> list[UNetCall]:
     """Calls that both cards replay by now; the next ones are looked up."""
     calls = calls_of(image, traits, 8)
     for call in calls[:4]:

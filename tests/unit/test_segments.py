@@ -14,17 +14,17 @@ from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.inputs import own_inputs
 from lib_onediff.devices.cuda.graphs.segments import GraphRecording, GraphRunner, record
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.weights.bound import BoundUNet
 
 SEED = 7
 
 
-def recorded(unet: Any, call: Call) -> tuple[GraphRunner, TapeRecording]:
+def recorded(unet: Any, call: UNetCall) -> tuple[GraphRunner, TapeRecording]:
     bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(call)
     inputs, recording = own_inputs(call), TapeRecording()
@@ -58,7 +58,7 @@ def test_what_is_known_of_a_tensor_by_its_address_does_not_keep_it_alive() -> No
 def test_each_call_is_handed_its_own_options() -> None:
     unet, heard = shared_ldm_unet(), []
 
-    def listening(seed: int) -> Call:
+    def listening(seed: int) -> UNetCall:
         def hear(tensor: Tensor, extra: Options) -> Tensor:
             heard.append((seed, extra["step"], extra["block"], extra["block_index"], extra["transformer_index"]))
             return tensor * extra["step"]

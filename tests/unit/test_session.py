@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff import Settings
-from lib_onediff.core.call import MIDDLE, Call, PatchPoints
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet.call import UNetCall
+from lib_onediff.families.unet.patch_points import MIDDLE, PatchPoints
 from lib_onediff.runtime.backend_choice import BackendChoice
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.scan import HostTraits
@@ -35,12 +36,12 @@ KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
 
 
 @pytest.fixture
-def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[Call]:
+def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[UNetCall]:
     """The calls that had no plan."""
-    calls: list[Call] = []
+    calls: list[UNetCall] = []
     begin = BackendChoice.begin
 
-    def counting(self: BackendChoice, network: Any, settings: Settings, call: Call) -> Any:
+    def counting(self: BackendChoice, network: Any, settings: Settings, call: UNetCall) -> Any:
         calls.append(call)
         return begin(self, network, settings, call)
 
@@ -48,7 +49,7 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
     return calls
 
 
-def run(unet: nn.Module, call: Call, step: int = 0) -> tuple[str, float]:
+def run(unet: nn.Module, call: UNetCall, step: int = 0) -> tuple[str, float]:
     """The route of a call, and how far its output is from the host's own of the same."""
     call = replace(call, latent=call.latent + 0.1 * step, timestep=call.timestep - step)
     with torch.no_grad():
@@ -57,13 +58,13 @@ def run(unet: nn.Module, call: Call, step: int = 0) -> tuple[str, float]:
     return str(runtime.status()["route"]), relative_error(output, expected)
 
 
-def ready(unet: nn.Module, call: Call, of: Callable[[Call], Call] = lambda call: call) -> None:
+def ready(unet: nn.Module, call: UNetCall, of: Callable[[UNetCall], UNetCall] = lambda call: call) -> None:
     """Cold, then proved and captured, then replayed: the fourth call may go by its plan."""
     routes = [run(unet, of(call), step)[0] for step in range(3)]
     assert routes == ["plain", "plain", "graph"], runtime.status()["reason"]
 
 
-def copied(call: Call) -> Call:
+def copied(call: UNetCall) -> UNetCall:
     return replace(call, context=call.context.clone(), y=None if call.y is None else call.y.clone())
 
 
@@ -72,7 +73,7 @@ def unet() -> Any:
     return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
 
 
-def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out: list[Call]) -> None:
+def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out: list[UNetCall]) -> None:
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)
@@ -87,28 +88,28 @@ def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out
     assert len(found_out) == 4
 
 
-def move(unet: nn.Module, call: Call) -> Call:
+def move(unet: nn.Module, call: UNetCall) -> UNetCall:
     weight = unet.get_submodule("conv_in").weight
     weight.data = weight.detach().clone() * 1.5
     return call
 
 
-def edit_keys(unet: nn.Module, call: Call) -> Call:
+def edit_keys(unet: nn.Module, call: UNetCall) -> UNetCall:
     with torch.no_grad():
         unet.get_submodule(KEYS).weight.mul_(2.0)
     return call
 
 
-def another_prompt(unet: nn.Module, call: Call) -> Call:
+def another_prompt(unet: nn.Module, call: UNetCall) -> UNetCall:
     return replace(call, context=call.context + 1.0)
 
 
-def purge(unet: nn.Module, call: Call) -> Call:
+def purge(unet: nn.Module, call: UNetCall) -> UNetCall:
     runtime.purge()
     return call
 
 
-def other_settings(unet: nn.Module, call: Call) -> Call:
+def other_settings(unet: nn.Module, call: UNetCall) -> UNetCall:
     lib_onediff.compile_unet(unet, backend=NATIVE, memory_budget=100)
     return call
 
@@ -121,7 +122,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_between_two_calls_is_found_out(
-    unet: Any, found_out: list[Call], change: Callable[[nn.Module, Call], Call]
+    unet: Any, found_out: list[UNetCall], change: Callable[[nn.Module, UNetCall], UNetCall]
 ) -> None:
     call = a_call(unet)
     ready(unet, call)
@@ -132,7 +133,7 @@ def test_what_changes_between_two_calls_is_found_out(
     assert route in ("plain", "graph") and error < CLOSE and len(found_out) == 3 + CHANGES[change]
 
 
-def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[Call]) -> None:
+def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[UNetCall]) -> None:
     """As a scheduled LoRA on A1111: the host merges it lazily, and we ask for that."""
     lora: dict[str, float] = {"wanted": 1.0, "merged": 1.0}
 
@@ -155,14 +156,14 @@ def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found
     assert len(found_out) == 4
 
 
-def output_of(unet: nn.Module, call: Call) -> Tensor:
+def output_of(unet: nn.Module, call: UNetCall) -> Tensor:
     with torch.no_grad():
         return runtime.run(unet, call, lambda: pytest.fail("the host was asked"))
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["a page looks", "nobody looks"])
 def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_first(
-    unet: Any, found_out: list[Call], looks: bool
+    unet: Any, found_out: list[UNetCall], looks: bool
 ) -> None:
     """A page or a pre-warm may ask for the layout between the change and the next call."""
     call = a_call(unet)
@@ -180,7 +181,7 @@ def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_firs
     assert route in ("plain", "graph") and error < CLOSE
 
 
-def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: list[Call]) -> None:
+def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: list[UNetCall]) -> None:
     call = a_call(unet)
     ready(unet, call)
     with generating(runtime, Settings(enabled=False), "off for this face"):
@@ -203,7 +204,7 @@ class Louder(PatchPoints):
         return hidden_states * 1.5 if part == MIDDLE else hidden_states
 
 
-def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_out: list[Call]) -> None:
+def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_out: list[UNetCall]) -> None:
     """Perturbed attention guidance has both kinds of calls in each step."""
     call = a_call(unet)
     ready(unet, call)
@@ -221,7 +222,7 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
     assert len(found_out) == 7
 
 
-def test_plans_keep_no_graph_alive(unet: Any, found_out: list[Call]) -> None:
+def test_plans_keep_no_graph_alive(unet: Any, found_out: list[UNetCall]) -> None:
     call = a_call(unet)
     ready(unet, call)
     run(unet, call, 3)
@@ -233,7 +234,7 @@ def test_plans_keep_no_graph_alive(unet: Any, found_out: list[Call]) -> None:
     assert not network.plans and graph() is None
 
 
-def test_a_sampling_begins_without_plans(unet: Any, found_out: list[Call]) -> None:
+def test_a_sampling_begins_without_plans(unet: Any, found_out: list[UNetCall]) -> None:
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call)
@@ -244,7 +245,7 @@ def test_a_sampling_begins_without_plans(unet: Any, found_out: list[Call]) -> No
     assert run(unet, call, 4)[0] == "graph" and len(found_out) == 4
 
 
-def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found_out: list[Call]) -> None:
+def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found_out: list[UNetCall]) -> None:
     call, other = a_call(unet), lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
     ready(unet, call)
     run(other, a_call(other))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, shared_unet
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import ENOUGH, Entry, Stopwatch
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.rows import resolution_row
 from lib_onediff.runtime.runtime import runtime
@@ -19,7 +19,7 @@ from lib_onediff.runtime.verify import judge
 from lib_onediff.store.history import history_row
 
 CPU = torch.device("cpu")
-CALL = Call(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))
+CALL = UNetCall(latent=torch.empty(2, 4, 8, 8), timestep=torch.empty(2), context=torch.empty(2, 77, 48))
 KEY = ShapeKey.of("SD1", torch.float32, CALL)
 
 

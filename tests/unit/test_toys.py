@@ -44,6 +44,15 @@ class ToyLayout(Layout):
     model_name: str = "Toy"
 
 
+@dataclass(frozen=True)
+class ToyCall(Call):
+    context: Tensor
+
+    @property
+    def prompt(self) -> tuple[Tensor, ...]:
+        return (self.context,)
+
+
 def is_toy(module: nn.Module) -> bool:
     return isinstance(module, Toy)
 
@@ -58,11 +67,11 @@ def read_toy(module: Any) -> ToyLayout:
 class Toys:
     layout, readers, usual_sizes = ToyLayout, ((is_toy, read_toy),), ()
 
-    def refuse_call(self, layout: ToyLayout, call: Call) -> None:
+    def refuse_call(self, layout: ToyLayout, call: ToyCall) -> None:
         if call.latent.shape[1] != layout.convolution.in_channels:
             raise Refusal("a toy has four channels")
 
-    def output(self, layout: ToyLayout, weights: Any, ops: Any, call: Call) -> Tensor:
+    def output(self, layout: ToyLayout, weights: Any, ops: Any, call: ToyCall) -> Tensor:
         hidden_states = ops.convolution(call.latent, weights[layout.convolution.path], layout.convolution)
         prompt = ops.linear(call.context.mean(1), weights[layout.prompt.path])
         return hidden_states * call.timestep[:, None, None, None] + prompt[..., None, None]
@@ -70,7 +79,7 @@ class Toys:
     def deepest(self, layout: ToyLayout) -> int:
         return 0
 
-    def attentions(self, layout: ToyLayout, call: Call) -> list[Any]:
+    def attentions(self, layout: ToyLayout, call: ToyCall) -> list[Any]:
         return []
 
 
@@ -127,15 +136,15 @@ class LastOutput(StepMemory):
         self.output: Tensor | None = None
 
 
-def a_call(time: float = 500.0, width: int = 8) -> Call:
+def a_call(time: float = 500.0, width: int = 8) -> ToyCall:
     generator = torch.Generator().manual_seed(int(time))
-    return Call(
+    return ToyCall(
         torch.randn(2, 4, 8, width, generator=generator), torch.full((2,), time),
         torch.randn(2, 77, 8, generator=generator),
     )
 
 
-def run(runtime: Runtime, toy: Toy, call: Call) -> Tensor:
+def run(runtime: Runtime, toy: Toy, call: ToyCall) -> Tensor:
     with torch.no_grad():
         return runtime.run(toy, call, lambda: toy(call.latent, call.timestep, call.context))
 

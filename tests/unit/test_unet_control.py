@@ -24,13 +24,13 @@ from grid import grid
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.core.call import Call, Control
 from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.families.unet.call import Control, UNetCall
 
 CLOSE = 1e-5
 
 
-def residuals_for(unet: torch.nn.Module, call: Call, present: set[int]) -> dict[str, tuple[Tensor | None, ...]]:
+def residuals_for(unet: torch.nn.Module, call: UNetCall, present: set[int]) -> dict[str, tuple[Tensor | None, ...]]:
     """Random ones for the stages of these indices; those of the middle are as large as the last input stage's."""
     shapes: list[torch.Size] = []
     hooks = [block.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape)) for block in unet.input_blocks]

@@ -26,7 +26,7 @@ from builders import (
 from grid import first, grid
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Call
+from lib_onediff.families.unet.call import UNetCall
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # One picture's rounding errors happen to add up or not: this many give a ratio that is known to 0.03.
@@ -36,14 +36,14 @@ WIDER = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8}
 WIDER_SDXL = {**WIDER, "block_out_channels": (32, 64, 128)}
 
 
-def cast(call: Call, dtype: torch.dtype) -> Call:
+def cast(call: UNetCall, dtype: torch.dtype) -> UNetCall:
     to = lambda tensor: None if tensor is None else tensor.to(dtype)  # noqa: E731
     return replace(call, latent=to(call.latent), context=to(call.context), y=to(call.y))
 
 
 def error_ratio(
     build: Callable[[int], nn.Module], dtype: torch.dtype,
-    host: Callable[[nn.Module, Call], Tensor], exact: Callable[[nn.Module, Call], Tensor],
+    host: Callable[[nn.Module, UNetCall], Tensor], exact: Callable[[nn.Module, UNetCall], Tensor],
     upcast: bool = False,
 ) -> float:
     """Our error over the host's in this dtype, mean over networks; the same half weights for all three."""
@@ -97,7 +97,7 @@ def autocast_as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
 
 @grid(name=["SD2", "SD1"], dtype=HALF_TYPES)
 def test_our_error_is_not_above_that_of_ldm_under_autocast(name: str, dtype: torch.dtype) -> None:
-    def host(unet: nn.Module, call: Call) -> Tensor:
+    def host(unet: nn.Module, call: UNetCall) -> Tensor:
         unet.dtype = dtype
         with autocast_as_on_a_gpu(dtype):
             return ldm_output(unet, call)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lib_onediff
-from lib_onediff.core.call import Call
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.families.unet.call import UNetCall
 
 ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
 
@@ -96,7 +96,7 @@ def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], rea
     (SMALL, lambda call: {"latent": call.latent[..., :0]}, "empty"),
 ])
 def test_inputs_of_another_network_are_refused(
-    config: dict[str, Any], change: Callable[[Call], dict[str, Any]], reason: str
+    config: dict[str, Any], change: Callable[[UNetCall], dict[str, Any]], reason: str
 ) -> None:
     unet = diffusers_unet(**config)
     layout, call = FAMILIES.read(unet), a_call(unet)

@@ -30,7 +30,7 @@ from own_forward import own_forward
 from torch import nn
 
 import lib_onediff
-from lib_onediff.core.call import Call
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
@@ -46,10 +46,10 @@ class Compiled:
 
     def __init__(self) -> None:
         self.unet: Any = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-        self.call: Call = a_call(self.unet)
+        self.call: UNetCall = a_call(self.unet)
         self.first = served(self.unet, self.call)
 
-    def answers_as_the_host(self, call: Call, most: float = 1e-5) -> torch.Tensor:
+    def answers_as_the_host(self, call: UNetCall, most: float = 1e-5) -> torch.Tensor:
         expected = diffusers_output(self.unet, call)
         assert relative_error(served(self.unet, call), expected) < most
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]

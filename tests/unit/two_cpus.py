@@ -13,10 +13,10 @@ from builders import SMALL, diffusers_output, diffusers_unet
 from samplings import STEPS, WEBUI, call_of
 from torch import Tensor, nn
 
-from lib_onediff.core.call import Call
 from lib_onediff.core.device_memory import Card
 from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
+from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import Runtime
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
@@ -70,11 +70,11 @@ class Image:
         """As a host does."""
         self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS))
 
-    def call(self, time: float = 501.0, names: Any = NAMES) -> Call:
+    def call(self, time: float = 501.0, names: Any = NAMES) -> UNetCall:
         return call_of(self.unet, time, names)
 
     @torch.no_grad()
-    def run(self, call: Call, host: Callable[[], Tensor] | None = None, **more: Any) -> Tensor:
+    def run(self, call: UNetCall, host: Callable[[], Tensor] | None = None, **more: Any) -> Tensor:
         return self.runtime.run(self.unet, call, host or (lambda: diffusers_output(self.unet, call)), **more)
 
     @property
@@ -91,7 +91,7 @@ def near(output: Tensor, expected: Tensor) -> bool:
 
 
 @torch.no_grad()
-def exact(image: Image, call: Call) -> Tensor:
+def exact(image: Image, call: UNetCall) -> Tensor:
     return diffusers_output(image.unet, call)
 
 

@@ -96,11 +96,12 @@ class Standalone(WebUI):
 
 def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[str, Any]:
     """The arguments by which a pipeline makes this call."""
-    label, conditions = call.y, None
-    if label is not None:
+    context, *labels = call.prompt
+    conditions = None
+    for label in labels:
         text = label.shape[1] - NUMBERS_OF_A_LABEL * unet.config.addition_time_embed_dim
         conditions = {"text_embeds": label[:, :text], "time_ids": noise(len(label), NUMBERS_OF_A_LABEL)}
     return {
-        "sample": call.latent, "timestep": call.timestep[0].long(), "encoder_hidden_states": call.context,
+        "sample": call.latent, "timestep": call.timestep[0].long(), "encoder_hidden_states": context,
         "added_cond_kwargs": conditions,
     }

@@ -7,13 +7,13 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from ...core.call import Call
 from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from . import forward
+from .call import AnimaCall
 from .layout import AnimaLayout, is_anima, read_anima
 
 # To how many tokens the host fills shorter prompts up.
@@ -30,7 +30,7 @@ class Animas:
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
     )),)
 
-    def refuse_call(self, layout: AnimaLayout, call: Call) -> None:
+    def refuse_call(self, layout: AnimaLayout, call: AnimaCall) -> None:
         latent, context = call.latent, call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
             taken = f"{layout.in_channels} channels, one image"
@@ -40,21 +40,19 @@ class Animas:
             raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
             raise Refusal("latent, timestep and prompt are of different batches")
-        if call.y is not None or call.control is not None or call.image_prompts:
-            raise Refusal(f"{layout.model_name} takes no label, ControlNet or image prompt")
 
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
-    ) -> Call:
+    ) -> AnimaCall:
         latent = noise(batch, layout.in_channels, 1, *size)
         context = noise(batch, max(tokens, FEWEST_TOKENS), layout.context_width)
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
-        return Call(latent, timestep, context)
+        return AnimaCall(latent, timestep, context)
 
-    def output(self, layout: AnimaLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
+    def output(self, layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCall) -> Tensor:
         return forward.output(layout, weights, ops, call)
 
-    def units(self, layout: AnimaLayout, call: Call) -> list[tuple[str, ...]]:
+    def units(self, layout: AnimaLayout, call: AnimaCall) -> list[tuple[str, ...]]:
         apart = ("blocks", "out")
         first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in apart))
         return [first, *(names_of(block) for block in layout.blocks), names_of(layout.out)]
@@ -62,7 +60,7 @@ class Animas:
     def deepest(self, layout: AnimaLayout) -> int:
         return 0
 
-    def attentions(self, layout: AnimaLayout, call: Call) -> list[AttentionShapes]:
+    def attentions(self, layout: AnimaLayout, call: AnimaCall) -> list[AttentionShapes]:
         batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
         pixels, heads = -(-height // layout.patch) * -(-width // layout.patch), layout.blocks[0].self_attention.heads
         own, other = ((batch, heads, count, layout.width // heads) for count in (pixels, call.context.shape[1]))

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ...core.call import Call
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.operators import Activation, Modulation, Operators, Residual, Rotary
 from ..transformer import TransformerLayers
+from .call import AnimaCall
 from .layout import AdaptiveBlock, AnimaLayout, Positions
 
 
-def output(layout: AnimaLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
+def output(layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCall) -> Tensor:
     """The network's output for a latent of any size, (batch, out channels, 1, height, width)."""
     height, width = call.latent.shape[-2:]
     dtype = weights[layout.patches.path].weight.dtype

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...core.call import Call
 from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import Weights
 from ...core.leaves import TransformerBlock, descriptions
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from . import forward
+from .call import UNetCall
 from .layout import UNetLayout
 from .read import is_ldm_unet, read_ldm
 
@@ -37,7 +37,7 @@ class UNets:
         )),
     )
 
-    def refuse_call(self, layout: UNetLayout, call: Call) -> None:
+    def refuse_call(self, layout: UNetLayout, call: UNetCall) -> None:
         latent, context = call.latent, call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
             raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
@@ -65,15 +65,15 @@ class UNets:
 
     def example(
         self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
-    ) -> Call:
+    ) -> UNetCall:
         """At a timestep where the output is of the size of the input."""
         label = None if layout.label is None else PROMPT_NOISE * noise(batch, layout.y_width)
         latent = noise(batch, layout.in_channels, *size)
         context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
-        return Call(latent, timestep, context, label)
+        return UNetCall(latent, timestep, context, label)
 
-    def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
+    def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
         """A call with patches is computed whole."""
         cut = call.cut if call.patches is None else None
         depth = 0 if cut is None else min(cut.depth, self.deepest(layout))
@@ -84,14 +84,14 @@ class UNets:
             cut.memory.write(deep)
         return output
 
-    def units(self, layout: UNetLayout, call: Call) -> list[tuple[str, ...]]:
+    def units(self, layout: UNetLayout, call: UNetCall) -> list[tuple[str, ...]]:
         cut = call.cut if call.patches is None else None
         return layout.units(min(cut.depth, self.deepest(layout)) if cut is not None and cut.reads else None)
 
     def deepest(self, layout: UNetLayout) -> int:
         return len(layout.input_stages) - 1
 
-    def attentions(self, layout: UNetLayout, call: Call) -> list[AttentionShapes]:
+    def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
         """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""
         (batch, _, height, width), tokens = call.latent.shape, call.context.shape[1]
         found: dict[AttentionShapes, None] = {}

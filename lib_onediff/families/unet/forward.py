@@ -4,7 +4,7 @@ The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTrans
 sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
 projections are one GEMM, and so are what an attention projects of the same tokens. Nothing that is computed of weights
 or of the prompt outlives a call, so an edit of either counts at the next one. Functions that others have put on the
-UNet are called where the host's own forward calls them (core.call).
+UNet are called where the host's own forward calls them (patch_points).
 """
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...core.call import INPUT, LAST, MIDDLE, OUTPUT, Call, Control, PatchPoints
 from ...core.layer_weights import Weights, bias_of
 from ...core.operators import Image, Operators
+from .call import Control, UNetCall
 from .layers import Layers
 from .layout import UNetLayout
+from .patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 
 
 def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
@@ -29,7 +30,7 @@ def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tens
     return ops.linear(hidden, weights[layout.label.second.path])
 
 
-def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> Tensor:
+def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
     """The embedding of the timestep, with the guidance embedding where there is one: (batch, width)."""
     time = layout.time
     waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
@@ -53,7 +54,7 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
 class Pass:
     """One forward pass in progress: the inputs that every layer needs, and the way through the layers."""
 
-    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: Call) -> None:
+    def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> None:
         self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
         self.control = call.control or Control()
         self.patches = call.patches or PatchPoints()
@@ -123,7 +124,7 @@ class Pass:
 
 
 def full_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
 ) -> tuple[Tensor, Tensor]:
     """The whole UNet's output as finish gives it, for latents of any size, and the deep feature (Ma et al. 2023): the
     image that enters the last output stages.
@@ -140,7 +141,7 @@ def full_pass(
 
 
 def cached_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: Call, depth: int, deep: Tensor
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
 ) -> Tensor:
     """The outer stages alone, around a deep feature from an earlier step."""
     running, stages = Pass(layout, weights, ops, call), len(layout.output_stages)

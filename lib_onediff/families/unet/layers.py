@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...core.call import CROSS_ATTENTION, SELF_ATTENTION, ImagePrompt, PatchPoints
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import (
     Convolution,
@@ -18,7 +17,9 @@ from ...core.leaves import (
     TransformerBlock,
 )
 from ...core.operators import GEGLU, Image, Operators, Residual
+from .call import ImagePrompt
 from .layout import Downsample, SpatialTransformer, Stage, Upsample
+from .patch_points import CROSS_ATTENTION, SELF_ATTENTION, PatchPoints
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Layers:
     """Everything that a stage needs besides its image.
 
     shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
-    context, in the weights' dtype, and image_prompts: see Call. patches: the functions of others, called where the host
-    would.
+    context, in the weights' dtype, and image_prompts: see UNetCall. patches: the functions of others, called where the
+    host would.
     """
 
     weights: Weights

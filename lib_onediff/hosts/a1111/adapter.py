@@ -16,6 +16,7 @@ from ...core.key import LATENT_PIXEL
 from ...core.origins import author
 from ...core.refusal import Refusal
 from ...core.sizes import TOKENS
+from ...families.unet.call import UNetCall
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method, refuse_global_hooks
 from ...weights.watch import no_object
@@ -146,7 +147,7 @@ class A1111(WebUI):
             if owner is not None:
                 raise Refusal(f"{owner} calls the UNet from a forward of its own")
             patches = patches_of(self._changed.at_call(unet), replaced_concatenation())
-            return Call(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
+            return UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
 
         def prompt_rows() -> PromptRows:
             rows = rows_of_prompts(self._step(), context)
@@ -193,8 +194,8 @@ class A1111(WebUI):
         noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
         with random_state_kept(), torch.no_grad(), autocast():
             call = self.call_to_warm(width, height, batch, tokens, noise)
-            context, label = call.context, call.y
-            prompt = {"c_crossattn": [context]} if label is None else {"crossattn": context, "vector": label}
+            context, *labels = call.prompt
+            prompt = {"crossattn": context, "vector": labels[0]} if labels else {"c_crossattn": [context]}
             # An inpainting model's latent has the masked image's beside it.
             latent, beside = call.latent[:, :4], call.latent[:, 4:]
             self.checkpoint().apply_model(latent, call.timestep, {**prompt, "c_concat": [beside]})

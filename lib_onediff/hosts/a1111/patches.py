@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.call import CROSS_ATTENTION, Block, PatchPoints
 from ...core.leaves import TransformerBlock
 from ...core.origins import author, origin
+from ...families.unet.patch_points import CROSS_ATTENTION, Block, PatchPoints
 from ..changed_modules import METHODS, SELF_NORM, Changed, functions_of, kinds_of
 
 # The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that

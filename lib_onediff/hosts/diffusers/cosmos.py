@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...core.call import Call
 from ...core.refusal import Refusal
+from ...families.anima.call import AnimaCall
 
 
 def cosmos_call(
     network: Any, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor,
     condition_mask: Tensor | None = None, padding_mask: Any = None, **others: Any,
-) -> Call:
+) -> AnimaCall:
     """Masks become channels of the latent, as in the host's own forward. Raises Refusal for what ours does not take,
     and whatever the host raises for masks that do not fit."""
     passed = [name for name, value in others.items() if value is not None]
@@ -33,4 +33,4 @@ def cosmos_call(
     parts = [hidden_states] if condition_mask is None else [hidden_states, condition_mask]
     if network.config.concat_padding_mask:
         parts.append(functional.interpolate(padding_mask, size).unsqueeze(2).repeat(batch, 1, frames, 1, 1))
-    return Call(torch.cat(parts, dim=1), timestep.expand(batch), encoder_hidden_states)
+    return AnimaCall(torch.cat(parts, dim=1), timestep.expand(batch), encoder_hidden_states)

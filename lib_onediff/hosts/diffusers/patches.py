@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.call import CROSS_ATTENTION, SELF_ATTENTION, Block, ImagePrompt, PatchPoints
 from ...core.leaves import TransformerBlock
 from ...core.refusal import Refusal
+from ...families.unet.call import ImagePrompt
+from ...families.unet.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
 from .read_unet import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
 
 log = logging.getLogger("onediff")
@@ -94,7 +95,7 @@ class UNetPatches(PatchPoints):
 
 
 class Within(NamedTuple):
-    """What runs within the UNet in one call beside its own layers; see Call."""
+    """What runs within the UNet in one call beside its own layers; see UNetCall."""
 
     patches: UNetPatches | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ...core.attempt import Attempt, HostFunction
-from ...core.call import APART, Call, Control, PromptRows, half_of
+from ...core.call import APART, Call, PromptRows, half_of
 from ...core.inputs import rows_within
 from ...core.refusal import Refusal
 from ...core.settings import Settings
+from ...families.unet.call import Control, UNetCall
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits
 from ...weights.watch import no_object
@@ -187,7 +188,7 @@ class DiffusersForward(ModuleForward):
         # The host computes attention scores in float32 by its older processor alone.
         kind = type(processors[0]) if processors else None
         upcasts = kind is not None and kind.__name__ == UPCASTING and is_plain(kind) and attentions[0].upcast_attention
-        return Call(
+        return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, sample, added_cond_kwargs), timestep_condition=timestep_cond,
             control=control_of(unet, sample, *residuals) if any(one is not None for one in residuals) else None,

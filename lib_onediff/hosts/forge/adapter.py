@@ -27,7 +27,7 @@ from ..changed_modules import ChangedModules, forward_above, is_brought, replace
 from ..contract import BYPASSED, NOT_IN_USE, Need, Result, WebUI, check_needs
 from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..sampler_schedule import sampling_of
-from .call import HostCall, unet_call
+from .call import HostCall
 from .image_prompts import image_prompts_of
 from .networks import NETWORKS, HostNetwork
 from .weight_functions import PLACED, LayerFunctions, cast_to_input
@@ -184,7 +184,8 @@ class Forge(WebUI):
         network, changed = self._loaded(unet), self._changed.at_call(unet)
         # The host calls a module with a forward of its own in another way than image prompts would.
         prompts = () if changed else image_prompts_of(unet, given.options, given.x)
-        return unet_call(unet, given, network.attention.upcasts(given.x.dtype), network.names_read, prompts, changed)
+        upcasts = network.attention.upcasts(given.x.dtype)
+        return network.call_of(unet, given, upcasts, network.names_read, prompts, changed)
 
     def _loaded(self, unet: Any) -> HostNetwork:
         """What is known of a network's kind; of the first one's for None."""
@@ -275,10 +276,8 @@ class Forge(WebUI):
             # The host plans memory for twice the images: the prompt and the negative prompt.
             sampling.sampling_prepare(patcher, call.latent[:(batch + 1) // 2])
             try:
-                model.diffusion_model(
-                    call.latent, call.timestep, control=None, transformer_options={}, context=call.context,
-                    **({} if call.y is None else {"y": call.y}),
-                )
+                prompt = dict(zip(("context", "y"), call.prompt, strict=False))
+                model.diffusion_model(call.latent, call.timestep, control=None, transformer_options={}, **prompt)
             finally:
                 sampling.sampling_cleanup(patcher)
         if runtime.call_stats.total == calls:

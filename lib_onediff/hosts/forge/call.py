@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...core.call import APART, OTHER_ROWS, Call, Control, ImagePrompt, half_of
+from ...core.call import APART, OTHER_ROWS, half_of
 from ...core.inputs import rows_within
 from ...core.origins import author
 from ...core.refusal import Refusal
+from ...families.anima.call import AnimaCall
+from ...families.unet.call import Control, ImagePrompt, UNetCall
 from ..changed_modules import Changed
 from .patches import OPTIONS, OptionPatches, points_of
 
@@ -102,7 +104,7 @@ class HostCall(NamedTuple):
 def unet_call(
     unet: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
     image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
-) -> Call:
+) -> UNetCall:
     """The call as ours.
 
     names_read: every name by which the host's UNet may ask for an option or another argument. image_prompts: what our
@@ -124,10 +126,23 @@ def unet_call(
     context = given.context
     if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)
-    return Call(
+    return UNetCall(
         latent=given.x, timestep=given.timesteps, context=context, y=given.y, control=control_of(given.control),
         upcast_attention=upcast_attention, patches=patches if patches is not None and patches.structure else None,
         image_prompts=image_prompts,
+    )
+
+
+def anima_call(
+    network: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
+    image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
+) -> AnimaCall:
+    """As unet_call, of an Anima network."""
+    call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
+    if call.y is not None or call.control is not None or call.image_prompts:
+        raise Refusal("Anima takes no label, ControlNet or image prompt")
+    return AnimaCall(
+        call.latent, call.timestep, call.context, upcast_attention=call.upcast_attention, patches=call.patches,
     )
 
 

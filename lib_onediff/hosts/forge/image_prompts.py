@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.call import CROSS_ATTENTION, ImagePrompt
 from ...core.refusal import Refusal
+from ...families.unet.call import ImagePrompt
+from ...families.unet.patch_points import CROSS_ATTENTION
 from .patches import REPLACED
 
 log = logging.getLogger("onediff")

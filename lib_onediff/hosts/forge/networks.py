@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.call import Call
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
 from ..contract import UNETS, Need, lack_of
-from .call import UNET_PARAMETERS, names_read_by
+from .call import UNET_PARAMETERS, anima_call, names_read_by, unet_call
 
 UNET, ANIMA = "backend.nn.unet", "backend.nn.anima"
 PREFIX = "attention_"
@@ -82,6 +83,7 @@ class HostNetwork:
     module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
     attention. helpers: other global functions that it calls, each with the module whose code it must be. models: the
     names of the models that have it, for users. refuse: raises Refusal where a call depends on more than its arguments.
+    call_of: makes our call of the host's; see unet_call.
     """
 
     module: str
@@ -91,6 +93,7 @@ class HostNetwork:
     helpers: Mapping[str, str]
     models: tuple[str, ...] = UNETS
     refuse: Callable[[], object] = lambda: None
+    call_of: Callable[..., Call] = unet_call
 
     def needs(self) -> tuple[Need, ...]:
         return (
@@ -146,6 +149,6 @@ NETWORKS = (
     HostNetwork(
         ANIMA, "Anima", ("x", "timesteps", "context", "padding_mask"),
         HostAttention("backend.attention", ANIMA, "attention_function"), {"pad_to_patch_size": "backend.utils"},
-        ("Anima",), refuse_references,
+        ("Anima",), refuse_references, anima_call,
     ),
 )

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.call import CROSS_ATTENTION, INPUT, SELF_ATTENTION, Block, PatchPoints
 from ...core.leaves import TransformerBlock
 from ...core.origins import author
+from ...families.unet.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, Block, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
@@ -41,7 +41,7 @@ QUERY = ".attn2.to_q"
 
 
 class OptionPatches(PatchPoints):
-    """The functions in one call's transformer_options and on the UNet's modules; see model.patch_points.PatchPoints."""
+    """The functions in one call's transformer_options and on the UNet's modules; see PatchPoints."""
 
     def __init__(
         self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], has_image_prompts: bool,

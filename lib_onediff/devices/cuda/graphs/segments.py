@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.call import Call, PatchPoints
+from ....core.call import Call
 from ....core.inputs import bytes_of, copy_inputs
-from ....core.points import DoesNotFit, EveryPoint, PassedPoint
+from ....core.points import DoesNotFit, EveryPoint, PassedPoint, Points
 
 WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5
 # Where the host's options are told of the place, whether anything stands there or not.
@@ -202,7 +202,7 @@ class Function:
     results: tuple[Tensor, ...]
     place: int
 
-    def __call__(self, patches: PatchPoints, kept: Returned) -> None:
+    def __call__(self, patches: Points, kept: Returned) -> None:
         given = getattr(patches, self.name)(*map(fresh, self.arguments))
         kept.keep(given)
         returned = tensors_of(given)
@@ -227,7 +227,7 @@ class RecordedPoints(EveryPoint):
     """The points of a call whose forward is being recorded. steps: what was done so far. points: which it has passed;
     what functions have returned is not kept."""
 
-    def __init__(self, patches: PatchPoints, recording: GraphRecording) -> None:
+    def __init__(self, patches: Points, recording: GraphRecording) -> None:
         super().__init__(patches)
         self._recording = recording
         self.steps: list[Step] = []
@@ -254,7 +254,7 @@ class RecordedPoints(EveryPoint):
 @dataclass
 class GraphRunner:
     """core.device.Runner by the graphs of a forward's parts. output: (batch, out channels, height, width), where the
-    last part writes it. places: see PatchPoints; None where no functions run within it. points: see RecordedPoints.
+    last part writes it. places: see Points; None where no functions run within it. points: see RecordedPoints.
     memory: the pool that the graphs were captured in."""
 
     steps: list[Step]
