@@ -20,7 +20,7 @@ from ..core.leaves import Convolution
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
-from .watch import UNCOUNTED, edit_count, present_in
+from .parameters import UNCOUNTED, edit_count, present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -72,7 +72,8 @@ class Binding:
         called = [module.get_submodule(path) for path in self._leaves]
         if any(layer_within(one) is not leaf() for one, leaf in zip(called, self._leaves.values(), strict=True)):
             return False
-        self.layout, self._called = layout, list(map(weakref.ref, called))
+        self.layout = layout
+        self._called = list(map(weakref.ref, called))
         return True
 
     def bind(self, channels_last: bool = False, device: torch.device | None = None) -> int:
@@ -152,8 +153,14 @@ class Binding:
 
     def parts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         """The weights and the biases of a layer's members, in order; of one that is not fused, its own."""
-        weights, biases = zip(*(self._parameters(self._leaves[path]) for path in self.groups[name]), strict=True)
-        return list(weights), [bias for bias in biases if bias is not None]
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
+        for path in self.groups[name]:
+            weight, bias = self._parameters(self._leaves[path])
+            weights.append(weight)
+            if bias is not None:
+                biases.append(bias)
+        return weights, biases
 
     def weights_on(self, device: torch.device, name: str) -> LayerWeights:
         """A layer's tensors on a device, wherever they are; views where they are there and lie together."""
@@ -178,7 +185,8 @@ class Binding:
     def _joined(self, name: str) -> LayerWeights:
         """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""
         weights, biases = self.parts(name)
-        weight, bias = joined(weights), joined(biases) if biases else None
+        weight = joined(weights)
+        bias = joined(biases) if biases else None
         if weight is None or (biases and (bias is None or len(biases) < len(weights))):
             raise Refusal(f"the layers of {name} no longer lie together")
         return LayerWeights(weight, bias)
@@ -208,7 +216,8 @@ class Binding:
     def refuse_mixture(self) -> None:
         """Raise Refusal if the parameters are of a dtype that we do not run, or lie neither on the device nor in main
         memory. What is cast to one type may be stored in several, layer by layer."""
-        known, stored = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES, self.stored_dtype
+        known = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES
+        stored = self.stored_dtype
         device = self.device
         layer_weights = self._layer_weights()
         for path, layer in layer_weights.items():
@@ -294,7 +303,8 @@ def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def joined(parameters: list[Tensor]) -> Tensor | None:
     """One view, (sum of rows, ...), over tensors that lie one after the other in one storage, else None."""
     first = parameters[0]
-    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    offset = first.storage_offset()
     for parameter in parameters:
         beside = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == offset
         if not beside or parameter.dtype != first.dtype or not parameter.is_contiguous():

@@ -4,12 +4,11 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..core.call import Call
@@ -17,10 +16,13 @@ from ..core.epoch import Epoch
 from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
-from .contents import PART, Contents, Place, Reader, digest_of_values, is_dense
-from .exact_copy import copy_of
+from .contents import PART, Contents, Place, Reader
+from .digests import WeightsDigest, digest_of_values
 from .main_memory import MainMemory
+from .module_tree import Tree
 from .on_the_fly import OnTheFly
+from .parameters import Parameters
+from .reached import Reached
 from .scan import (
     APPLIED_AT_CALL,
     HostTraits,
@@ -32,7 +34,6 @@ from .scan import (
 )
 from .streaming import Streaming, Units, streaming_of
 from .values import Tokens
-from .watch import Parameters, Reached, Tree, during
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
@@ -98,9 +99,9 @@ class BoundUNet:
         self._lora: Hashable = None
         self._checkpoint: tuple[Hashable, str] = None, ""
         self._identity: tuple[Hashable, str] = None, ""
-        # What identity reads, and of which binding.
-        self._sums: list[Contents] = []
-        self._read_of: Hashable = None
+        # What identity reads, and the version of the addresses that it was made for.
+        self._digest: WeightsDigest | None = None
+        self._digested: Hashable = None
 
     @property
     def layout(self) -> Any:
@@ -166,9 +167,11 @@ class BoundUNet:
     # --- has anything changed? ------------------------------------------------------------------------------------
 
     def during(self, work: Callable[[], Result]) -> Result | None:
-        """What work() returns, a replay; None where anything is not as the last refresh has found it. What has to be
-        read on a GPU is launched before the replay, and the rest is looked at while that runs. Nothing is replayed
-        where what a graph reads is not alive or not where it was."""
+        """Runs work, which launches a replay, and looks for changes while the GPU computes.
+
+        Returns what work returns; None where anything is not as the last refresh has found it. Addresses are checked
+        before the replay, everything else while it runs.
+        """
         parameters, tree, unet, lora = self._parameters, self._tree, self._unet(), self.host_traits.wanted_lora
         if self._refusal is not None or parameters is None or tree is None or unet is None:
             return None
@@ -176,11 +179,19 @@ class BoundUNet:
             return None
         on_the_fly = self.on_the_fly
         applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        found = during(work, unet, tree, parameters, self._contents)
+        found = parameters.lie_still()
         if found is None:
             return None
-        result, were_edited = found
-        if were_edited:
+        changed = None if self._contents is None else self._contents.begin(are_alive=True)
+        result = work()
+        if not tree.stands(unet):
+            return None
+        have_changed = changed is not None and changed()
+        # Last: it reports each edit once.
+        were_edited = parameters.were_edited(found)
+        if were_edited is None:
+            return None
+        if were_edited or have_changed:
             self._raise(values=1)
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
         if self.epoch.values != self._refreshed and (on_the_fly.copies or not self.in_sampling):
@@ -241,22 +252,11 @@ class BoundUNet:
         if self._identity[0] != state:
             label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()}"
             found = self.binding.parameters()
-            if self._read_of != self.epoch.addresses:
-                self._read_of = self.epoch.addresses
-                self._sums = [self._contents_of(found, is_near) for is_near in (True, False)]
-            layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in found]
-            strided = [copy_of(one, torch.contiguous_format) for one in found if not is_dense(one)]
-            for sums in self._sums:
-                sums.begin()()
-            label = f"{label} {layouts} {[sums.known.tolist() for sums in self._sums]}"
-            self._identity = state, digest_of_values(label, strided)
+            if self._digest is None or self._digested != self.epoch.addresses:
+                self._digested = self.epoch.addresses
+                self._digest = WeightsDigest(found, self.binding.device, self.reader)
+            self._identity = state, self._digest.read(label, found)
         return self._identity[1]
-
-    def _contents_of(self, parameters: Sequence[Any], is_near: bool) -> Contents:
-        """The contents of these parameters. is_near: of those on the device that computes; otherwise of the others."""
-        device = self.binding.device
-        places = [Place.of(one) for one in parameters if is_dense(one) and (one.device == device) is is_near]
-        return Contents(places, 1 if is_near else PART, self.reader)
 
     def sources(self) -> str:
         """What tells the host's own forward from those of other sources; see Tree.digest."""
@@ -457,8 +457,8 @@ class BoundUNet:
         if self._binding is not None:
             self._binding.unbind()
         self._tree = self._parameters = self._contents = self._binding = self.streaming = None
-        self._refusal = self._read_of = None
-        self._sums = []
+        self._refusal = None
+        self._digest = None
         self.channels_last = self.in_sampling = False
         self._part = 0
         self.drop_applied()

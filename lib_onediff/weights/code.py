@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..core.origins import HOLDERS, OURS, TORCH, beneath_ours, callables_within, package
+from .values import CONTAINERS, MOST_ENTRIES, as_it_is
 
 # Classes of torch whose methods a forward pass calls on every tensor.
 TENSORS = (torch.Tensor, nn.Parameter)
@@ -35,8 +36,6 @@ MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch._C", "torch._VF", "torch.fft", "torch.linalg")
 # The parts of our own package whose code computes.
 OF_OURS = tuple(f"{OURS}.{room}." for room in ("core", "families", "weights", "devices", "steps"))
-# Of a container: what is in a longer one is not looked at.
-MOST_ENTRIES = 256
 STANDARD_LIBRARY = sys.stdlib_module_names
 # torch reasons about shapes by the last two, and computes nothing of an image with them.
 NOT_READ = STANDARD_LIBRARY | {TORCH, "sympy", "mpmath"}
@@ -116,7 +115,8 @@ class Code:
 
     def _read_ours(self) -> None:
         for function in our_functions():
-            names, space = names_in(function.__code__), function.__globals__
+            names = names_in(function.__code__)
+            space = function.__globals__
             modules = (space[name] for name in names & space.keys() if isinstance(space[name], types.ModuleType))
             for module in modules:
                 if package(module.__name__) == TORCH and computes(module.__name__):
@@ -142,7 +142,8 @@ class Code:
 
     def _look_up_in(self, space: Space, owner: str, names: frozenset[str]) -> None:
         reads_data = package(owner) not in NOT_READ
-        waiting, seen = [(space, owner)], {id(space)}
+        waiting = [(space, owner)]
+        seen = {id(space)}
         while waiting:
             space, owner = waiting.pop()
             for name in names & space.keys():
@@ -200,21 +201,9 @@ def bases_of(kind: type) -> list[type]:
     ]
 
 
-def as_it_is(container: Any) -> Any:
-    """A copy of a dictionary or set, as other threads may write to it meanwhile; another container itself. By the
-    methods of the built-in class alone: those of somebody's own class may import modules, as those of transformers'
-    mappings do, and its copy may be made in another way."""
-    if type(container) is dict:
-        return container.copy()
-    if isinstance(container, dict):
-        # The keys are listed at one stroke.
-        return {name: dict.get(container, name) for name in list(dict.keys(container))}
-    return set.copy(container) if isinstance(container, set) else container
-
-
 def objects_in(container: Any) -> list[Any]:
     """The objects in a container, of which code calls methods."""
-    if not isinstance(container, (dict, list, tuple, set, frozenset)) or len(container) > MOST_ENTRIES:
+    if not isinstance(container, CONTAINERS) or len(container) > MOST_ENTRIES:
         return []
     now = as_it_is(container)
     found = now.values() if isinstance(now, dict) else now

@@ -7,9 +7,7 @@ words of a matrix is summed, which touches every row.
 """
 from __future__ import annotations
 
-import ctypes
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -108,7 +106,8 @@ class Contents:
 
         def changed() -> bool:
             try:
-                before, self.known = self.known, read()
+                before = self.known
+                self.known = read()
             except ReferenceError:
                 return True
             return not torch.equal(before, self.known)
@@ -125,7 +124,9 @@ class Sums:
     """Reads places of one device. part, reader: see Contents."""
 
     def __init__(self, places: Sequence[Place], part: int, reader: Reader | None) -> None:
-        self._places, self._part, self._device = places, part, places[0].device
+        self._places = places
+        self._part = part
+        self._device = places[0].device
         self._launch = reader(places, part) if reader is not None and self._device.type == "cuda" else None
         words = 0 if self._launch is not None else CHUNKS.get(self._device.type, CHUNK)
         self._odd = torch.arange(1, 2 * words + 1, 2, dtype=torch.int64, device=self._device)
@@ -167,7 +168,8 @@ class Sums:
             whole = len(words) // (PIECE * step) * (PIECE * step)
             words = words[:whole].view(-1, step, PIECE)[:, 0]
         total = torch.zeros((), dtype=torch.int64, device=self._device)
-        begin, rows = 0, max(1, len(self._odd) // (PIECE if step > 1 else 1))
+        begin = 0
+        rows = max(1, len(self._odd) // (PIECE if step > 1 else 1))
         # Piece by piece: what is made of each stays in the processor's cache.
         for piece in words.split(rows):
             wide = piece.to(torch.int64).flatten()
@@ -180,24 +182,3 @@ def is_dense(tensor: Tensor) -> bool:
     """Whether the memory from a tensor's first number on holds its numbers, in any order, and nothing else."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent == tensor.numel()
-
-
-def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
-    """What tells these values from others of the same label, wherever they lie. Copies them from each device in one
-    piece for each type, and waits for it."""
-    values = [tensor.detach().flatten() for tensor in tensors]
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, one in enumerate(values):
-        alike.setdefault((one.dtype, one.device), []).append(place)
-    for (dtype, _), places in alike.items():
-        found = [values[place] for place in places]
-        # Not every release of torch joins float8.
-        together = torch.cat(found if dtype.itemsize > 1 else [one.view(torch.uint8) for one in found]).cpu()
-        for place, one in zip(places, together.split(list(map(len, found))), strict=True):
-            values[place] = one
-    digest = hashlib.sha256(label.encode())
-    for dtype in dict.fromkeys(dtype for dtype, _ in alike):
-        digest.update(f" {dtype} ".encode())
-        for place in sorted(chain.from_iterable(found for (kind, _), found in alike.items() if kind == dtype)):
-            digest.update(ctypes.string_at(values[place].data_ptr(), values[place].nbytes))
-    return digest.hexdigest()[:16]

@@ -80,8 +80,12 @@ def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[
     computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     for layer, source, role, norm in block.token_layers:
-        name, first = (layer.name, layer.members[0]) if isinstance(layer, FusedLinear) else (layer.path, layer)
-        width = first.in_features
+        if isinstance(layer, FusedLinear):
+            name = layer.name
+            width = layer.members[0].in_features
+        else:
+            name = layer.path
+            width = layer.in_features
         if width * layer.out_features >= fewest and width % ALIGNED == layer.out_features % ALIGNED == 0:
             yield LowBitLayer(name, width, layer.out_features, source, role, norm)
 
@@ -129,14 +133,18 @@ def low_bit_products(
 
 
 class LowBitWeights:
-    """Stays in the same memory as long as the layout does: a captured graph knows the addresses alone. left_out: the
-    classes of layers that are never among them. are_alone: whether they stand for weights in main memory.
-    fitted_to: the state of the weights that all were rounded from. gated_scales: LayerWeights.gated_scale by layer."""
+    """Weights in eight bits, in memory that stays the same as long as the layout does: captured graphs read it.
+
+    left_out: the classes of layers that are never among them. are_alone: whether they stand for weights in main memory.
+    fitted_to: the state of the weights that all were rounded from. gated_scales: LayerWeights.gated_scale by layer.
+    """
 
     def __init__(
         self, layout: Any, round_rows: Round, left_out: frozenset[str] = frozenset(), are_alone: bool = False
     ) -> None:
-        self.layout, self.left_out, self.are_alone = layout, left_out, are_alone
+        self.layout = layout
+        self.left_out = left_out
+        self.are_alone = are_alone
         self._round = round_rows
         self._kept: dict[tuple[str, Kind], QuantizedWeight] = {}
         self.gated_scales: dict[str, Tensor] = {}
@@ -154,17 +162,21 @@ class LowBitWeights:
 
         Raises torch.cuda.OutOfMemoryError, and what weights_of raises.
         """
-        stale = () if state() == self.fitted_to else self._kept
         due: dict[str, list[Kind]] = {}
-        for name, kind in (*stale, *(one for one in wanted.items() if one not in self._kept)):
-            due.setdefault(name, []).append(kind)
+        if state() != self.fitted_to:
+            for name, kind in self._kept:
+                due.setdefault(name, []).append(kind)
+        for name, kind in wanted.items():
+            if (name, kind) not in self._kept:
+                due.setdefault(name, []).append(kind)
         if not due:
             return
         self.fitted_to = None
         for name, kinds in due.items():
             layer = weights_of(name)
-            weight, bias = layer.weight, layer.bias
-            # Nobody else may hold it: of a fused layer, it is a view that keeps the tensor alive.
+            weight = layer.weight
+            bias = layer.bias
+            # Release our reference: a fused weight is a view that would keep its tensor alive.
             del layer
             rows = as_rows(weight)
             for kind in kinds:
@@ -180,7 +192,7 @@ class LowBitWeights:
         self.fitted_to = state()
 
     def give_up(self, size: int) -> None:
-        """Drop the last that came, so many bytes of them. Raises KeyError if there are not so many."""
+        """Free at least `size` bytes, newest first. Raises KeyError if there are fewer."""
         while size > 0:
             _, kept = self._kept.popitem()
             size -= sum(part.nbytes for part in kept)

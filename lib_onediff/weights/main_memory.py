@@ -27,13 +27,15 @@ class MainMemory:
         size = aligned(count * dtype.itemsize)
         try:
             if self._chunk is None or self._used + size > len(self._chunk):
-                self._chunk, self._used = new_chunk(max(CHUNK_BYTES, size), pinned), 0
+                self._chunk = new_chunk(max(CHUNK_BYTES, size), pinned)
+                self._used = 0
         except (RuntimeError, MemoryError) as full:
             said = str(full).partition("\n")[0]
             raise Refusal(
                 f"a part of its weights is in main memory, and what of it can be pinned has no room: {said}"
             ) from None
-        start, self._used = self._used, self._used + size
+        start = self._used
+        self._used += size
         # A tensor of the mode that is on now, inference or not, as whoever takes it for its own has to be.
         piece: Any = torch.empty(0, dtype=dtype, device="cpu")
         return piece.set_(self._chunk.untyped_storage(), start // dtype.itemsize, (count,))

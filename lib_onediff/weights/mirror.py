@@ -23,7 +23,8 @@ class MirrorUNet(BoundUNet):
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
         """copy: made by empty_copy of the source's binding; whoever calls keeps it alive."""
         super().__init__(copy, lambda unet: source.layout, HostTraits(yardstick=source.host_traits.yardstick))
-        self._source, self._of = source, source.binding
+        self._source = source
+        self._of = source.binding
         # The version of the source's values that the copies are of.
         self._copied: int | None = None
 
@@ -68,7 +69,8 @@ class MirrorUNet(BoundUNet):
             return
         # From now on, every edit of a number counts.
         self._source.watch_contents(whole=True)
-        theirs, ours = self._of.parameters(), self.binding.parameters()
+        theirs = self._of.parameters()
+        ours = self.binding.parameters()
         # Until all is copied, it is true to nothing.
         self._copied = None
         with torch.inference_mode(False), torch.no_grad():

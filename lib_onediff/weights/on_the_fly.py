@@ -16,7 +16,8 @@ from torch import Tensor
 from ..core.layer_weights import LowRank, Weights
 from ..core.refusal import Refusal
 from .binding import BOUND_DTYPES, Binding
-from .contents import Contents, Place, Reader, digest_of_values
+from .contents import Contents, Place, Reader
+from .digests import digest_of_values
 from .scan import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
 MEBIBYTE = 2**20
@@ -31,7 +32,8 @@ class OnTheFly:
     with the parameters as they are."""
 
     def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
-        self._reader, self._casts = reader, casts
+        self._reader = reader
+        self._casts = casts
         self.is_asked = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
@@ -59,7 +61,7 @@ class OnTheFly:
         refresh. room: how many bytes copies of weights may take; None: any number.
 
         Returns whether the weights that the host computes with lie elsewhere than at the last refresh, or are others;
-        None where nothing has become of them. Raises Refusal if the copies do not fit.
+        None if nothing changed. Raises Refusal if the copies do not fit.
         """
         reader = self._reader
         if reader is None and self._casts is None:
@@ -76,12 +78,15 @@ class OnTheFly:
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in parts.places}
         casts_norms = self._casts is None or self._casts.norms
-        before, self.applied = self.applied, None
+        before = self.applied
+        self.applied = None
         applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before)
         moved = applied.fit(functions, binding.weights(), binding.groups, room)
         self.applied = applied
-        self._mark, self._facts = parts.mark(), parts.facts
-        self._references, places = list(map(weakref.ref, parts.objects)), list(map(Place.of, parts.tensors))
+        self._mark = parts.mark()
+        self._facts = parts.facts
+        self._references = list(map(weakref.ref, parts.objects))
+        places = list(map(Place.of, parts.tensors))
         self._contents = Contents(places, reader=contents_reader) if places else None
         return moved
 
@@ -122,8 +127,10 @@ class OnTheFly:
 
     def drop(self) -> bool:
         """Give all memory back; the next refresh makes it anew. Returns whether there was any."""
-        dropped, self.applied, self._contents = self.applied is not None, None, None
-        return dropped
+        had_any = self.applied is not None
+        self.applied = None
+        self._contents = None
+        return had_any
 
     @property
     def copies(self) -> bool:
@@ -152,10 +159,14 @@ class OnTheFly:
         if self.applied is None:
             return ()
         stored = str(binding.stored_dtype).removeprefix("torch.")
-        return tuple(kind for kind, there in (
-            ("LoRA on the fly", bool(self.applied.low_rank)), ("weights changed on the fly", self.copies_matrices),
-            (f"weights stored as {stored}", binding.cast_to is not None),
-        ) if there)
+        found: list[str] = []
+        if self.applied.low_rank:
+            found.append("LoRA on the fly")
+        if self.copies_matrices:
+            found.append("weights changed on the fly")
+        if binding.cast_to is not None:
+            found.append(f"weights stored as {stored}")
+        return tuple(found)
 
     @property
     def bytes(self) -> int:
@@ -175,7 +186,9 @@ class AppliedFunctions:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, casts_norms: bool = True, before: AppliedFunctions | None = None
     ) -> None:
-        self.dtype, self._device, self._casts_norms = dtype, device, casts_norms
+        self.dtype = dtype
+        self._device = device
+        self._casts_norms = casts_norms
         self.low_rank: dict[str, LowRank] = {}
         self.weights: dict[str, Tensor] = {}
         self.biases: dict[str, Tensor] = {}
@@ -210,7 +223,8 @@ class AppliedFunctions:
                 # Matrices that are only cast are cast where they are asked for.
                 self._fit_parameters("weight", self.weights, name, group, weights, is_norm and self._casts_norms)
                 self._fit_parameters("bias", self.biases, name, group, weights, self._casts_norms or not is_norm)
-        before, self._before = self._before, {}
+        before = self._before
+        self._before = {}
         return before.keys() != self._made.keys() or any(self._made[key] is not one for key, one in before.items())
 
     def _refuse_without_room(
@@ -270,7 +284,8 @@ class AppliedFunctions:
         first_rank = 0
         for path in group:
             own = [update for where, update in updates if where == path]
-            begin, first = first_rank, len(ups)
+            begin = first_rank
+            first = len(ups)
             for index, update in enumerate(own):
                 scale = torch.full((), update.scale, dtype=torch.float32, device=self._device)
                 label = f"{path} {index}"
@@ -306,7 +321,8 @@ class AppliedFunctions:
     def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for what is laid out like a tensor, where such was before if it fits. dtype: by default, which is
         computed in."""
-        kept, dtype = self._before.get((kind, name)), dtype or self.dtype
+        kept = self._before.get((kind, name))
+        dtype = dtype or self.dtype
         layout = like.shape, like.stride(), dtype, self._device
         if kept is None or (kept.shape, kept.stride(), kept.dtype, kept.device) != layout:
             kept = torch.empty_like(like, dtype=dtype, device=self._device)
@@ -317,7 +333,8 @@ class AppliedFunctions:
 def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tensor]:
     """Up, scaled, and down of a LoRA in float32, with rows of down of a length near 1: whatever their sizes are in a
     file, what lies between the two products does not overflow in float16. By powers of two, which round nothing."""
-    up, down = update.up.to(device, torch.float32), update.down.to(device, torch.float32)
+    up = update.up.to(device, torch.float32)
+    down = update.down.to(device, torch.float32)
     length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     power = length.log2().round().exp2()
     return up * (update.scale * power), down / power.view(-1, *(1 for _ in down.shape[1:]))

@@ -29,17 +29,18 @@ from ..core.origins import (
 )
 from ..core.refusal import Refusal
 from .code import NOT_READ, Code, Named, names_in
+from .module_tree import FORWARDS
+from .parameters import edit_counts, layout_of
+from .reached import Reached
 from .values import FUNCTIONS, Digests, Tokens
-from .watch import Reached, edit_counts, layout_of
 
 Change = Callable[[Tensor], Tensor]
 # Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged. Its adapter
 # reads these at every call.
 APPLIED_AT_CALL = ("weight_function", "bias_function", "forge_online_loras")
-FORWARDS = ("forward", "_forward")
-# What torch runs of a layer's class besides forward; the last where somebody else's forward calls torch's.
 # Modules of the standard library whose functions depend on their arguments alone.
 PURE = frozenset({"builtins", "math", "operator", "functools", "itertools", "typing", "collections", "inspect"})
+# What torch runs of a layer's class besides forward; the last where somebody else's forward calls torch's.
 CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 
 
@@ -160,7 +161,8 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
     names: dict[type, frozenset[str]] = {}
     processors: dict[type, tuple[str, ...]] = {}
     for name, module in network.named_modules():
-        state, kind = module.__dict__, type(module)
+        state = module.__dict__
+        kind = type(module)
         if "processor" in state:
             processors[type(state["processor"])] = ("__call__",)
         if module is network:
@@ -229,7 +231,8 @@ def may_compute(value: Any) -> bool:
 def has_unseen_state(stand_in: Named, hosts: Collection[str]) -> bool:
     """Whether a function in the place of another one may depend on more than its arguments and what can be watched
     (plain values in its closure, its globals and its objects): a check would hold for one call of it alone."""
-    digests, known = Digests(Tokens()), {*NOT_READ, *hosts, OURS}
+    digests = Digests(Tokens())
+    known = {*NOT_READ, *hosts, OURS}
     digests.of(stand_in.value)
     is_pure = True
     for named in Code([stand_in.value]).named.values():

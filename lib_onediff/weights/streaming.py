@@ -36,7 +36,8 @@ class CopyStream:
     """Copies to a GPU beside what it computes. Its marks are events."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
 
     def computed(self) -> torch.cuda.Event:
         """A mark behind all that was launched to compute."""
@@ -114,15 +115,19 @@ class Streaming:
 
         Raises Refusal where there is none, and torch.cuda.OutOfMemoryError.
         """
-        self.device, self.lane, self._plans = binding.device, lane, dict[Hashable, Plan]()
+        self.device = binding.device
+        self.lane = lane
+        self._plans: dict[Hashable, Plan] = {}
         # Where each member of a fused layer begins in it, and how many rows it has.
         self.members = binding.fusion_of
         names = [name for unit in units for name in unit if name in binding.away]
-        matrices, vectors = dict[tuple[str, str], list[Tensor]](), dict[tuple[str, str], list[Tensor]]()
+        matrices: dict[tuple[str, str], list[Tensor]] = {}
+        vectors: dict[tuple[str, str], list[Tensor]] = {}
         for name in names:
             for kind, parts in zip(("weight", "bias"), binding.parts(name), strict=True):
                 if parts:
-                    (matrices if parts[0].dim() > 1 else vectors)[name, kind] = parts
+                    found_of_kind = matrices if parts[0].dim() > 1 else vectors
+                    found_of_kind[name, kind] = parts
         # One after the other, as they are to lie: then one copy takes many.
         for part in chain.from_iterable((*matrices.values(), *vectors.values())):
             pin(part, memory, pinned)
@@ -134,7 +139,9 @@ class Streaming:
         self._ring = room_of(0, self.device)
         places = {key: list(map(Place.of, parts)) for key, parts in vectors.items()}
         self._room = room_of(sum(map(size_of, places.values())), self.device)
-        self._vectors, copies, start = dict[tuple[str, str], Tensor](), list[Copy](), 0
+        self._vectors: dict[tuple[str, str], Tensor] = {}
+        copies: list[Copy] = []
+        start = 0
         for key, found in places.items():
             self._vectors[key] = staged(found, self._room, start, copies)
             start += size_of(found)
@@ -166,7 +173,8 @@ class Streaming:
         plan = Plan(len(units), {name: place for place, unit in enumerate(units) for name in unit}, chunks, [], {}, {})
         first = 0
         for number, chunk in enumerate(chunks):
-            start, copies = chunk.start, list[Copy]()
+            start = chunk.start
+            copies: list[Copy] = []
             for name in chain.from_iterable(streamed[first:chunk.last_unit + 1]):
                 plan.staged[name] = staged(self._matrices[name], self._ring, start, copies)
                 plan.chunk_of[name] = number
@@ -209,7 +217,8 @@ class StreamedForward:
     """The copies of one forward, in the order in which it reads its layers."""
 
     def __init__(self, streaming: Streaming, plan: Plan) -> None:
-        self._streaming, self._plan = streaming, plan
+        self._streaming = streaming
+        self._plan = plan
         self._unit = -1
         # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
         self._marks: dict[int, torch.cuda.Event] = {}
@@ -239,10 +248,12 @@ class StreamedForward:
 
     def _go_on(self, unit: int) -> None:
         """What reads the units before was launched: copy what comes to lie over them."""
-        chunks, lane = self._plan.chunks, self._streaming.lane
+        chunks = self._plan.chunks
+        lane = self._streaming.lane
         if self._unit < 0:
             self._streaming.begin()
-        self._unit, computed = unit, None
+        self._unit = unit
+        computed: torch.cuda.Event | None = None
         while self._begun < len(chunks):
             waits = chunks[self._begun].waits
             if waits and chunks[waits - 1].last_unit >= unit:

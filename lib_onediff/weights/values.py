@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.origins import beneath_ours, content_of, package
-from .code import as_it_is
 
 SAME_IN_ANY_PROCESS = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format,
@@ -30,9 +29,14 @@ NATIVE = (
 )
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 CONTAINERS = (dict, list, tuple, set, frozenset)
-# Of a tensor; of a container; of containers within containers, as watch.token compares them; of anything. What exceeds
-# these has no digest by value.
-MOST_BYTES, MOST_ENTRIES, MOST_WITHIN, DEEPEST = 1 << 16, 256, 4, 32
+# A larger tensor has no digest by value.
+MOST_BYTES = 1 << 16
+# A container with more entries is known by its length alone.
+MOST_ENTRIES = 256
+# Containers within containers, as snapshot.DEEPEST; what lies deeper has no digest by value.
+MOST_WITHIN = 4
+# Anything within anything; what lies deeper has no digest by value.
+DEEPEST = 32
 KNOWN_BY_NAME = sys.stdlib_module_names | {"torch"}
 LOCAL = "<locals>"
 
@@ -42,7 +46,8 @@ class Tokens:
     digests of code, which is read once."""
 
     def __init__(self) -> None:
-        self._process, self._numbers = secrets.token_hex(8), count()
+        self._process = secrets.token_hex(8)
+        self._numbers = count()
         # By identity, with what tells whether it is still that object. Code is not hashed: that takes as long.
         self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
 
@@ -65,11 +70,12 @@ class Digests:
     """Digests of values, made at one time.
 
     modules: the paths of a network's modules, by their identity. unseen: what has no digest by value, or could change
-    without a change that watch.token sees.
+    without a change that snapshot sees.
     """
 
     def __init__(self, tokens: Tokens, modules: Mapping[int, str] = types.MappingProxyType({})) -> None:
-        self._tokens, self._modules = tokens, modules
+        self._tokens = tokens
+        self._modules = modules
         # By identity, with the value, which it keeps alive.
         self._known: dict[int, tuple[Any, str]] = {}
         self._within: list[int] = []
@@ -197,6 +203,18 @@ class Digests:
     def _token(self, value: Any) -> str:
         self.unseen.append(value)
         return f"{name_of(type(value))} {self._tokens.of(value)}"
+
+
+def as_it_is(container: Any) -> Any:
+    """A copy of a dictionary or set, as other threads may write to it meanwhile; another container itself. By the
+    methods of the built-in class alone: those of somebody's own class may import modules, as those of transformers'
+    mappings do, and its copy may be made in another way."""
+    if type(container) is dict:
+        return container.copy()
+    if isinstance(container, dict):
+        # The keys are listed at one stroke.
+        return {name: dict.get(container, name) for name in list(dict.keys(container))}
+    return set.copy(container) if isinstance(container, set) else container
 
 
 def plain_in(value: Any) -> dict[str, Any]:

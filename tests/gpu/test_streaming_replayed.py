@@ -17,7 +17,7 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.bench.steps import exact_output
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
-from lib_onediff.weights.contents import digest_of_values
+from lib_onediff.weights.digests import digest_of_values
 
 GPU, MAIN = torch.device("cuda"), torch.device("cpu")
 TRIALS = 150

@@ -24,7 +24,7 @@ from lib_onediff.core.guard import Guard, HostFunction
 from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.hosts.hooks import ClassPatch, TablePatch
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.watch import Tree
+from lib_onediff.weights.module_tree import Tree
 
 ROUNDING = 1e-5
 HOSTS_OWN = own_forward(nn.Module.__new__(UNet2DConditionModel)).__func__

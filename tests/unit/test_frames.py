@@ -12,7 +12,7 @@ from ladder_builders import NATIVE
 
 import lib_onediff
 from lib_onediff.families.registry import Families
-from lib_onediff.weights.watch import Tree
+from lib_onediff.weights.module_tree import Tree
 
 # One frame each: the network's forward, a graph's replay, and the walk through a module tree.
 CLOSED = tuple(one.__code__ for one in (compute, Families.output, PretendedGraph.run, Tree.stands))

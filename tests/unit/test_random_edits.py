@@ -9,7 +9,7 @@ import random_edits
 from random_edits import Calls, Make, plan_of, random_plan, text_of
 
 from lib_onediff.runtime.runtime import Runtime
-from lib_onediff.weights.watch import Tree
+from lib_onediff.weights.module_tree import Tree
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="stable-diffusion-sdkit is not installed")
 # The promises; what else the tool can do is for a run by hand.

@@ -14,8 +14,9 @@ import pytest
 from builders import diffusers_unet
 
 from lib_onediff.weights.code import Code, objects_in
+from lib_onediff.weights.module_tree import Tree
+from lib_onediff.weights.snapshot import snapshot
 from lib_onediff.weights.values import Digests, Tokens
-from lib_onediff.weights.watch import Tree, token
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def test_an_objects_attributes_are_read_while_another_thread_sets_them() -> None
     held = types.SimpleNamespace(of_a_user=1)
     with written_meanwhile(flipping(vars(held))):
         for _ in range(300):
-            assert token(held)
+            assert snapshot(held)
 
 
 def test_a_network_is_read_while_another_thread_gives_it_attributes() -> None:
@@ -113,6 +114,6 @@ class LazySet(set):
 def test_containers_of_somebodys_own_class_are_read_as_python_keeps_them(kind: type) -> None:
     mapping = kind(gc, len)
     assert objects_in(mapping) == [len]
-    assert token(mapping) == token(kind(gc, len)) != token(kind(gc, max))
+    assert snapshot(mapping) == snapshot(kind(gc, len)) != snapshot(kind(gc, max))
     digest = lambda value: Digests(Tokens(), {}).of(value)  # noqa: E731
     assert digest(mapping) == digest(kind(gc, len)) != digest(kind(gc, max))

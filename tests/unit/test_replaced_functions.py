@@ -238,7 +238,7 @@ for name in sys.argv[1:]:
     __import__(name)
 import torch
 from diffusers import UNet2DConditionModel
-from lib_onediff.weights.watch import Tree
+from lib_onediff.weights.module_tree import Tree
 with torch.device("meta"):
     unet = UNet2DConditionModel(block_out_channels=(32, 64), down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=32)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lib_onediff.weights.code import Code
-from lib_onediff.weights.watch import Tree
+from lib_onediff.weights.module_tree import Tree
 
 
 def louder(module: nn.Module, inputs: Any, output: Any) -> Any:

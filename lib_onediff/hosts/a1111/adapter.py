@@ -19,7 +19,7 @@ from ...core.sizes import TOKENS
 from ...families.unet.call import UNetCall
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits, own_method, refuse_global_hooks
-from ...weights.watch import no_object
+from ...weights.snapshot import no_object
 from ..changed_modules import ChangedModules, foreign_forward, forward_above, is_brought, replaced_method
 from ..contract import BYPASSED, Need, WebUI, check_needs, random_state_kept
 from ..hooks import ForwardPatches, UNetHooks, VaeHooks, serve_call

@@ -19,7 +19,7 @@ from ...core.settings import Settings
 from ...families.unet.call import Control, UNetCall
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits
-from ...weights.watch import no_object
+from ...weights.snapshot import no_object
 from .cosmos import cosmos_call
 from .loras import LoraReader
 from .module_forward import ModuleForward, attached, by_name, only_moves, put_on, take_off

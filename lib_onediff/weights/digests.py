@@ -1,0 +1,70 @@
+"""Digests that tell weights from others: equal in any process for equal numbers. Verdicts belong to them."""
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .contents import PART, Contents, Place, Reader, is_dense
+from .exact_copy import copy_of
+
+
+class WeightsDigest:
+    """The digest of the numbers in some parameters, as they are at each reading. Keeps none of them alive.
+
+    All numbers of parameters on the device that computes are read; of those in main memory that another device
+    computes with, one part in contents.PART.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], device: torch.device, reader: Reader | None = None) -> None:
+        """device: which computes. reader: see Contents. Make it anew where parameters lie elsewhere by now."""
+        self._near: list[Place] = []
+        self._far: list[Place] = []
+        self._reader = reader
+        self._contents: list[Contents] = []
+        for parameter in parameters:
+            if is_dense(parameter):
+                places = self._near if parameter.device == device else self._far
+                places.append(Place.of(parameter))
+
+    def read(self, label: str, parameters: Sequence[Tensor]) -> str:
+        """The digest now. label: told apart besides the numbers. parameters: those that this was made of. Waits for
+        their devices."""
+        layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in parameters]
+        strided = [copy_of(one, torch.contiguous_format) for one in parameters if not is_dense(one)]
+        if not self._contents:
+            self._contents = [Contents(self._near, 1, self._reader), Contents(self._far, PART, self._reader)]
+        else:
+            for contents in self._contents:
+                changed = contents.begin()
+                changed()
+        sums = [contents.known.tolist() for contents in self._contents]
+        return digest_of_values(f"{label} {layouts} {sums}", strided)
+
+
+def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
+    """The digest of a label and of the numbers in tensors, wherever these lie. Copies them from each device in one
+    piece for each type, and waits for it."""
+    values = [tensor.detach().flatten() for tensor in tensors]
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, one in enumerate(values):
+        alike.setdefault((one.dtype, one.device), []).append(place)
+    for (dtype, _), places in alike.items():
+        found = [values[place] for place in places]
+        if dtype.itemsize == 1:
+            # Not every release of torch joins float8.
+            found = [one.view(torch.uint8) for one in found]
+        together = torch.cat(found).cpu()
+        for place, one in zip(places, together.split(list(map(len, found))), strict=True):
+            values[place] = one
+    digest = hashlib.sha256(label.encode())
+    for dtype in dict.fromkeys(dtype for dtype, _ in alike):
+        digest.update(f" {dtype} ".encode())
+        of_type = [places for (kind, _), places in alike.items() if kind == dtype]
+        for place in sorted(chain.from_iterable(of_type)):
+            digest.update(ctypes.string_at(values[place].data_ptr(), values[place].nbytes))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,228 @@
+"""The code that a network runs, and whether it is still the same: what names stand for, and what functions consist of.
+
+code.py finds the names. What they stand for is noted once and compared at every call.
+"""
+from __future__ import annotations
+
+import hashlib
+import operator
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .code import Code, Named
+from .snapshot import BY_IDENTITY, is_plain, snapshot
+from .values import Digests, Tokens, name_of, short
+
+Namespace = Mapping[str, Any]
+# Annotations do not affect computation and are slow to compare.
+ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+# Plain values whose repr is the same in any process.
+SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
+
+
+class Alike(NamedTuple):
+    """Namespaces of which the same names are compared, in one go.
+
+    places: which namespaces. pick: takes these from all of them. values: takes the names' values from one. known: the
+    values of each, as they were; of a single name, the value itself.
+    """
+
+    names: tuple[str, ...]
+    places: list[int]
+    pick: Callable[[Sequence[Namespace]], Sequence[Namespace]]
+    values: Callable[[Namespace], Any]
+    known: list[Any]
+
+
+class Names:
+    """What some names stand for in each of some namespaces: the attributes of modules, of classes, of files."""
+
+    def __init__(self, spaces: Sequence[Namespace], names: Iterable[Iterable[str]]) -> None:
+        """names: of each namespace, those to compare."""
+        self._others: list[tuple[int, str, Any]] = []
+        # The same as long as it is the same object, and must not be kept alive.
+        self._objects: list[tuple[int, str]] = []
+        self._references: list[weakref.ref[Any]] = []
+        places_of: dict[tuple[str, ...], list[int]] = {}
+        for place, (space, wanted) in enumerate(zip(spaces, names, strict=True)):
+            plain: list[str] = []
+            for name in wanted:
+                value = space[name]
+                if is_plain(value):
+                    plain.append(name)
+                elif isinstance(value, BY_IDENTITY):
+                    self._objects.append((place, name))
+                    self._references.append(weakref.ref(value))
+                else:
+                    self._others.append((place, name, snapshot(value)))
+            if plain:
+                places_of.setdefault(tuple(plain), []).append(place)
+        self._plain = [alike_at(spaces, plain_names, places) for plain_names, places in places_of.items()]
+
+    def stand(self, spaces: Sequence[Namespace]) -> bool:
+        """Whether they stand for the same in these namespaces now. Raises KeyError if one is gone."""
+        for alike in self._plain:
+            if list(map(alike.values, alike.pick(spaces))) != alike.known:
+                return False
+        found = [spaces[place][name] for place, name in self._objects]
+        known = [reference() for reference in self._references]
+        if not all(map(operator.is_, found, known)):
+            return False
+        return all(snapshot(spaces[place][name]) == before for place, name, before in self._others)
+
+    def digest(self, left_out: Collection[str]) -> str:
+        """Equal for equal plain values of all names but these, in any process."""
+        found: dict[int, list[tuple[str, str]]] = {}
+        for alike in self._plain:
+            for place, row in zip(alike.places, alike.known, strict=True):
+                values = row if len(alike.names) > 1 else (row,)
+                pairs: list[tuple[str, str]] = []
+                for name, value in zip(alike.names, values, strict=True):
+                    if name not in left_out and isinstance(value, SAME_IN_ANY_PROCESS):
+                        pairs.append((name, repr(value)))
+                found[place] = sorted(pairs)
+        return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
+
+
+def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], places: list[int]) -> Alike:
+    # An itemgetter of one place gives no sequence.
+    wanted = places if len(places) > 1 else [slice(places[0], places[0] + 1)]
+    pick = operator.itemgetter(*wanted)
+    values = operator.itemgetter(*names)
+    known = list(map(values, pick(spaces)))
+    return Alike(names, places, pick, values, known)
+
+
+class Bodies:
+    """What functions consist of: their code, and the values of their defaults and of their closures."""
+
+    def __init__(self, functions: Sequence[types.FunctionType]) -> None:
+        # Those without a closure hold no model, and are compared in one go.
+        self._plain: list[types.FunctionType] = []
+        self._others: list[tuple[weakref.ref[types.FunctionType], tuple[Any, ...]]] = []
+        self._with_keywords: list[tuple[weakref.ref[types.FunctionType], Any]] = []
+        for function in functions:
+            if function.__closure__ is None and is_plain(function.__defaults__):
+                self._plain.append(function)
+            else:
+                self._others.append((weakref.ref(function), snapshot_of_body(function)))
+            if function.__kwdefaults__:
+                self._with_keywords.append((weakref.ref(function), snapshot(function.__kwdefaults__)))
+        self._known = list(map(body_of, self._plain))
+
+    def stand(self) -> bool:
+        if list(map(body_of, self._plain)) != self._known:
+            return False
+        for reference, known in self._others:
+            function = reference()
+            if function is None or snapshot_of_body(function) != known:
+                return False
+        for reference, known in self._with_keywords:
+            function = reference()
+            if function is None or snapshot(function.__kwdefaults__) != known:
+                return False
+        return True
+
+
+body_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+# A cell that nothing has been put into yet.
+EMPTY = types.CellType()
+
+
+def snapshot_of_body(function: types.FunctionType) -> tuple[Any, ...]:
+    cells = function.__closure__ or ()
+    held = [snapshot(cell.cell_contents) for cell in cells if cell != EMPTY]
+    return function.__code__, snapshot(function.__defaults__), len(cells), held
+
+
+class Reached:
+    """The code that some classes and functions run, all that they reach by name, and what of torch's state they read.
+
+    sources: the classes. names: all names in that code outside of torch.
+    """
+
+    def __init__(self, sources: Sequence[type], functions: Sequence[Any], tokens: Tokens) -> None:
+        """tokens: name objects that have no digest by value."""
+        code = Code([*sources, *functions])
+        self.sources = sources
+        self.names = code.names
+        self._tokens = tokens
+        self._kinds = list(code.kinds)
+        self._named = list(code.named.values())
+        self._class_spaces = list(map(vars, self._kinds))
+        self._sizes = list(map(len, self._class_spaces))
+        by_space: dict[int, list[Named]] = {}
+        for named in self._named:
+            by_space.setdefault(id(named.space), []).append(named)
+        all_modules = vars(nn.modules.module)
+        names_of_classes = [
+            [name for name in space if name not in ANNOTATIONS] for space in self._class_spaces
+        ]
+        names_of_files = [[named.name for named in found] for found in by_space.values()]
+        names_of_hooks = [name for name in GLOBAL_HOOKS if name in all_modules]
+        files = [found[0].space for found in by_space.values()]
+        self._spaces: list[Namespace] = [*self._class_spaces, *files, all_modules]
+        self._meanings = Names(self._spaces, [*names_of_classes, *names_of_files, names_of_hooks])
+        self._absent = list(code.absent.values())
+        self._bodies = Bodies(list(code.functions.values()))
+        self._torch_state = torch_state()
+
+    def stands(self) -> bool:
+        """Whether all of it is as it was. A third of a millisecond."""
+        try:
+            return (
+                list(map(len, self._class_spaces)) == self._sizes
+                and self._meanings.stand(self._spaces)
+                and self._bodies.stand()
+                and all(space.keys().isdisjoint(names) for space, names in self._absent)
+                and torch_state() == self._torch_state
+            )
+        except KeyError:  # a function is gone
+            return False
+
+    def named(self) -> Iterator[Named]:
+        """Everything that the code reaches by name, in modules and in classes."""
+        yield from self._named
+        for kind in self._kinds:
+            space = vars(kind)
+            for name in list(space):
+                if name not in ANNOTATIONS:
+                    yield Named(space, name_of(kind), name)
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """Digests of what the names stand for, equal in any process. They hold as long as stands() is true. Takes tens
+        of milliseconds."""
+        digests = Digests(self._tokens)
+        found = {named.label: digests.of_data(named.value) for named in self.named()}
+        found["torch's default dtype"] = repr(torch.get_default_dtype())
+        found["torch's modes"] = repr([*map(digests.of_data, function_modes()), self._torch_state[-1]])
+        return found
+
+    def changed(self, before: Mapping[str, str]) -> list[Named]:
+        """The names that stand for something else than before. before: facts of earlier code."""
+        facts = self.facts
+        return [one for one in self.named() if facts[one.label] != before.get(one.label, facts[one.label])]
+
+    @cached_property
+    def digest(self) -> str:
+        return short(repr(sorted(self.facts.items())))
+
+
+def torch_state() -> tuple[Any, ...]:
+    """The state of torch that a forward pass reads beside its arguments: the type of new tensors, and the modes that
+    every operator goes through (torch.set_default_device is one)."""
+    modes = list(map(snapshot, function_modes()))
+    return torch.get_default_dtype(), modes, torch._C._len_torch_dispatch_stack()
+
+
+def function_modes() -> list[Any]:
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(place) for place in range(count)]
