@@ -26,7 +26,7 @@ from .steps import DTYPES, HOST, Row, free_memory, name_of_options, served_by, s
 
 # Measuring, checking and capturing are over after so many images that nobody looks at, and so many as users make.
 WAITING_IMAGES, SETTLING_IMAGES = 2, 1
-EXACT = "onediff"
+ONEDIFF = "onediff"
 TOKENS = 77
 # A prompt's embedding is quieter than an image's noise.
 PROMPT_NOISE = 0.1
@@ -121,7 +121,7 @@ def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                     uncompile_pipe(drawing.pipe)
                     median, difference = statistics.median(times), (images - expected).abs().float()
                     yield {
-                        **case, "options": name_of_options(chosen) or EXACT, "image_s": median,
+                        **case, "options": name_of_options(chosen) or ONEDIFF, "image_s": median,
                         "x_host": host / median, "mean_difference": float(difference.mean()),
                         "most_difference": float(difference.max()), "served_by": note, "all_s": times,
                     }
@@ -179,7 +179,7 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             with runtime.warming_up():
                 draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
             images = draw_prompts(pipe, wanted, steps)
-            row = {"options": name_of_options(chosen) or EXACT, "served_by": served_by()}
+            row = {"options": name_of_options(chosen) or ONEDIFF, "served_by": served_by()}
             uncompile_pipe(pipe)
             yield {**row, **judge(images)}
 

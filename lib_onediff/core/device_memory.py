@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from ....core.units import MEBIBYTE
+
 log = logging.getLogger("onediff")
-MEBIBYTE = 2**20
 UNLIMITED = 2**62
 # What must stay for whoever needs it next, as a share of the card, and within which limits.
 LEAST_SHARE = 32

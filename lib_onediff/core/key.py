@@ -32,7 +32,7 @@ class Lossy(NamedTuple):
         return "8-bit only" if self.only else "8-bit" if self.low_bit else ""
 
 
-EXACT = Lossy()
+LOSSLESS = Lossy()
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class ShapeKey:
     depth: int = 0
     patches: tuple[str, ...] = ()
     additions: tuple[str, ...] = ()
-    lossy: Lossy = EXACT
+    lossy: Lossy = LOSSLESS
     label: str = ""
 
     @classmethod
     def of(
         cls, architecture: str, dtype: torch.dtype, call: Call, backend: str = "", precision: Flags = (),
-        marks: tuple[str, ...] = (), lossy: Lossy = EXACT,
+        marks: tuple[str, ...] = (), lossy: Lossy = LOSSLESS,
     ) -> ShapeKey:
         """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
         tells it from other calls."""

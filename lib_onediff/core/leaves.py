@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 # What makes the tokens that a linear layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
-NORMED, GATED, PLAIN = "normed", "gated", "plain"
+NORMED, GATED, PLAIN_INPUT = "normed", "gated", "plain"
 # What a linear layer is in its block.
 SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
 CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
@@ -122,7 +122,7 @@ class SelfAttention:
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
         """See Block."""
-        return TokenLinear(self.query_key_value, NORMED, SELF_QKV), TokenLinear(self.out, PLAIN, SELF_OUT)
+        return TokenLinear(self.query_key_value, NORMED, SELF_QKV), TokenLinear(self.out, PLAIN_INPUT, SELF_OUT)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class CrossAttention:
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
         """See Block."""
-        return TokenLinear(self.query, NORMED, CROSS_QUERY), TokenLinear(self.out, PLAIN, CROSS_OUT)
+        return TokenLinear(self.query, NORMED, CROSS_QUERY), TokenLinear(self.out, PLAIN_INPUT, CROSS_OUT)
 
 
 class Block:
@@ -160,7 +160,7 @@ class Block:
 
 
 def feed_forward_layers(into: Linear, out: Linear, source: str, norm: str = "") -> tuple[TokenLinear, ...]:
-    """The two layers of a feed-forward. source: GATED if a GEGLU is between them, else PLAIN. norm: see TokenLinear."""
+    """The two layers of a feed-forward. source: GATED if a GEGLU is between them, else PLAIN_INPUT. norm: see TokenLinear."""
     return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
 
 

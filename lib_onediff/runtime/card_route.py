@@ -17,7 +17,7 @@ from ..core.attempt import Outcome, attempted
 from ..core.call import Call
 from ..core.device import Candidates, Device, KernelUse
 from ..core.guard import first_line
-from ..core.key import EXACT, Lossy, ShapeKey
+from ..core.key import LOSSLESS, Lossy, ShapeKey
 from ..core.operators import Operators
 from ..core.policy import Answer, Host, Served
 from ..core.precision import Flags, autocast_dtype, flags_for, our_modes
@@ -228,7 +228,7 @@ class OneCard:
         """
         network, reason = self.network, candidates.reason
         lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
-        for device, lossy in (*lossy_first, *((device, EXACT) for device in candidates.devices)):
+        for device, lossy in (*lossy_first, *((device, LOSSLESS) for device in candidates.devices)):
             admitted = attempted(partial(self._admitted, device, call, lossy, flags))
             if admitted.outcome is Outcome.REFUSED:
                 reason = admitted.reason
@@ -259,7 +259,7 @@ class OneCard:
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """The entry of a call by a backend that computes such calls. Raises Refusal for any other."""
         device.refuse_call(call, self.network.kinds)
-        if call.patches is not None and lossy != EXACT:
+        if call.patches is not None and lossy != LOSSLESS:
             # Its operators hand each other more than tensors.
             raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
         return self._entry(call, device.name, lossy, flags)
@@ -324,7 +324,7 @@ class OneCard:
         ops = self._devices.operators(self._devices.reference.name, network.has_wide_norms)
 
         def output(ops: Operators) -> Tensor:
-            source = network.source(EXACT, plain)
+            source = network.source(LOSSLESS, plain)
             return self._services.families.output(source.layout, source.weights(), ops, plain)
 
         with self._services.computing(key.device), our_modes(key.device, key.precision):
@@ -387,6 +387,6 @@ def sampling_now(bound: BoundUNet) -> int | None:
     return bound.samplings if bound.in_sampling else None
 
 
-def kernel_use_of(network: Network, call: Call, lossy: Lossy = EXACT) -> KernelUse:
+def kernel_use_of(network: Network, call: Call, lossy: Lossy = LOSSLESS) -> KernelUse:
     layout, latent = network.bound.layout, call.latent
     return KernelUse(layout.architecture, layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)

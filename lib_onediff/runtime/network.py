@@ -18,6 +18,7 @@ from ..core.precision import autocast_dtype
 from ..core.refusal import Refusal
 from ..core.sampling import Sampling
 from ..core.settings import Settings
+from ..core.units import MEBIBYTE
 from ..families.registry import FAMILIES, Families
 from ..weights.bound import BoundUNet
 from ..weights.low_bit import KINDS_OF, LowBitWeights, Round, WantedKinds
@@ -25,7 +26,6 @@ from ..weights.operands import WithLowBit, merged_operand, source_of
 from ..weights.scan import HostTraits
 from .low_bit_errors import Choice
 
-MEBIBYTE = 1 << 20
 # In a sampling: for weights in eight bits, for a graph, and once more for either.
 MOST_ASKED = 3
 EIGHT_BITS = " (Low-bit and Low-bit only keep most of them on the GPU, in 8 bits)"

@@ -66,7 +66,7 @@ def precision_of(dtype: torch.dtype) -> float:
 
 
 # These round nothing, or round as the host does: to the bit.
-EXACT = frozenset({
+EXACT_OPERATIONS = frozenset({
     "sinusoids", "join", "concatenate", "resize", "image_to_tokens", "tokens_to_image", "bias_or_zeros",
     "channels_last",
 })
@@ -81,7 +81,7 @@ class RoundingNoise:
 
     def __getattr__(self, name: str) -> Any:
         operator = getattr(self._ops, name)
-        if name in EXACT:
+        if name in EXACT_OPERATIONS:
             return operator
         return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs))
 

@@ -24,6 +24,7 @@ from ..core.inputs import take_rows
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
 from ..core.settings import Settings
+from ..core.units import GIBIBYTE
 from ..core.weak_dictionary import WeakDictionary
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
 from .call_stats import GRAPH, PLAIN
@@ -35,7 +36,6 @@ from .stepping import Stepping
 
 log = logging.getLogger("onediff")
 NO_SECOND = "PyTorch sees only one GPU"
-GIBIBYTE = 2**30
 ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
 FULL = "out of memory on {}: one GPU computes until the weights or the option change"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.key import EXACT
+from ..core.key import LOSSLESS
 from ..core.origins import origin, package, underlying
 from ..core.refusal import Refusal
 from ..core.settings import MOST_LOW_BIT_ERROR
@@ -105,7 +105,7 @@ def judge(
             time_host(entry, output.device, host, is_warm_up)
     computed = entry.key.dtype, output.device, entry.key.precision
     least, most = no_question(*computed), rounding_limit(*computed)
-    allowed = max(allowed, MOST_LOW_BIT_ERROR if entry.key.lossy != EXACT else 0.0)
+    allowed = max(allowed, MOST_LOW_BIT_ERROR if entry.key.lossy != LOSSLESS else 0.0)
     limit = max(allowed, explained(entry.relative_error, max(least, allowed), most, spread))
     if entry.relative_error <= limit:
         return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.call import Call
+from ..core.edits import UNCOUNTED, edit_counts
 from ..core.refusal import Refusal
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
@@ -22,12 +23,12 @@ class SeenPrompt(NamedTuple):
 
     number: int
     objects: list[weakref.ref[Tensor]]
-    edits: list[int | None]
+    edits: list[int]
     content: list[Tensor]
 
     def is_same(self, tensors: list[Tensor]) -> bool:
         """Whether these are the very tensors, unedited as far as that can be seen."""
-        is_unedited = None not in self.edits and self.edits == edit_counts(tensors)
+        is_unedited = UNCOUNTED not in self.edits and self.edits == edit_counts(tensors)
         return is_unedited and all(known() is tensor for known, tensor in zip(self.objects, tensors, strict=True))
 
     def is_equal(self, tensors: list[Tensor]) -> bool:
@@ -76,11 +77,6 @@ class Threads:
         self._prompts.append(SeenPrompt(next(self._numbers), references, edit_counts(tensors), content))
         del self._prompts[:-MOST_PROMPTS]
         return self._prompts[-1].number
-
-
-def edit_counts(tensors: list[Tensor]) -> list[int | None]:
-    """How often each was edited in place; None for an inference tensor, which counts none."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

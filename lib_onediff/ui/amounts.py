@@ -4,8 +4,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ..core.units import GIBIBYTE, KIBIBYTE, MEBIBYTE
+
 NOTHING = "–"
-KIBIBYTE, MEBIBYTE, GIBIBYTE = 2**10, 2**20, 2**30
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 

@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..core.edits import UNCOUNTED, edit_count
 from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import Convolution
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
-from .parameters import UNCOUNTED, edit_count, present_in
+from .parameters import present_in
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.

@@ -24,7 +24,7 @@ from .values import CONTAINERS, MOST_ENTRIES, as_it_is
 # Classes of torch whose methods a forward pass calls on every tensor.
 TENSORS = (torch.Tensor, nn.Parameter)
 # Values that have no code.
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 # Methods that Python and torch call without their names being in anybody's code.
 CALLED_BY_PYTHON = frozenset({
     "forward", "_forward", "__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__",
@@ -207,7 +207,7 @@ def objects_in(container: Any) -> list[Any]:
         return []
     now = as_it_is(container)
     found = now.values() if isinstance(now, dict) else now
-    return [one for one in found if not isinstance(one, (*PLAIN, torch.Tensor, nn.Module, types.ModuleType))]
+    return [one for one in found if not isinstance(one, (*CONSTANT_TYPES, torch.Tensor, nn.Module, types.ModuleType))]
 
 
 def our_functions() -> Iterator[types.FunctionType]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..core.layer_weights import LowRank, Weights
 from ..core.refusal import Refusal
+from ..core.units import MEBIBYTE
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, Place, Reader
 from .digests import digest_of_values
 from .scan import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
-MEBIBYTE = 2**20
 NOTHING = WeightFunctions()
 
 

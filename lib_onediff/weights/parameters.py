@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# The edit count of a tensor for which torch keeps none: an inference tensor.
-UNCOUNTED = -1
+from ..core.edits import edit_counts
+
 of_parameters = operator.itemgetter("_parameters")
-version_of = operator.attrgetter("_version")
 layout_of = operator.attrgetter("shape", "dtype")
 
 
@@ -74,20 +73,3 @@ def present_in(modules: Iterable[nn.Module]) -> list[Any]:
     dictionaries = filter(None, map(of_parameters, states))
     found = chain.from_iterable(map(dict.values, dictionaries))
     return [parameter for parameter in found if parameter is not None]
-
-
-def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was edited in place."""
-    # Reading the version of an inference tensor raises, which takes twenty times as long.
-    if not any(map(Tensor.is_inference, tensors)):
-        with suppress(RuntimeError):
-            return list(map(version_of, tensors))
-    return list(map(edit_count, tensors))
-
-
-def edit_count(tensor: Any) -> int:
-    """How often a tensor was edited in place; UNCOUNTED for an inference tensor."""
-    try:
-        return UNCOUNTED if tensor.is_inference() else int(tensor._version)
-    except RuntimeError:  # its data is an inference tensor's
-        return UNCOUNTED

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.edits import edit_counts
 from ..core.origins import (
     OURS,
     TORCH,
@@ -30,7 +31,7 @@ from ..core.origins import (
 from ..core.refusal import Refusal
 from .code import NOT_READ, Code, Named, names_in
 from .module_tree import FORWARDS
-from .parameters import edit_counts, layout_of
+from .parameters import layout_of
 from .reached import Reached
 from .values import FUNCTIONS, Digests, Tokens
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.edits import edit_count
 from .contents import Place
-from .parameters import edit_count
 from .values import CONTAINERS, FUNCTIONS, MOST_ENTRIES, as_it_is
 
 # Equal values of these types are the same to any computation.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lib_onediff.core.card import TuningCache
 from lib_onediff.core.layer_weights import LayerWeights
-from lib_onediff.core.leaves import GATED, NORMED, PLAIN, LayerNorm
+from lib_onediff.core.leaves import GATED, NORMED, PLAIN_INPUT, LayerNorm
 from lib_onediff.core.operators import GEGLU, QuantizedImage, QuantizedTokens, Residual
 from lib_onediff.devices.cuda.kernels import products, rounding
 from lib_onediff.devices.cuda.kernels.launch_config import (
@@ -107,7 +107,7 @@ WORSE = 1.1
 PRODUCTS = [
     Product(2048, 1280, 10240, NORMED), Product(2048, 1280, 3840, NORMED), Product(2048, 1280, 1280, NORMED),
     Product(8192, 640, 5120, NORMED), Product(2048, 5120, 1280, GATED), Product(8192, 2560, 640, GATED),
-    Product(2048, 1280, 1280, PLAIN), Product(333, 640, 1920, NORMED), Product(333, 2560, 640, GATED),
+    Product(2048, 1280, 1280, PLAIN_INPUT), Product(333, 640, 1920, NORMED), Product(333, 2560, 640, GATED),
 ]
 
 

@@ -9,11 +9,11 @@ import torch
 
 from lib_onediff.core.device_memory import UNLIMITED
 from lib_onediff.core.table import ShapeTable
+from lib_onediff.core.units import MEBIBYTE
 from lib_onediff.runtime.graphs import accounting
 from lib_onediff.runtime.graphs.accounting import (
     LEAST_GAIN,
     LEAST_SHARE,
-    MEBIBYTE,
     PAGE,
     HeldGraph,
     SharedMemory,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...core.family import Layout
 from ...core.leaves import (
-    PLAIN,
+    PLAIN_INPUT,
     AdaptiveNorm,
     Block,
     CrossAttention,
@@ -49,7 +49,7 @@ class AdaptiveBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        feed_forward = feed_forward_layers(self.feed_forward_in, self.feed_forward_out, PLAIN)
+        feed_forward = feed_forward_layers(self.feed_forward_in, self.feed_forward_out, PLAIN_INPUT)
         return *self.self_attention.token_layers, *self.cross_attention.token_layers, *feed_forward
 
     @property

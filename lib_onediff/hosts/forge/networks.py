@@ -18,7 +18,7 @@ from .call import UNET_PARAMETERS, anima_call, names_read_by, unet_call
 
 UNET, ANIMA = "backend.nn.unet", "backend.nn.anima"
 PREFIX = "attention_"
-EXACT = "pytorch"
+EXACT_ATTENTION = "pytorch"
 # Exact too, with scores in float32 where the host wants that.
 UPCASTING = {"basic", "split", "sub_quad"}
 
@@ -45,7 +45,9 @@ class HostAttention(NamedTuple):
     def unused(self) -> str | None:
         """What people call the attention that the user has chosen for the host, where it may round more than ours."""
         kind = self.kind
-        return None if kind == EXACT or kind in UPCASTING else f"{kind} attention".replace("_", " ").capitalize()
+        if kind == EXACT_ATTENTION or kind in UPCASTING:
+            return None
+        return f"{kind} attention".replace("_", " ").capitalize()
 
     def upcasts(self, dtype: torch.dtype) -> bool:
         """Whether the host computes the UNet's attention scores in float32 when its inputs are of dtype."""
@@ -67,7 +69,7 @@ class HostAttention(NamedTuple):
 
         def with_exact_attention() -> Tensor:
             caller, chosen = importlib.import_module(self.caller), self.chosen()
-            setattr(caller, self.name, getattr(importlib.import_module(self.functions), PREFIX + EXACT))
+            setattr(caller, self.name, getattr(importlib.import_module(self.functions), PREFIX + EXACT_ATTENTION))
             try:
                 return host()
             finally:
@@ -99,7 +101,7 @@ class HostNetwork:
         return (
             Need(self.module, f"{self.name}.forward", self.parameters),
             *(Need(self.module, name) for name in self.helpers),
-            Need(self.attention.caller, self.attention.name), Need(self.attention.functions, PREFIX + EXACT),
+            Need(self.attention.caller, self.attention.name), Need(self.attention.functions, PREFIX + EXACT_ATTENTION),
         )
 
     @property

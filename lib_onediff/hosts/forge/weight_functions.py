@@ -22,7 +22,7 @@ WEIGHT_FUNCTION, BIAS_FUNCTION, ONLINE_LORAS = APPLIED_AT_CALL
 LORA = "lora"
 # Strength, what, strength of the model, offset, function; hosts add others.
 PARTS_OF_A_PATCH = 5
-PLAIN = frozenset({type(None), bool, int, float, str})
+VALUE_TYPES = frozenset({type(None), bool, int, float, str})
 CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
 # A layer whose weights the host leaves in main memory casts them as they come: to the type that they have.
 PLACED = frozenset({*CASTS, *(f"prev_{name}" for name in CASTS), "forge_patched_weights", "forge_force_cast_weights"})
@@ -84,7 +84,7 @@ def applied_to(layers: Sequence[nn.Module]) -> list[int]:
 def take_apart(given: Any, parts: Parts) -> None:
     """Add what something consists of."""
     kind = type(given)
-    if kind in PLAIN:
+    if kind in VALUE_TYPES:
         parts.facts.append(given)
     elif kind in (tuple, list):
         parts.facts.append(len(given))

@@ -15,10 +15,10 @@ from ...core.device import GraphMaker, Runner
 from ...core.device_memory import UNLIMITED, Card
 from ...core.key import ShapeKey
 from ...core.table import Entry, ShapeTable
+from ...core.units import MEBIBYTE
 from ...core.weak_dictionary import WeakDictionary
 from ..network import Network
 
-MEBIBYTE = 2**20
 # torch maps device memory in such pages.
 PAGE = 2 * MEBIBYTE
 # For the graphs' outputs, and all else that is small: at most 6 MiB with a graph of SDXL.

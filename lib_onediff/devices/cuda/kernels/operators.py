@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ....core.card import TuningCache
 from ....core.layer_weights import LayerWeights, LowRank, QuantizedWeight, merged
-from ....core.leaves import GATED, NORMED, PLAIN, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
+from ....core.leaves import GATED, NORMED, PLAIN_INPUT, AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm
 from ....core.operators import (
     GEGLU,
     Activation,
@@ -297,7 +297,7 @@ class NativeOperators:
         product = self.linear(x, layer)
         if activation is not Activation.GELU:
             return self._rounded(torch_ops.activated(product, activation), reader)
-        kind = self._kind(product, reader, PLAIN)
+        kind = self._kind(product, reader, PLAIN_INPUT)
         return native_tokens.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
@@ -344,7 +344,7 @@ class NativeOperators:
         """Tokens in the kind of eight bits in which they are multiplied with the reader's weight, or as they are."""
         if isinstance(x, QuantizedTokens):
             return x
-        kind = self._kind(x, reader, PLAIN)
+        kind = self._kind(x, reader, PLAIN_INPUT)
         return x if kind is None else rounding.rounded(x, kind)
 
     def _kind(self, tokens: Tensor, reader: LayerWeights, source: str) -> Kind | None:
