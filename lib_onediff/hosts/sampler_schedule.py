@@ -1,19 +1,19 @@
-"""At which timesteps the steps of a WebUI's sampler (A1111's, Forge's) will begin: listen when it asks for them itself.
+"""At which timesteps the steps of a WebUI's sampler (A1111's, Forge's) will begin: its own next request is followed.
 
-The sampler object lives for one sampling. What is put on it goes the first time it is used.
+The sampler object lives for one sampling.
 """
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
+from ..core.sampling import Sampling
 from ..runtime.runtime import runtime
+from .schedule import HostMethod, replace_next_call, why_no_line
 
 # These call the UNet at every timestep but the lowest.
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
@@ -24,21 +24,16 @@ OTHER_TIMESTEPS = "DDIM and PLMS do not count in this model's timesteps (Euler d
 
 
 def listen(sampler: Any, method: str) -> list[float]:
-    """What a method of the sampler will answer when it is called next; empty until then. Whoever reads it keeps neither
-    the sampler alive, nor with it a model."""
-    standing: Callable[..., Tensor] = getattr(sampler, method)
-    # Forge announces the second pass twice.
-    below, heard = getattr(standing, "below", standing), list[float]()
+    """The numbers that a method of the sampler will return when it is called next; empty until then. They keep neither
+    the sampler nor its model alive."""
+    heard: list[float] = []
 
-    def listening(*args: Any, **kwargs: Any) -> Tensor:
-        if vars(sampler).get(method) is listening:
-            delattr(sampler, method)
-        answer = below(*args, **kwargs)
+    def listening(original: HostMethod, *args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
         runtime.guard.attempt("reading the sampler's schedule", lambda: hear(answer, heard))
         return answer
 
-    vars(listening)["below"] = below
-    setattr(sampler, method, listening)
+    replace_next_call(sampler, method, listening)
     return heard
 
 
@@ -52,7 +47,8 @@ def sampling_of(p: Any) -> Sampling:
     function = getattr(sampler, "func", None)
     name = getattr(function, "__name__", "")
     takes = inspect.signature(function).parameters if callable(function) else ()
-    no_line = why_no_line(name, "eta" in takes and eta_of(p) != 0)
+    adds_noise = "eta" in takes and eta_of(p) != 0
+    no_line = why_no_line(name, name in FIRST_ORDER and not adds_noise)
     known: dict[str, Any] = {"why_no_forecast": lambda: no_line, "guidance_scale": guidance_scale_of(p, second_pass)}
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
@@ -80,13 +76,6 @@ def counts_in_timesteps(sampler: Any) -> bool:
         return float(predictor.timestep(predictor.sigmas[middle:middle + 1])) == middle
     except AttributeError:
         return True  # A1111 and reForge: the sampler's timesteps go to the network as they are.
-
-
-def why_no_line(name: str, adds_noise: bool) -> str:
-    """Why outputs of this sampling function do not follow from those before, in one line for the user; or ""."""
-    if not name:
-        return UNKNOWN_SAMPLER
-    return OTHER_SAMPLER if adds_noise or name not in FIRST_ORDER else ""
 
 
 def eta_of(p: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,6 +111,14 @@ def test_the_sampler_is_left_as_it_was_once_it_was_heard() -> None:
         sampling_of(Generation(sampler))
     sampler.get_sigmas(None, 5)
     assert "get_sigmas" not in sampler.__dict__
+
+
+def test_what_another_extension_has_put_on_a_sampler_stays_there() -> None:
+    sampler = BySigmas(euler)
+    theirs = vars(sampler)["get_sigmas"] = partial(BySigmas.get_sigmas, sampler)
+    sampling = sampling_of(Generation(sampler))
+    sampler.get_sigmas(None, 5)
+    assert len(sampling.times()) == 5 and sampler.__dict__["get_sigmas"] is theirs
 
 
 def test_ddim_never_calls_at_its_lowest_timestep() -> None:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from ...core.attempt import HostFunction
 from ...core.origins import package
-from ...core.sampling import OTHER_SAMPLER, Sampling, time_of
+from ...core.sampling import Sampling, time_of
 from ...families.leaf_reader import is_genuine
 from ...runtime.runtime import runtime
 from ..hooks import Replacement, TablePatch
+from ..schedule import HostMethod, replace_next_call, why_no_line
 from .module_forward import stay_on
 
 BAR = "progress_bar"
@@ -45,15 +46,12 @@ class LoopAnnouncer:
         if not isinstance(bar, tqdm):
             # A pipeline of somebody's own: nobody would say when it ends.
             return
-        known = weakref.ref(bar)
 
-        def close() -> None:
+        def close(original: HostMethod) -> None:
             runtime.guard.attempt("noting that a sampling ends", self._end)
-            if (bar := known()) is not None:
-                vars(bar).pop("close", None)
-                bar.close()
+            original()
 
-        vars(bar)["close"] = close
+        replace_next_call(bar, "close", close)
         self._begin()
 
     def _begin(self) -> None:
@@ -120,16 +118,15 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
     on; None where there is none."""
     clock = Clock(scheduler)
     return Sampling(
-        times=clock.times, read=clock.read, why_no_forecast=lambda: why_no_line(scheduler()),
-        guidance_scale=guidance_scale,
+        times=clock.times, read=clock.read, guidance_scale=guidance_scale,
+        why_no_forecast=lambda: why_no_line(type(scheduler()).__name__, is_first_order(scheduler())),
     )
 
 
-def why_no_line(scheduler: Any) -> str:
-    """Why outputs do not follow from those before with this scheduler, in one line for the user; or ""."""
+def is_first_order(scheduler: Any) -> bool:
+    """Whether this is one of diffusers' own schedulers whose steps use one output and add no noise."""
     kind = type(scheduler)
-    is_known = kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
-    return "" if is_known else OTHER_SAMPLER
+    return kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
 
 
 class Clock:
