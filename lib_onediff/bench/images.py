@@ -7,10 +7,10 @@ import statistics
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error
 from . import models
 from .judge import Judge, load_judge
-from .steps import DTYPES, HOST, Row, free_memory, name_of_options, served_by, sizes_of, timed
+from .steps import DTYPES, HOST, Options, Row, free_memory, name_of_options, served_by, sizes_of, timed
 
 # Measuring, checking and capturing are over after so many images that nobody looks at, and so many as users make.
 WAITING_IMAGES, SETTLING_IMAGES = 2, 1
@@ -31,6 +31,7 @@ TOKENS = 77
 # A prompt's embedding is quieter than an image's noise.
 PROMPT_NOISE = 0.1
 PROMPT = "a lighthouse at night"
+Drawn = TypeVar("Drawn")
 
 
 class Drawing:
@@ -114,19 +115,28 @@ def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                 times, expected = drawing.times(size, options.steps, batch, options.runs)
                 host = statistics.median(times)
                 yield {**case, "options": HOST, "image_s": host, "all_s": times}
-                for chosen in [{}, *options.set]:
-                    compile_pipe(drawing.pipe, **chosen)
-                    times, images = drawing.times(size, options.steps, batch, options.runs)
-                    note = served_by()
-                    uncompile_pipe(drawing.pipe)
-                    median, difference = statistics.median(times), (images - expected).abs().float()
+                draw = partial(drawing.times, size, options.steps, batch, options.runs)
+                for row, (times, images) in by_onediff(drawing.pipe, options.set, draw):
+                    median = statistics.median(times)
                     yield {
-                        **case, "options": name_of_options(chosen) or ONEDIFF, "image_s": median,
-                        "x_host": host / median, "mean_difference": float(difference.mean()),
-                        "most_difference": float(difference.max()), "served_by": note, "all_s": times,
+                        **case, **row, "image_s": median, "x_host": host / median,
+                        "relative_error": relative_error(images, expected), "all_s": times,
                     }
         del drawing
         free_memory()
+
+
+def by_onediff(
+    pipe: Any, chosen: list[Options], draw: Callable[[], Drawn],
+) -> Iterator[tuple[Row, Drawn]]:
+    """The results of draw with OneDiff's default options and with each of these, with what the row says of them. The
+    pipeline is as before in the end."""
+    for options in ({}, *chosen):
+        compile_pipe(pipe, **options)
+        drawn = draw()
+        row = {"options": name_of_options(options) or ONEDIFF, "served_by": served_by()}
+        uncompile_pipe(pipe)
+        yield row, drawn
 
 
 # --- quality ----------------------------------------------------------------------------------------------------------
@@ -163,6 +173,13 @@ def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
     return torch.cat(parts)[: len(wanted)]
 
 
+def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
+    """As draw_prompts, once measuring, checking and capturing are over."""
+    with runtime.warming_up():
+        draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
+    return draw_prompts(pipe, wanted, steps)
+
+
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """How far the images of the host, of OneDiff and of each --set are from the host's in float32. Raises Refusal."""
     folder, steps, wanted = Path((options.model or [SHIPPED])[0]), options.steps, held_out(options.images)
@@ -174,13 +191,7 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, steps))}
     # This model is too small to gain by eight bits: what they do to its images is seen where every layer has them.
     with runtime.devices.lossy.low_bit.used_everywhere():
-        for chosen in [{}, *options.set]:
-            compile_pipe(pipe, **chosen)
-            with runtime.warming_up():
-                draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
-            images = draw_prompts(pipe, wanted, steps)
-            row = {"options": name_of_options(chosen) or ONEDIFF, "served_by": served_by()}
-            uncompile_pipe(pipe)
+        for row, images in by_onediff(pipe, options.set, partial(draw_ready, pipe, wanted, steps)):
             yield {**row, **judge(images)}
 
 
@@ -190,9 +201,11 @@ def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Ro
     PSNR in decibels: the median, and what 5 % are below.
     """
     found = list(map(compare, exact, images))
-    psnr, distances, hits = sorted(each.psnr for each in found), [], []
-    for image, other, case in zip(images, exact, wanted, strict=True):
-        image, other = (pixels[None].to(judge.emoji.weight.device) / 127.5 - 1 for pixels in (image, other))
+    psnr = sorted(each.psnr for each in found)
+    distances = []
+    hits = []
+    # One image at a time: so many together need gigabytes.
+    for image, other, case in zip(images[:, None], exact[:, None], wanted, strict=True):
         distances.append(float(judge.distance(image, other)))
         likely = judge(image)[0].topk(len(case["shows"])).indices[0].tolist()
         hits.append({judge.names[index] for index in likely} == set(case["shows"]))

@@ -51,6 +51,10 @@ class Judge(nn.Module):
         self.emoji = nn.Linear(before, len(names))
         self.ground = nn.Linear(before, len(backgrounds))
 
+    def values(self, images: Tensor) -> Tensor:
+        """uint8 as the network takes it: from -1 to 1, on its device."""
+        return images.to(self.emoji.weight.device) / 127.5 - 1
+
     def features(self, images: Tensor) -> list[Tensor]:
         """images: (n, 3, height, width) from -1 to 1."""
         found = []
@@ -60,13 +64,13 @@ class Judge(nn.Module):
         return found
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the emoji and of the background. images: of any size, from -1 to 1."""
-        last = self.features(at_its_size(images))[-1]
+        """Logits of the emoji and of the background. images: (n, 3, height, width) of uint8, of any size."""
+        last = self.features(at_its_size(self.values(images)))[-1]
         return self.emoji(last.amax((2, 3))), self.ground(last.mean((2, 3)))
 
     def distance(self, first: Tensor, second: Tensor) -> Tensor:
-        """(n,): 0 for equal images. Both of one size, from -1 to 1."""
-        pairs = zip(self.features(first), self.features(second), strict=True)
+        """(n,): 0 for equal images. Both (n, 3, height, width) of uint8, of one size."""
+        pairs = zip(self.features(self.values(first)), self.features(self.values(second)), strict=True)
         return torch.stack([
             (unit(one.float()) - unit(other.float())).square().sum(1).mean((1, 2)) for one, other in pairs
         ]).sum(0)

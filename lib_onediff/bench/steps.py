@@ -9,12 +9,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.benchmark import Timer
 
 from ..core.precision import TF32_CONVOLUTION, TF32_MATMUL, applied
 from ..core.settings import format_value
@@ -36,6 +36,7 @@ MOST_COMPILED_SHAPES = 256
 
 Arguments = dict[str, Any]
 Row = dict[str, Any]
+Options = dict[str, Any]
 Call = Callable[[], Tensor]
 Result = TypeVar("Result")
 
@@ -150,27 +151,29 @@ def side_by_side(
     The host's share the UNet. Each of ours has a copy, because binding lays weights out anew in memory.
     """
     exact = exact_output(unet, arguments)
+    device = arguments["sample"].device
     if offloads:
         from diffusers.hooks import apply_group_offloading
 
         unet.to("cpu")
-    rows, timers, copies = [], [], []
+    rows, calls, copies = [], [], []
     for variant in chosen:
         try:
             module = unet if variant.options is None and not offloads else copy.deepcopy(unet)
             if offloads:
-                apply_group_offloading(module, arguments["sample"].device, offload_type="leaf_level", use_stream=True)
+                apply_group_offloading(module, device, offload_type="leaf_level", use_stream=True)
             call, measured = make_ready(variant, module, arguments, exact)
         except RuntimeError as problem:
             yield {"backend": variant.name, "note": str(problem).splitlines()[0]}
             continue
         rows.append({"backend": variant.name, **measured, "ms": 0.0, "all_ms": []})
-        timers.append(Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()))
+        calls.append(call)
         copies.append(module)
     # A few calls at a time, so that a drift of the machine meets all alike.
     for _ in range(max(1, runs // CALLS_IN_TURN)):
-        for row, timer in zip(rows, timers, strict=True):
-            row["all_ms"].append(timer.timeit(CALLS_IN_TURN).mean * 1e3)
+        for row, call in zip(rows, calls, strict=True):
+            _, seconds = timed(partial(repeated, call), device)
+            row["all_ms"].append(seconds / CALLS_IN_TURN * 1e3)
             row["ms"] = statistics.median(row["all_ms"])
             if row["backend"] not in HOSTS:
                 row["served_by"] = served_by()
@@ -185,6 +188,12 @@ def side_by_side(
         yield row
     for module in copies:
         uncompile_unet(module)
+
+
+def repeated(call: Call) -> None:
+    """Call CALLS_IN_TURN times."""
+    for _ in range(CALLS_IN_TURN):
+        call()
 
 
 def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:

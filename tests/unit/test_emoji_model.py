@@ -30,7 +30,7 @@ def judge() -> Judge:
 
 def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
     """Of each image, the judge's first name and the background."""
-    values = torch.stack([torch.tensor(pixels_of(image)).permute(2, 0, 1) / 127.5 - 1 for image in images])
+    values = torch.stack([torch.tensor(pixels_of(image)).permute(2, 0, 1) for image in images])
     emoji, ground = (likely.argmax(1).tolist() for likely in judge(values))
     return [(judge.names[one], judge.backgrounds[other]) for one, other in zip(emoji, ground, strict=True)]
 
