@@ -64,20 +64,22 @@ class Compute(Protocol):
 
 
 class StepMemory:
-    """What a policy keeps of a network's calls within one walk through a sampling. keeps_tensors: whether it is given
-    back where the host takes the network off the GPU before the walk is over. is_broken: whether the policy has failed,
-    and rests for the rest of this walk."""
+    """What a policy keeps of a network's calls within one run through a sampling.
+
+    keeps_tensors: whether it is dropped when the host takes the network off the GPU before the run is over. is_broken:
+    whether the policy has failed, and is inactive for the rest of this run.
+    """
 
     keeps_tensors = is_broken = False
-    walk: object = None
+    sampling_run: object = None
 
 
 Memory = TypeVar("Memory", bound=StepMemory)
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A call within its sampling, as policies are asked about it.
+class StepContext:
+    """Everything that a policy may ask about one call and its sampling.
 
     host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
     the prompt's; None where nobody can. times: a runtime.call_stats.CallStats, which counts the steps of its image.
@@ -105,13 +107,13 @@ class Moment:
     is_counted: bool = True
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
-        """What a policy keeps for this network, made anew at every new walk. Raises Refusal where it has failed in this
-        one."""
+        """A policy's memory for this network, made anew at every new run of a sampling. Raises Refusal if the policy
+        failed in this run."""
         memory: Any = self.memories.get(name)
-        walk = self.position().walk
-        if memory is None or memory.walk != walk:
+        sampling_run = self.position().sampling_run
+        if memory is None or memory.sampling_run != sampling_run:
             memory = self.memories[name] = make()
-            memory.walk = walk
+            memory.sampling_run = sampling_run
         if memory.is_broken:
             raise Refusal(FAILED)
         return memory
@@ -119,7 +121,7 @@ class Moment:
 
 class StepPolicy(Protocol):
     """One way to compute less than the whole network at some steps. It holds counts and words for the user, and
-    nothing of any network: that is in Moment.memories.
+    nothing of any network: that is in StepContext.memories.
 
     name: of its part of the status. title: for people. status: what it did, in plain values: counts, and as "reason"
     why the last call was computed as without it; "" where it was not, or it is off. whole_batch: whether it decides for
@@ -135,9 +137,9 @@ class StepPolicy(Protocol):
     def is_on(self, settings: Settings) -> bool:
         """Whether the user wants it."""
 
-    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
-        """A function that answers the moment's call. It raises what compute raises.
+    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+        """A function that answers the call. It raises what compute raises.
 
-        Raises Refusal with the reason where the call is to be computed as without this policy; whoever asks puts that
-        into its status.
+        Raises Refusal with the reason if the call is to be computed as without this policy; the caller puts it into the
+        status.
         """

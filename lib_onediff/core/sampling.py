@@ -1,4 +1,4 @@
-"""A sampling, as a host announces it before its first call, and where in it a call is."""
+"""A sampling, as a host announces it before its first call, and a call's position in it."""
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ FEW_STEP_MODEL = (
     f"the sampling has fewer than {FEWEST_UNGUIDED_STEPS} steps at a CFG scale of {LITTLE_GUIDANCE:g} or less, "
     "as few-step models have (LCM, Lightning, Turbo, Hyper, DMD2)"
 )
-# Of the distance to the next step: so far may a timestep be from where its step begins.
+# How far a timestep may be from the beginning of its step, as a part of the interval to the next step.
 NEAR = 0.05
 UNANNOUNCED = "nobody says when a sampling begins and ends (in your own loop, use lib_onediff.sampling(unet))"
 UNKNOWN_TIMES = (
@@ -36,8 +36,8 @@ WARM_UP_TIMES = range(1000, 0, -1)
 
 @dataclass(frozen=True)
 class Step:
-    """index: from the first step of this sampling. total: how many steps it has. fraction: how much of the sampling was
-    done when the step began. is_last: whether the sampling ends with it."""
+    """A step of a sampling. index: from its first step. total: the number of steps. fraction: the part of the sampling
+    that was done when the step began. is_last: whether the sampling ends with it."""
 
     index: int
     total: int
@@ -45,8 +45,8 @@ class Step:
     is_last: bool
 
     def why_too_few(self, guidance_scale: float | None) -> str:
-        """Why its sampling has too few steps to leave anything out, in one line for the user; "" where it has enough.
-        guidance_scale: the sampling's CFG scale, or None where that is unknown."""
+        """Why its sampling has too few steps to leave anything out, in one line for the user; "" if it has enough.
+        guidance_scale: the sampling's CFG scale; None if unknown."""
         if self.total >= FEWEST_UNGUIDED_STEPS:
             return ""
         if self.total < FEWEST_STEPS:
@@ -55,11 +55,11 @@ class Step:
 
 
 class Timeline:
-    """The timesteps at which the steps of a sampling begin: what lies between two of them belongs to the earlier.
+    """The timesteps at which the steps of a sampling begin; a timestep between two of them belongs to the earlier step.
 
-    Timesteps fall while an image is made. The step is never counted in calls: a host may call the UNet once for the
-    prompt and once for the negative prompt, a sampler (Heun, DPM2, DPM++ SDE) may call it twice a step, and an
-    extension may keep calls to itself.
+    Timesteps fall while an image is made. Steps are never counted by calls: a host may call the UNet once for the
+    prompt and once for the negative prompt, a sampler (Heun, DPM2, DPM++ SDE) may call it twice a step, and calls of an
+    extension may not reach OneDiff.
     """
 
     def __init__(self, times: Sequence[float]) -> None:
@@ -68,17 +68,20 @@ class Timeline:
         self._last: int = -1
 
     def step(self, time: float) -> tuple[Step, bool]:
-        """The step of a timestep, and whether time has jumped back. img2img begins in the middle of the times; then
-        its first step is the one that comes first."""
-        place = self._place(time)
-        jumped = place < self._last
-        self._last = place
-        if self._first is None or place < self._first:
-            self._first = place
-        index, total = place - self._first, len(self._times) - self._first
-        return Step(index, total, index / total, place == len(self._times) - 1), jumped
+        """The step of a timestep, and whether the timestep has jumped back to an earlier step. img2img begins in the
+        middle of the times: its first step is the first that is called."""
+        number = self._number(time)
+        jumped = number < self._last
+        self._last = number
+        if self._first is None or number < self._first:
+            self._first = number
+        index = number - self._first
+        total = len(self._times) - self._first
+        is_last = number == len(self._times) - 1
+        return Step(index, total, index / total, is_last), jumped
 
-    def _place(self, time: float) -> int:
+    def _number(self, time: float) -> int:
+        """The number of the step, among all timesteps, to which a timestep belongs."""
         after = bisect_right(self._times, -time, key=neg)
         before = max(after - 1, 0)
         if after < len(self._times):
@@ -89,7 +92,7 @@ class Timeline:
 
 
 def time_of(timestep: Tensor) -> float | None:
-    """The timestep of a call, (batch,), as a number; None where the batch has several. Waits for a GPU."""
+    """The timestep of a call, (batch,), as a number; None if the batch has several. Waits for the GPU."""
     if timestep.dim() and timestep.stride(0) == 0:
         return float(timestep[0])
     times = timestep.flatten().tolist()
@@ -97,25 +100,28 @@ def time_of(timestep: Tensor) -> float | None:
 
 
 class Position(NamedTuple):
-    """Where in its sampling a call is. time: its timestep. walk: another object where what was kept at earlier calls
-    counts no more: another sampling, or a jump back in this one."""
+    """Where in its sampling a call is.
+
+    time: its timestep. sampling_run: an object that identifies one run through the sampling's steps. Another object
+    means another sampling, or a jump back in this one: what was kept at earlier calls must not be used.
+    """
 
     step: Step
     time: float
-    walk: object
+    sampling_run: object
 
 
 @dataclass(eq=False)
 class Sampling:
-    """One sampling. Another object: another sampling.
+    """One sampling. Another object is another sampling.
 
     times: called at the first UNet call. Returns the timesteps, as the UNet gets them, at which the steps begin, in any
-        order; None where nobody knows.
-    why_not: why none of its steps may be cut short, in one line for the user.
-    read: reads the timestep of a call as time_of does, without asking the GPU.
-    why_no_forecast: called at each UNet call. Returns why an output does not follow from those before it, in one line;
-        "" for samplers of the first order without added noise.
-    guidance_scale: its CFG scale; 1 where the network has that built in; None where nobody knows.
+        order; None if unknown.
+    why_not: why every step must compute the whole network, in one line for the user; "" if policies may decide.
+    read: the timestep of a call, as time_of, without waiting for the GPU.
+    why_no_forecast: called at each UNet call. Returns why an output cannot be extrapolated from those before it, in one
+        line; "" for samplers of the first order without added noise.
+    guidance_scale: its CFG scale; 1 if it is built into the network; None if unknown.
     """
 
     times: Callable[[], Sequence[float] | None] = lambda: None
@@ -124,13 +130,13 @@ class Sampling:
     why_no_forecast: Callable[[], str] = lambda: UNKNOWN_SAMPLER
     guidance_scale: float | None = None
     _timeline: Timeline | None = field(default=None, init=False)
-    _walk: object = field(default_factory=object, init=False)
+    _sampling_run: object = field(default_factory=object, init=False)
 
     def position(self, timestep: Tensor) -> Position:
-        """The position of a call with this timestep, (batch,), of any network: a refiner goes on where the first one
-        was. May wait for a GPU: see read.
+        """The position of a call with this timestep, (batch,), of any network: a refiner continues the sampling of the
+        first one. May wait for the GPU: see read.
 
-        Raises Refusal where no step of this sampling may be cut short, or the step cannot be told.
+        Raises Refusal if every step must compute the whole network, or the step is unknown.
         """
         if self.why_not:
             raise Refusal(self.why_not)
@@ -144,7 +150,8 @@ class Sampling:
             raise Refusal(UNEQUAL_TIMES)
         step, jumped = self._timeline.step(time)
         if jumped:
-            self._walk = object()
-        if too_few := step.why_too_few(self.guidance_scale):
+            self._sampling_run = object()
+        too_few = step.why_too_few(self.guidance_scale)
+        if too_few:
             raise Refusal(too_few)
-        return Position(step, time, self._walk)
+        return Position(step, time, self._sampling_run)

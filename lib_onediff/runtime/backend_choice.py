@@ -30,7 +30,7 @@ from .verify import relative_error
 log = logging.getLogger("onediff")
 NO_ROOM = "there is not enough GPU memory for the 8-bit weights, or to measure their error"
 NONE_IN_MAIN_MEMORY = "Low-bit only is for weights in main memory, and all of these are on the GPU"
-CHANGES_AT_EACH_CALL = "Low-bit rests: the WebUI applies something to the weights that may change at each call"
+CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI applies something to the weights that may change at each call"
 TOO_LATE = "Low-bit's error on this checkpoint is measured in an image that begins earlier, not in its last steps"
 NOT_FINITE = "Low-bit's error cannot be measured here: the exact output has NaN or infinite values"
 

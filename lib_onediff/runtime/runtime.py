@@ -257,10 +257,10 @@ class Runtime:
         """Begin calls by other settings than before. Returns whether they switch every step policy and the second GPU
         off, which holds as long as this Settings object does."""
         if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
-            # Why a policy rests at this call is no news of later, plain ones.
+            # Reasons of this call do not belong to later, plain ones.
             self._plain = None
             return False
-        self.stepping.rest()
+        self.stepping.clear_reasons()
         self._plain = settings
         return True
 

@@ -8,7 +8,7 @@ from functools import cache, partial
 from ..core.attempt import HostError, Outcome, as_host, attempted
 from ..core.call import Call
 from ..core.guard import Guard
-from ..core.policy import Answer, Compute, Guidance, Host, Moment, Served, StepPolicy
+from ..core.policy import Answer, Compute, Guidance, Host, Served, StepContext, StepPolicy
 from ..core.sampling import Sampling
 from ..core.settings import Settings
 from .network import Network
@@ -59,32 +59,33 @@ class Around:
     """A policy, and what is inside of it, as one Compute."""
 
     def __init__(
-        self, policy: StepPolicy, inner: Compute, guard: Guard, moment_of: Callable[[Call, Host | None], Moment]
+        self, policy: StepPolicy, inner: Compute, guard: Guard,
+        step_context_of: Callable[[Call, Host | None], StepContext],
     ) -> None:
-        self._policy, self._inner, self._guard, self._moment_of = policy, inner, guard, moment_of
+        self._policy, self._inner, self._guard, self._step_context_of = policy, inner, guard, step_context_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         """A policy's own fault costs its effect. What is inside of it answers for its own, and computes nothing twice.
         """
         host = None if host is None else as_host(host)
-        moment = self._moment_of(call, host)
+        step_context = self._step_context_of(call, host)
         before = self._policy.status.copy()
         try:
-            return self._answer(moment, call, host)
+            return self._answer(step_context, call, host)
         finally:
-            if moment.is_counted:
-                note = partial(moment.times.note_policy, self._policy.name, before, self._policy.status)
+            if step_context.is_counted:
+                note = partial(step_context.times.note_policy, self._policy.name, before, self._policy.status)
                 self._guard.attempt("counting a policy's steps", note)
 
-    def _answer(self, moment: Moment, call: Call, host: Host | None) -> Answer:
+    def _answer(self, step_context: StepContext, call: Call, host: Host | None) -> Answer:
         policy = self._policy
-        planned = attempted(lambda: policy.plan(moment))
+        planned = attempted(lambda: policy.plan(step_context))
         if planned.outcome is Outcome.REFUSED:
-            if moment.is_counted:
-                rest(policy, planned.reason)
+            if step_context.is_counted:
+                note_inactive(policy, planned.reason)
             return self._inner(call, host)
         if planned.fault is not None:
-            self._charge(moment, planned.fault)
+            self._charge(step_context, planned.fault)
             return self._inner(call, host)
         inner = Inner(self._inner, host)
         answered = attempted(lambda: planned.given()(inner))
@@ -94,14 +95,14 @@ class Around:
         finally:
             # It holds this frame.
             inner.raised = None
-        self._charge(moment, answered.fault)
+        self._charge(step_context, answered.fault)
         return inner.answer or self._inner(call, host)
 
-    def _charge(self, moment: Moment, fault: Exception) -> None:
-        """The policy has failed, and is inactive for the rest of this walk."""
+    def _charge(self, step_context: StepContext, fault: Exception) -> None:
+        """Note that the policy has failed. It is inactive for the rest of this run of the sampling."""
         policy = self._policy
-        rest(policy, self._guard.note(policy.title, fault))
-        if (memory := moment.memories.get(policy.name)) is not None:
+        note_inactive(policy, self._guard.note(policy.title, fault))
+        if (memory := step_context.memories.get(policy.name)) is not None:
             memory.is_broken = True
 
     def check(self, call: Call, served: Served) -> None:
@@ -138,38 +139,38 @@ class Stepping:
         guidance: Guidance | None = None, is_counted: bool = True,
     ) -> Compute:
         """compute, with the policies around it that are on: those for whole batches, or the others. guidance,
-        is_counted: see Moment."""
+        is_counted: see StepContext."""
         mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
         names = self._names_on(settings)
         on = [policy for policy in mine if policy.name in names]
         for policy in mine:
             if policy not in on:
-                rest(policy)
+                note_inactive(policy)
                 network.step_memories.pop(policy.name, None)
         if not on:
             return compute
         services, sampling = self._services, self._sampling_of(network)
         is_warm_up = services.is_warm_up
 
-        def moment_of(call: Call, host: Host | None) -> Moment:
+        def step_context_of(call: Call, host: Host | None) -> StepContext:
             assert host is not None, "who computes without a host has no policy inside"
             bound = network.bound
-            return Moment(
+            return StepContext(
                 call, host, settings, sampling, guidance, services.call_stats, network.step_memories,
                 cache(partial(sampling.position, call.timestep)), network.deepest, network.cut_memory,
                 bound.values_now, partial(services.computing, call.latent.device), is_warm_up, is_counted,
             )
 
         for policy in reversed(on):
-            compute = Around(policy, compute, services.guard, moment_of)
+            compute = Around(policy, compute, services.guard, step_context_of)
         return compute
 
-    def rest(self) -> None:
-        """None is on: why one rested at an earlier call is no news."""
+    def clear_reasons(self) -> None:
+        """Forget why policies were inactive at earlier calls: none is on now."""
         for policy in self.policies:
-            rest(policy)
+            note_inactive(policy)
 
 
-def rest(policy: StepPolicy, reason: str = "") -> None:
-    """A call is computed as without this policy: for this reason, or "" where it is off."""
-    policy.status["reason"] = f"{policy.title} rests: {reason}" if reason else ""
+def note_inactive(policy: StepPolicy, reason: str = "") -> None:
+    """Note that a call is computed as without this policy, and why; "" if it is off."""
+    policy.status["reason"] = f"{policy.title} is inactive: {reason}" if reason else ""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..core.call import CACHED, FULL, PATCHED, Call, Cut, CutMemory
-from ..core.policy import Answer, Compute, Moment, StepMemory
+from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
 from ..core.sampling import Step
 from ..core.settings import Settings
-from .prompts import Threads
+from .prompts import Prompts
 
 NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
 # The authors' exponent, and how their search for one that leaves as many different steps goes down.
@@ -25,18 +25,18 @@ ROUNDING = 1e-6
 # How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
 # (.readme/speed-and-quality.md).
 DAMPING = 0.5
-# The farthest that was measured, in distances between the two features.
+# The largest extrapolation that was measured, in multiples of the interval between the two features' steps.
 FARTHEST = 1.5
 
 
 def is_whole(interval: int, step: Step) -> bool:
-    """Whether this step computes the whole network: about one in interval. The first and the last step always do."""
+    """Whether this step computes the whole network: about one step in `interval` does, the first and the last always.
+    """
     return last_whole(interval, step) == step.index
 
 
 def last_whole(interval: int, step: Step, before: bool = False) -> int:
-    """The index of the last step that computes the whole network, up to this one or before it: what was kept before is
-    too old."""
+    """The index of the last step that computes the whole network, up to this one. before: without this one."""
     if not before and (interval <= 1 or step.is_last):
         return step.index
     return max((index for index in early(step.total, interval) if index <= step.index - before), default=0)
@@ -49,7 +49,8 @@ def early(total: int, interval: int) -> frozenset[int]:
 
     Where the power would put two of them on one step, a smaller one is taken.
     """
-    count, power = -(-total // interval), POWER
+    count = -(-total // interval)
+    power = POWER
     while True:
         chosen = frozenset(math.trunc(total * (index / count) ** power + ROUNDING) for index in range(count))
         if len(chosen) == count:
@@ -58,108 +59,121 @@ def early(total: int, interval: int) -> frozenset[int]:
 
 
 class Line:
-    """The last two tensors that the same weights have computed, each with its step: Liu et al. 2025, "From Reusing to
-    Forecasting" (TaylorSeer, arXiv 2503.06923). values: of the weights (Epoch.values)."""
+    """A line through the last two tensors that the same weights computed, over their steps: Liu et al. 2025, "From
+    Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923). values: of the weights (Epoch.values)."""
 
     def __init__(self) -> None:
         self._points: list[tuple[int, Tensor]] = []
         self.values = -1
 
     def note(self, step: int, computed: Tensor, values: int) -> None:
-        """A step has computed this. Of two at one step the later counts."""
-        known = self._points if values == self.values else []
-        # Whose tensor it is may go on computing in it.
-        self._points = [*[point for point in known if point[0] != step][-1:], (step, computed.detach().clone())]
+        """Add the tensor that a step computed. It replaces an earlier one of the same step."""
+        if values != self.values:
+            self._points = []
+        before = [point for point in self._points if point[0] != step]
+        # The caller may go on computing in its tensor.
+        point = step, computed.detach().clone()
+        self._points = [*before[-1:], point]
         self.values = values
 
     def at(self, step: int, damping: float = 1.0, farthest: float = math.inf) -> Tensor | None:
-        """The tensor of a later step, computed in float32; None before two are known.
+        """The tensor of a later step, extrapolated in float32; None before two are known.
 
-        damping: how far it goes along the line, of the whole way. farthest: in distances between the two; beyond, it
-        stays where it is then.
+        damping: factor on the extrapolation; 1 is the line itself. farthest: the largest extrapolation, in multiples of
+        the interval between the two steps; later steps get the tensor of that point.
         """
         if len(self._points) < 2:
             return None
         (step_before, before), (step_last, last) = self._points
-        distance = min((step - step_last) / (step_last - step_before), farthest)
-        return torch.lerp(before.float(), last.float(), 1 + damping * distance).to(last.dtype)
+        beyond = min((step - step_last) / (step_last - step_before), farthest)
+        return torch.lerp(before.float(), last.float(), 1 + damping * beyond).to(last.dtype)
 
     @property
     def last(self) -> Tensor | None:
-        """The last that was computed; None before that."""
+        """The last tensor that was computed; None before the first."""
         return self._points[-1][1] if self._points else None
 
 
 @dataclass
-class Record:
-    """The deep feature of one prompt at one shape. made_at: the step that made it, None before the first; values:
-    of the weights then. aside: its values while another prompt's lie at the shape's address. line: through the last two
-    computed ones, where forecasts are wanted."""
+class CachedFeature:
+    """The deep feature of one prompt at one shape.
+
+    made_at: the step that computed it; None before the first. values: of the weights then. backup: its values while
+    another prompt's feature is in the slot. line: through the last two computed ones, if forecasts are wanted.
+    """
 
     made_at: int | None = None
     values: int = -1
-    aside: Tensor | None = None
+    backup: Tensor | None = None
     line: Line = field(default_factory=Line)
 
 
 @dataclass
-class Place:
-    """The address of a shape's deep feature, whose feature lies there now, and everybody's records."""
+class CacheSlot:
+    """The memory of a shape's deep feature, which all prompts share: graphs read and write one address.
+
+    current: the prompt's feature that is in it now. features: of every prompt, by its number.
+    """
 
     memory: CutMemory
-    occupant: Record | None = None
-    records: dict[int, Record] = field(default_factory=dict)
+    current: CachedFeature | None = None
+    features: dict[int, CachedFeature] = field(default_factory=dict)
 
-    def make_room(self, record: Record) -> None:
-        """Let this record's feature be written: what lies there of another prompt is put aside."""
-        self._take(record)
-        record.made_at = record.aside = None
+    def make_room(self, feature: CachedFeature) -> None:
+        """Prepare the slot for this feature's next values; another prompt's are backed up."""
+        self._take(feature)
+        feature.made_at = feature.backup = None
 
-    def bring_back(self, record: Record, step: int) -> None:
-        """Let this record's feature be read, as it is at a step where that is forecast."""
-        feature = record.line.at(step, DAMPING, FARTHEST) if record.line.values == record.values else None
-        if feature is None and self.occupant is not record:
-            feature = record.aside
-            assert feature is not None, "whoever took the place has put it aside"
-        self._take(record)
-        if feature is not None:
-            self.memory.write(feature)
+    def bring_back(self, feature: CachedFeature, step: int) -> None:
+        """Put this feature's values into the slot, forecast for a step if it has a line."""
+        content = None
+        if feature.line.values == feature.values:
+            content = feature.line.at(step, DAMPING, FARTHEST)
+        if content is None and self.current is not feature:
+            content = feature.backup
+            assert content is not None, "_take backs up the feature that it replaces"
+        self._take(feature)
+        if content is not None:
+            self.memory.write(content)
 
     def drop_older(self, oldest: int) -> None:
-        """Forget the features that were made before a step."""
-        self.records = {
-            prompt: record for prompt, record in self.records.items()
-            if record.made_at is not None and record.made_at >= oldest
+        """Forget the features that were computed before a step."""
+        self.features = {
+            prompt: feature for prompt, feature in self.features.items()
+            if feature.made_at is not None and feature.made_at >= oldest
         }
-        if not any(self.occupant is record for record in self.records.values()):
-            self.occupant = None
+        if not any(self.current is feature for feature in self.features.values()):
+            self.current = None
 
-    def _take(self, record: Record) -> None:
-        other, self.occupant = self.occupant, record
-        if other is not None and other is not record and other.made_at is not None and other.aside is None:
+    def _take(self, feature: CachedFeature) -> None:
+        other = self.current
+        self.current = feature
+        if other is not None and other is not feature and other.made_at is not None and other.backup is None:
+            # The slot may hold a forecast: the line has the computed values.
             kept = other.line.last
-            # What lies there may be a forecast.
-            other.aside = kept if kept is not None else self.memory.read().clone()
+            other.backup = kept if kept is not None else self.memory.read().clone()
 
 
 class Cached(StepMemory):
-    """The features of one network in one walk through a sampling, by shape and depth.
+    """The features of one network in one run through a sampling, by shape and depth.
 
-    failure: why some of its calls are no cached passes.
+    failure: why some calls that could be cached passes are full ones.
     """
 
     keeps_tensors = True
 
     def __init__(self) -> None:
-        self.places: dict[Hashable, Place] = {}
-        self.threads = Threads()
+        self.slots: dict[Hashable, CacheSlot] = {}
+        self.prompts = Prompts()
         self.failure = ""
 
 
 class DeepCache:
     """The step policy. See core.policy.StepPolicy."""
 
-    name, title, whole_batch = "deepcache", "DeepCache", False
+    name = "deepcache"
+    title = "DeepCache"
+    whole_batch = False
 
     def __init__(self) -> None:
         self.status: dict[str, Any] = {FULL: 0, CACHED: 0, "reason": ""}
@@ -167,33 +181,35 @@ class DeepCache:
     def is_on(self, settings: Settings) -> bool:
         return settings.cache_interval > 1
 
-    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
-        """A cached pass where the schedule has one and its feature is there; else a full pass, which makes one."""
-        call, interval = moment.call, moment.settings.cache_interval
+    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+        """A cached pass if the schedule has one and the feature exists; otherwise a full pass, which computes it."""
+        call = step_context.call
+        interval = step_context.settings.cache_interval
         if call.patches is not None:
             raise Refusal(PATCHED)
-        depth = min(moment.settings.deepcache_depth, moment.deepest())
+        depth = min(step_context.settings.deepcache_depth, step_context.deepest())
         if depth < 1:
             raise Refusal(NO_CUT)
-        position = moment.position()
-        cached = moment.memory_of(self.name, Cached)
-        shape, prompt = cached.threads.thread(call, position.time)
+        position = step_context.position()
+        cached = step_context.memory_of(self.name, Cached)
+        shape, prompt = cached.prompts.identify(call, position.time)
         key = shape, depth
-        if key not in cached.places:
-            cached.places[key] = Place(moment.cut_memory(key))
-        place, whole = cached.places[key], is_whole(interval, position.step)
-        # Between steps that add noise, or that a sampler of a higher order joins, the feature does not follow a line.
-        forecasts = not moment.sampling.why_no_forecast()
-        # A line needs what the whole step before this one has made.
-        place.drop_older(last_whole(interval, position.step, before=whole and forecasts))
-        record = place.records.setdefault(prompt, Record())
-        passes = Passes(moment, cached, depth, place, record, forecasts)
+        if key not in cached.slots:
+            cached.slots[key] = CacheSlot(step_context.cut_memory(key))
+        slot = cached.slots[key]
+        whole = is_whole(interval, position.step)
+        # With added noise, or a sampler of a higher order, features do not lie on a line.
+        forecasts = not step_context.sampling.why_no_forecast()
+        # A line needs the feature of the whole step before this one.
+        slot.drop_older(last_whole(interval, position.step, before=whole and forecasts))
+        feature = slot.features.setdefault(prompt, CachedFeature())
+        passes = Passes(step_context, cached, depth, slot, feature, forecasts)
 
         def answer(compute: Compute) -> Answer:
-            answered = None if whole or record.made_at is None else passes.cached(compute)
+            answered = None if whole or feature.made_at is None else passes.cached(compute)
             name = FULL if answered is None else CACHED
             answered = answered or passes.full(compute)
-            if moment.is_counted:
+            if step_context.is_counted:
                 self.status[name] += 1
                 self.status["reason"] = cached.failure if name == FULL else ""
             return answered
@@ -205,42 +221,45 @@ class DeepCache:
 class Passes:
     """Both passes of one call."""
 
-    moment: Moment
+    step_context: StepContext
     memory: Cached
     depth: int
-    place: Place
-    record: Record
+    slot: CacheSlot
+    feature: CachedFeature
     forecasts: bool
 
     def full(self, compute: Compute) -> Answer:
         """The whole network. Its feature can be used once the cached pass has shown that it repeats the output."""
-        moment, place, record = self.moment, self.place, self.record
-        with moment.ordered():
-            place.make_room(record)
-        answer = compute(self._cut(reads=False), moment.host)
+        step_context = self.step_context
+        slot = self.slot
+        feature = self.feature
+        with step_context.ordered():
+            slot.make_room(feature)
+        answer = compute(self._cut(reads=False), step_context.host)
         if answer.served is None:
             return answer
-        with moment.ordered():
-            record.made_at, record.values = moment.position().step.index, answer.served.epoch.values
+        with step_context.ordered():
+            feature.made_at = step_context.position().step.index
+            feature.values = answer.served.epoch.values
             if self.forecasts:
-                record.line.note(record.made_at, place.memory.read(), record.values)
+                feature.line.note(feature.made_at, slot.memory.read(), feature.values)
             else:
-                record.line = Line()
+                feature.line = Line()
         again = self._cut(reads=True)
         try:
             compute.check(again, answer.served)
-            if moment.is_warm_up:
-                # No call that makes shapes ready asks for it by itself.
+            if step_context.is_warm_up:
+                # A warm-up makes no cached passes otherwise.
                 compute(again, None)
         except Refusal as refusal:
             self.memory.failure = str(refusal)
         return answer
 
     def cached(self, compute: Compute) -> Answer | None:
-        """The outer stages alone; None where the full pass has to be, because nothing that was checked serves, or the
-        weights are others than those that made the feature."""
-        with self.moment.ordered():
-            self.place.bring_back(self.record, self.moment.position().step.index)
+        """The outer stages alone; None if the full pass is needed, because no checked shape serves the call, or the
+        feature was computed from other weights."""
+        with self.step_context.ordered():
+            self.slot.bring_back(self.feature, self.step_context.position().step.index)
         try:
             return compute(self._cut(reads=True), None)
         except Refusal as refusal:
@@ -248,4 +267,4 @@ class Passes:
             return None
 
     def _cut(self, reads: bool) -> Call:
-        return replace(self.moment.call, cut=Cut(self.depth, reads, self.place.memory, self.record.values))
+        return replace(self.step_context.call, cut=Cut(self.depth, reads, self.slot.memory, self.feature.values))

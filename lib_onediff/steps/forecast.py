@@ -14,19 +14,19 @@ from typing import Any
 
 from ..core.call import PATCHED
 from ..core.image import FORECAST
-from ..core.policy import Answer, Compute, Moment, StepMemory
+from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Stopwatch
 from .deepcache import Line, is_whole
-from .prompts import Threads
+from .prompts import Prompts
 
 # The first steps change direction: they are computed.
 FIRST_COMPUTED = 3
 
 
 class Output:
-    """The line through what a prompt's calls of one shape have given. host: the times of the host's own."""
+    """The line through the outputs of a prompt's calls of one shape. host: the times of the host's own calls."""
 
     def __init__(self) -> None:
         self.line = Line()
@@ -34,19 +34,21 @@ class Output:
 
 
 class Outputs(StepMemory):
-    """The outputs of one network in one walk through a sampling, by shape and prompt."""
+    """The outputs of one network in one run through a sampling, by shape and prompt."""
 
     keeps_tensors = True
 
     def __init__(self) -> None:
-        self.threads = Threads()
-        self.by_thread: defaultdict[Hashable, Output] = defaultdict(Output)
+        self.prompts = Prompts()
+        self.by_prompt: defaultdict[Hashable, Output] = defaultdict(Output)
 
 
 class Forecast:
     """The step policy. See core.policy.StepPolicy."""
 
-    name, title, whole_batch = "forecast", "Output forecast", True
+    name = "forecast"
+    title = "Output forecast"
+    whole_batch = True
 
     def __init__(self) -> None:
         self._stopwatch = Stopwatch()
@@ -55,31 +57,35 @@ class Forecast:
     def is_on(self, settings: Settings) -> bool:
         return settings.forecast_interval > 1
 
-    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
-        """Only outputs that we have computed ourselves are continued, never the host's."""
-        call, sampling = moment.call, moment.sampling
+    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+        """An output on the line, or a computed one. The line goes through our outputs alone, never through the host's.
+        """
+        call = step_context.call
         if call.patches is not None:
             raise Refusal(PATCHED)
-        if moment.is_warm_up:
+        if step_context.is_warm_up:
             raise Refusal("")
-        position = moment.position()
-        if no_line := sampling.why_no_forecast():
+        position = step_context.position()
+        no_line = step_context.sampling.why_no_forecast()
+        if no_line:
             raise Refusal(no_line)
-        outputs = moment.memory_of(self.name, Outputs)
-        known = outputs.by_thread[outputs.threads.thread(call, position.time)]
+        outputs = step_context.memory_of(self.name, Outputs)
+        known = outputs.by_prompt[outputs.prompts.identify(call, position.time)]
         index = position.step.index
-        computed = index < FIRST_COMPUTED or is_whole(moment.settings.forecast_interval, position.step)
+        computed = index < FIRST_COMPUTED or is_whole(step_context.settings.forecast_interval, position.step)
 
         def answer(compute: Compute) -> Answer:
             self.status["reason"] = ""
             stop = self._stopwatch.start(call.latent.device)
-            output = None if computed or known.line.values != moment.values() else known.line.at(index)
+            output = None
+            if not computed and known.line.values == step_context.values():
+                output = known.line.at(index)
             if output is not None:
                 stop()
                 self.status["calls"] += 1
-                moment.times.count(FORECAST, self._stopwatch, known.host)
+                step_context.times.count(FORECAST, self._stopwatch, known.host)
                 return Answer(output, host_times=known.host)
-            answer = compute(call, moment.host)
+            answer = compute(call, step_context.host)
             if answer.served is not None:
                 known.host = answer.host_times
                 known.line.note(index, answer.output, answer.served.epoch.values)

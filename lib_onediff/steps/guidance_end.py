@@ -1,5 +1,5 @@
-"""Where in a sampling the negative prompt ends: from there on the prompt's rows are computed alone, and their output
-stands for the negative prompt's too, so whatever the host makes of both is the prompt's prediction.
+"""Skipping the negative prompt: from a step on, the prompt's rows are computed alone, and their output is used for the
+negative prompt's rows too. Guidance between two equal predictions is the prompt's prediction.
 
 Kynkäänniemi et al. 2024, "Applying Guidance in a Limited Interval Improves Sample and Distribution Quality in Diffusion
 Models" (arXiv 2404.07724); Zhang et al. 2024, "T-GATE" (arXiv 2404.02747). The latter keeps the cross attentions'
@@ -15,7 +15,7 @@ import torch
 from ..core.call import PromptRows, why_not_taken
 from ..core.image import PROMPT_ALONE
 from ..core.inputs import take_rows
-from ..core.policy import Answer, Compute, Moment, StepMemory
+from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Stopwatch
@@ -27,9 +27,9 @@ ROUNDING = 1e-6
 
 
 class Guided(StepMemory):
-    """What a network's calls have shown in one walk through a sampling.
+    """The kinds of calls that a network had in one run through a sampling.
 
-    Where a timestep has calls of prompt and negative prompt and others too, more than these two make the image: several
+    If a timestep has calls of prompt and negative prompt and others too, more than these two make the image: several
     prompts, areas, perturbed attention. host: the times of the host's own whole call.
     """
 
@@ -42,12 +42,12 @@ class Guided(StepMemory):
         self._kinds: set[bool] = set()
 
     def look(self, time: float, is_pair: bool) -> bool:
-        """Take a call down; whether it belongs to this network's first step, which shows what calls a step is made of.
-        """
+        """Note a call. Returns whether it belongs to this network's first step, which shows the calls of every step."""
         if self._first_time is None:
             self._first_time = time
         if time != self._time:
-            self._time, self._kinds = time, set()
+            self._time = time
+            self._kinds = set()
         self._kinds.add(is_pair)
         if len(self._kinds) > 1:
             self.refusal = SEVERAL_CALLS
@@ -57,7 +57,9 @@ class Guided(StepMemory):
 class GuidanceEnd:
     """The step policy. See core.policy.StepPolicy."""
 
-    name, title, whole_batch = "guidance", "Skipping the negative prompt", True
+    name = "guidance"
+    title = "Skipping the negative prompt"
+    whole_batch = True
 
     def __init__(self) -> None:
         self.status: dict[str, Any] = {"without_negative": 0, "reason": ""}
@@ -65,42 +67,43 @@ class GuidanceEnd:
     def is_on(self, settings: Settings) -> bool:
         return settings.skip_negative_after > 0
 
-    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
-        """From skip_negative_after percent of the sampling's steps on, half of a call is computed."""
-        if moment.is_warm_up:
+    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+        """The prompt's half of a call, from skip_negative_after percent of the sampling's steps on."""
+        if step_context.is_warm_up:
             raise Refusal("")
-        position = moment.position()
-        guided = moment.memory_of(self.name, Guided)
+        position = step_context.position()
+        guided = step_context.memory_of(self.name, Guided)
         try:
-            if moment.guidance is None:
+            if step_context.guidance is None:
                 raise Refusal(NOBODY_SAYS)
-            found = moment.guidance()
+            found = step_context.guidance()
         except Refusal:
             guided.look(position.time, is_pair=False)
             raise
         is_first = guided.look(position.time, is_pair=True)
-        if reason := guided.refusal or why_not_taken(moment.call):
+        reason = guided.refusal or why_not_taken(step_context.call)
+        if reason:
             raise Refusal(reason)
         step = position.step
-        if is_first or step.index == 0 or step.fraction < moment.settings.skip_negative_after / 100 - ROUNDING:
-            return lambda compute: self._whole(moment, guided, compute)
+        if is_first or step.index == 0 or step.fraction < step_context.settings.skip_negative_after / 100 - ROUNDING:
+            return lambda compute: self._whole(step_context, guided, compute)
         if not guided.is_confirmed:
-            # Once a sampling: it waits for a GPU.
-            if not torch.equal(*moment.call.latent.chunk(2)):
+            # Once a sampling, because it waits for the GPU.
+            if not torch.equal(*step_context.call.latent.chunk(2)):
                 guided.refusal = UNLIKE_HALVES
                 raise Refusal(UNLIKE_HALVES)
             guided.is_confirmed = True
-        return lambda compute: self._prompt_alone(moment, guided, found, compute)
+        return lambda compute: self._prompt_alone(step_context, guided, found, compute)
 
-    def _whole(self, moment: Moment, guided: Guided, compute: Compute) -> Answer:
-        answer = compute(moment.call, moment.host)
+    def _whole(self, step_context: StepContext, guided: Guided, compute: Compute) -> Answer:
+        answer = compute(step_context.call, step_context.host)
         guided.host = answer.host_times
         self.status["reason"] = ""
         return answer
 
-    def _prompt_alone(self, moment: Moment, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
-        with moment.times.standing_for(guided.host, PROMPT_ALONE):
-            answer = compute(take_rows(moment.call, found.rows), found.host)
+    def _prompt_alone(self, step_context: StepContext, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
+        with step_context.times.standing_for(guided.host, PROMPT_ALONE):
+            answer = compute(take_rows(step_context.call, found.rows), found.host)
         self.status["without_negative"] += 1
         self.status["reason"] = ""
         # The negative prompt's rows get the same, in the same order.

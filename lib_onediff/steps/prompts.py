@@ -1,4 +1,4 @@
-"""Tell the calls of a sampling apart: by their prompts and shapes."""
+"""The prompts and shapes by which the calls of a sampling are told apart."""
 from __future__ import annotations
 
 import itertools
@@ -14,12 +14,13 @@ from ..core.edits import UNCOUNTED, edit_counts
 from ..core.refusal import Refusal
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
-# Words that take turns, several prompts at once: more are told apart by forgetting the oldest.
+# Prompts of one sampling, such as words that alternate; beyond that, the oldest is forgotten.
 MOST_PROMPTS = 32
 
 
 class SeenPrompt(NamedTuple):
-    """A prompt: the tensors that the host handed over, how often they were edited then, and what was in them."""
+    """A prompt. objects: the host's tensors. edits: their numbers of edits in place at that time. content: their values
+    then."""
 
     number: int
     objects: list[weakref.ref[Tensor]]
@@ -27,22 +28,22 @@ class SeenPrompt(NamedTuple):
     content: list[Tensor]
 
     def is_same(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the very tensors, unedited as far as that can be seen."""
+        """Whether these are the same tensors, without an edit that torch counts."""
         is_unedited = UNCOUNTED not in self.edits and self.edits == edit_counts(tensors)
         return is_unedited and all(known() is tensor for known, tensor in zip(self.objects, tensors, strict=True))
 
     def is_equal(self, tensors: list[Tensor]) -> bool:
-        """Whether these hold the same values; on a GPU this waits for the queue."""
+        """Whether these tensors hold the same values. Waits for the GPU."""
         return len(tensors) == len(self.content) and all(map(same_values, self.content, tensors))
 
 
-class Threads:
-    """The calls of a sampling by prompt and shape: each thread has one call a step, or more where a sampler (Heun)
-    calls twice. A prompt that is edited in mid-sampling is another one.
+class Prompts:
+    """The prompts of a sampling. Each prompt has one call a step at each shape, or more if a sampler (Heun) calls
+    twice. A prompt that is edited during the sampling is another one.
 
-    An extension that calls the network several times a step with the same prompt, as for tiles, shows at the sampling's
-    first timestep, where the same prompt comes once otherwise. Later it may come twice: a Heun step ends at the
-    timestep where the next one begins.
+    An extension that calls the network several times a step with the same prompt, such as one for tiles, is recognised
+    at the sampling's first timestep, which has one call for a prompt otherwise. Later timesteps may have two: a Heun
+    step ends at the timestep where the next one begins.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,10 @@ class Threads:
         self._at_first: set[Hashable] = set()
         self._has_tiles = False
 
-    def thread(self, call: Call, time: float) -> tuple[Hashable, int]:
-        """The shape and the prompt of a call at a timestep. The values of its prompt's
-        tensors tell, which waits for the GPU unless they are the very tensors that came before. Raises Refusal
-        where one thread may have several calls a step."""
+    def identify(self, call: Call, time: float) -> tuple[Hashable, int]:
+        """The shape and the prompt's number of a call at a timestep. Prompts are compared by their tensors, which waits
+        for the GPU unless these are the same objects as before. Raises Refusal if a prompt may have several calls a
+        step."""
         found = call.signature, self._number(list(call.prompt))
         if self._first_time is None:
             self._first_time = time

@@ -139,11 +139,11 @@ def agrees(guided: Guided) -> None:
         assert relative_error(step.prediction, guided.by_host(step)) < 1e-5
 
 
-def rests(guided: Guided) -> str:
+def reason_of(guided: Guided) -> str:
     assert not any(step.is_early for step in guided.steps())
     reason = str(runtime.status()["guidance"]["reason"])
-    assert reason.startswith("Skipping the negative prompt rests: ") and runtime.guard.faults == []
-    return reason.removeprefix("Skipping the negative prompt rests: ")
+    assert reason.startswith("Skipping the negative prompt is inactive: ") and runtime.guard.faults == []
+    return reason.removeprefix("Skipping the negative prompt is inactive: ")
 
 
 @pytest.mark.parametrize("images", [1, 2])
@@ -172,7 +172,7 @@ def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dic
     guided = Guided(host, 1, marks)
     guided.options = options
     guided.start()
-    assert reason in rests(guided)
+    assert reason in reason_of(guided)
 
 
 @a1111
@@ -189,7 +189,7 @@ def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: i
     guided.said = lambda: said or SimpleParams(prompts, negative)
     if said is None:
         guided.host.adapter.before_step = lambda params: None
-    assert reason in rests(guided)
+    assert reason in reason_of(guided)
 
 
 class Euler(Sampler12):
@@ -201,8 +201,8 @@ class Euler(Sampler12):
     func = sample_euler
 
 
-def rests_for_few_steps(host: Host, **generation: Any) -> bool:
-    """Whether DeepCache rests in a sampling of 12 steps, because of the few steps. generation: attributes of p."""
+def is_inactive_for_few_steps(host: Host, **generation: Any) -> bool:
+    """Whether DeepCache is inactive in a sampling of 12 steps, for the few steps. generation: attributes of p."""
     guided = Guided(host)
     guided.sampler, guided.generation = Euler, generation
     guided.start(deepcache_interval=3, skip_negative_after=0)
@@ -211,14 +211,14 @@ def rests_for_few_steps(host: Host, **generation: Any) -> bool:
     now = runtime.status()["deepcache"]
     cached = now["cached"] - before
     assert bool(cached) is (now["reason"] == "") and runtime.guard.faults == []
-    assert now["reason"].partition(" rests: ")[2] in ("", FEW_STEP_MODEL)
+    assert now["reason"].partition(" is inactive: ")[2] in ("", FEW_STEP_MODEL)
     return not cached
 
 
 def test_caches_rest_in_samplings_of_few_step_models(host: Host) -> None:
     """The CFG scale tells; Forge's hires pass has one of 1 unless somebody sets it, which tells of its own checkpoint
     only."""
-    assert rests_for_few_steps(host, cfg_scale=1.5) and not rests_for_few_steps(host, cfg_scale=7.0)
+    assert is_inactive_for_few_steps(host, cfg_scale=1.5) and not is_inactive_for_few_steps(host, cfg_scale=7.0)
     second: dict[str, Any] = {"is_hr_pass": True, "cfg_scale": 7.0, "hr_cfg": 1.0}
-    assert not rests_for_few_steps(host, hr_checkpoint_info=None, **second)
-    assert rests_for_few_steps(host, hr_checkpoint_info=SimpleNamespace(name="a lightning checkpoint"), **second)
+    assert not is_inactive_for_few_steps(host, hr_checkpoint_info=None, **second)
+    assert is_inactive_for_few_steps(host, hr_checkpoint_info=SimpleNamespace(name="a lightning checkpoint"), **second)

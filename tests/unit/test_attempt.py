@@ -137,9 +137,9 @@ def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(mo
     [policy] = [one for one in ours.runtime.stepping.policies if one.name == "forecast"]
     asked: list[int] = []
 
-    def plan(moment: Any) -> Any:
+    def plan(step_context: Any) -> Any:
         def answer(compute: Any) -> Answer:
-            compute(moment.call, moment.host)
+            compute(step_context.call, step_context.host)
             raise IndexError("after it")
 
         return answer

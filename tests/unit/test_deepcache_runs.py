@@ -128,7 +128,7 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
     assert rig.sample(STEPS[12:]) == passes([0, 3, 6, 7], 8) and memories(rig)
     rig.runtime.end_sampling()
     assert set(rig.sample(STEPS[2:5])) == {"whole"} and not memories(rig)
-    assert rig.reason == f"DeepCache rests: {UNANNOUNCED}"
+    assert rig.reason == f"DeepCache is inactive: {UNANNOUNCED}"
 
 
 def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> None:

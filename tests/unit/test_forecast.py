@@ -93,7 +93,7 @@ def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
     ours = Samplings("forecast")
     ours.begin(**more)
     assert ours.sample(more.get("times", STEPS)) == [WHOLE] * len(more.get("times", STEPS))
-    assert ours.reason == f"Output forecast rests: {why}"
+    assert ours.reason == f"Output forecast is inactive: {why}"
 
 
 @pytest.mark.parametrize(("change", "why"), [

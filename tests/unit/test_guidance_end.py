@@ -26,8 +26,8 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
     for time in STEPS:
         call = change(ours.call(time))
         assert ours.run(call, **more)[0] == WHOLE
-    assert ours.reason.startswith("Skipping the negative prompt rests: ")
-    return ours.reason.removeprefix("Skipping the negative prompt rests: ")
+    assert ours.reason.startswith("Skipping the negative prompt is inactive: ")
+    return ours.reason.removeprefix("Skipping the negative prompt is inactive: ")
 
 
 @pytest.mark.parametrize(("change", "known", "why"), [
@@ -104,7 +104,7 @@ def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture) -
     assert "no such rows" in ours.reason and any("no such rows" in fault for fault in ours.runtime.guard.faults)
     assert sum(record.exc_info is not None for record in caplog.records) == 1
     assert ours.sample(STEPS[1:]) == steps(19, 19)
-    assert ours.reason == "Skipping the negative prompt rests: a fault of OneDiff"
+    assert ours.reason == "Skipping the negative prompt is inactive: a fault of OneDiff"
 
 
 def test_where_the_host_fails_on_half_it_runs_the_whole() -> None:

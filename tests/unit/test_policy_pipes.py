@@ -106,7 +106,7 @@ def test_an_ip_adapters_rows(called: list[Called]) -> None:
 @pytest.mark.parametrize(("layout", "more"), [(SMALL, {"guidance_scale": 1.0}), (LCM, {})], ids=["off", "distilled"])
 def test_without_guidance_there_is_nothing_to_leave_out(layout: dict[str, Any], more: dict[str, Any]) -> None:
     generate(compiled("StableDiffusionPipeline", layout), steps=16, **more)
-    assert told() == (0, f"Skipping the negative prompt rests: {NO_GUIDANCE}")
+    assert told() == (0, f"Skipping the negative prompt is inactive: {NO_GUIDANCE}")
 
 
 def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
@@ -118,7 +118,7 @@ def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
     pipe.__class__ = OwnPipeline
     lib_onediff.compile_pipe(pipe, ignores=("vae",), skip_negative_after=50)
     generate(pipe)
-    assert told()[1] == "Skipping the negative prompt rests: OwnPipeline may order its rows in another way"
+    assert told()[1] == "Skipping the negative prompt is inactive: OwnPipeline may order its rows in another way"
 
 
 def test_a_unet_without_its_pipeline() -> None:
@@ -126,9 +126,9 @@ def test_a_unet_without_its_pipeline() -> None:
     call = replace(a_call(unet), timestep=torch.full((2,), 500.0))
     with lib_onediff.sampling(unet, range(999, 0, -50)):
         served(unet, call)
-    assert told()[1] == f"Skipping the negative prompt rests: {NO_PIPELINE}"
+    assert told()[1] == f"Skipping the negative prompt is inactive: {NO_PIPELINE}"
     served(unet, call)
-    assert told()[1] == f"Skipping the negative prompt rests: {UNANNOUNCED}"
+    assert told()[1] == f"Skipping the negative prompt is inactive: {UNANNOUNCED}"
 
 
 # --- forecasts --------------------------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def test_a_unet_alone_knows_no_sampler() -> None:
     lib_onediff.compile_unet(pipe.unet, deepcache_interval=3, deepcache_depth=0)
     before = runtime.status()["forecast"]["calls"]
     generate(pipe)
-    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNANNOUNCED}"
+    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast is inactive: {UNANNOUNCED}"
     with lib_onediff.sampling(pipe.unet, range(1000, 0, -50)):
         generate(pipe)
-    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast rests: {UNKNOWN_SAMPLER}"
+    assert lib_onediff.status()["forecast"]["reason"] == f"Output forecast is inactive: {UNKNOWN_SAMPLER}"
     assert runtime.status()["forecast"]["calls"] == before
 
 
@@ -195,7 +195,7 @@ def why_whole(pipe: Any, cache: str, steps: int, scale: float) -> str:
     reason: str = lib_onediff.status()[cache]["reason"]
     spared = lib_onediff.status()["deepcache"]["cached"] + runtime.status()["forecast"]["calls"] - before
     assert bool(spared) is (reason == "")
-    return reason.partition(" rests: ")[2]
+    return reason.partition(" is inactive: ")[2]
 
 
 @pytest.mark.parametrize("cache", CACHES)

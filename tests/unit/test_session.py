@@ -249,5 +249,5 @@ def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found
     call, other = a_call(unet), lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
     ready(unet, call)
     run(other, a_call(other))
-    assert "rests" in runtime.status()["deepcache"]["reason"]
+    assert "is inactive" in runtime.status()["deepcache"]["reason"]
     assert run(unet, call, 3)[0] == "graph" and runtime.status()["deepcache"]["reason"] == ""

@@ -40,7 +40,7 @@ def test_model_that_is_not_served_is_reported() -> None:
 
 def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
-    last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache rests: few steps"}
+    last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache is inactive: few steps"}
     monkeypatch.setattr(runtime, "status", lambda: last)
     served, refused = (status.current_status(WebUI("UI", why)) for why in ("", "its network is a Flux"))
     for shown in (status.summary_html, status.status_html):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lib_onediff.core.call import Call
 from lib_onediff.core.family import Layout
 from lib_onediff.core.leaves import Convolution, Linear
-from lib_onediff.core.policy import Answer, Compute, Moment, StepMemory
+from lib_onediff.core.policy import Answer, Compute, StepContext, StepMemory
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import UNANNOUNCED, Sampling
 from lib_onediff.core.settings import Settings
@@ -113,18 +113,18 @@ class EveryOther:
     def is_on(self, settings: Settings) -> bool:
         return settings.enabled
 
-    def plan(self, moment: Moment) -> Callable[[Compute], Answer]:
-        index = moment.position().step.index
+    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+        index = step_context.position().step.index
         if index == 4:
             raise Refusal("the fifth step is whole")
-        last = moment.memory_of(self.name, LastOutput)
+        last = step_context.memory_of(self.name, LastOutput)
 
         def answer(compute: Compute) -> Answer:
             self.status["reason"] = ""
             if index % 2 and last.output is not None:
                 self.status["skipped"] += 1
                 return Answer(last.output)
-            computed = compute(moment.call, moment.host)
+            computed = compute(step_context.call, step_context.host)
             last.output = computed.output
             return computed
 
@@ -194,7 +194,7 @@ def test_a_step_policy(whole_batch: bool) -> None:
         assert not memories
     assert runtime.status()["every_other"] == {"skipped": 6, "reason": ""}
     run(runtime, toy, a_call(TIMES[1]))
-    assert runtime.status()["every_other"]["reason"] == f"Every other step rests: {UNANNOUNCED}"
+    assert runtime.status()["every_other"]["reason"] == f"Every other step is inactive: {UNANNOUNCED}"
 
 
 def test_deepcache_refuses_a_family_without_a_cut() -> None:
@@ -206,4 +206,4 @@ def test_deepcache_refuses_a_family_without_a_cut() -> None:
     for time in TIMES[:4]:
         call = a_call(time)
         assert torch.allclose(run(runtime, toy, call), toy(call.latent, call.timestep, call.context), atol=1e-3)
-    assert runtime.status()["deepcache"]["reason"] == f"DeepCache rests: {NO_CUT}"
+    assert runtime.status()["deepcache"]["reason"] == f"DeepCache is inactive: {NO_CUT}"

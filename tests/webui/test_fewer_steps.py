@@ -121,7 +121,7 @@ def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, sd15: Models, requ
 @pytest.mark.parametrize(("options", "request_", "part", "why"), [
     (EVERY_THIRD, {"cfg_scale": 1.5}, "deepcache", "few-step models"),
     (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"),
-    (HALF, {"prompt": "a fox AND a hill"}, "guidance", "rests"),
+    (HALF, {"prompt": "a fox AND a hill"}, "guidance", "is inactive"),
 ], ids=str)
 def test_they_rest_and_say_why(
     webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str

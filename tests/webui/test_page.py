@@ -120,7 +120,7 @@ def test_controls_and_text_are_one_and_hold_for_the_image(page, webui: WebUI) ->
     choose(page, f"onediff_{TAB}_vae_precision", "fp32")
     wait_for_changes(page, "deepcache_interval 3; vae_precision fp32")
     page.wait_for_text("onediff_txt2img_told", "This run: DeepCache interval 3, VAE precision fp32.", 20)
-    assert "OneDiff: on; vae_precision fp32" in make_picture(page), "in so few steps, DeepCache rests"
+    assert "OneDiff: on; vae_precision fp32" in make_picture(page), "in so few steps, DeepCache is inactive"
     other = webui.txt2img().info["infotexts"][0]
     assert "OneDiff: on" in other and "precision" not in other, "another user's run is as the settings tab says"
     move(page, "deepcache_interval", 1)
