@@ -127,7 +127,7 @@ class Settings:
     )
     deepcache_depth: int = option(
         1, "DeepCache depth",
-        "What the other steps compute. 1: fast; more: nearer; 0: nothing, they are extrapolated.",
+        "Layers computed in the steps between. Higher is closer to exact; 0 extrapolates.",
         group=SPEED, per_run=True, bounds=(0, MOST_DEPTH),
     )
     vae_precision: str = option(
@@ -161,7 +161,7 @@ class Settings:
         no_effect_when={"low_bit": ("off",), "low_bit_only": (True,)},
     )
     low_bit_only: bool = option(
-        False, "Low-bit only", "Small cards: keeps weights that do not fit in VRAM there in 8 bits. Lossy.",
+        False, "Low-bit only", "Small cards: stores weights that do not fit in VRAM as 8-bit. Lossy.",
         group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",)},
     )
     skip_negative_after: int = option(

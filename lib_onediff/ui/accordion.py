@@ -59,7 +59,7 @@ def build_accordion(
             with gr.Row(elem_classes="onediff-run"):
                 preset = gr.Dropdown(
                     choices=[AS_IN_SETTINGS, *PRESETS], value=preset_at_first, label="Speed", min_width=160,
-                    info="From the same images to the fastest ones.", elem_id=f"onediff_{tab}_preset",
+                    info="From exact to fastest.", elem_id=f"onediff_{tab}_preset",
                 )
                 controls = [a_control(tab, name) for name in ROWS[0]]
             for names in ROWS[1:-1]:

@@ -31,7 +31,7 @@ TITLE = "OneDiff consistency report, format 1"
 def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
     """The report, folded, on the page that is being built. opened: the event that this page is looked at."""
     lines: Any = {"lines": 12, "max_lines": 12}
-    with gr.Accordion("Consistency: the same seed, another image on another machine", open=False, elem_id=ELEM_ID):
+    with gr.Accordion("Why does the same seed differ on another machine?", open=False, elem_id=ELEM_ID):
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
         with gr.Row():
             with gr.Column(min_width=320):

@@ -186,7 +186,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         gr.HTML("<h2>Pre-warm sizes</h2>")
         rows, presets = build_presets(runtime.services.families.usual_sizes())
         with gr.Row(elem_classes=CONTROLS):
-            label = "Sizes; x2: two images at once"
+            label = "Sizes (add x2 for a batch of two)"
             sizes = a_text(label, "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")

@@ -31,7 +31,7 @@ from .job import CHOICES, CURRENT, MOST_IMAGES, OFF, Comparison, TextToImage, re
 from .report import images_of, outcome_html
 
 ELEM_ID = "onediff_compare"
-EXPLAINED = "Makes the image that the txt2img tab asks for (prompt, size, sampler, seed) with two settings."
+EXPLAINED = "Generates the txt2img image (prompt, size, sampler, seed) twice, once with each setting."
 # gradio 4 shows images as lossy webp otherwise; gradio 3 knows PNG alone.
 LOSSLESS: dict[str, Any] = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
 # Puts what the txt2img tab holds in place of the last input.
