@@ -35,7 +35,7 @@ UNET, VAE, CHECK = "unet", "vae", "check"
 MOST_PENDING = 64
 
 
-class Step(NamedTuple):
+class CountedStep(NamedTuple):
     """One step of a sampling, as a call of the UNet or in place of one.
 
     kind: one of KINDS. route: one of ROUTES; "" where no network was called. own: the times of such steps; host: those
@@ -99,7 +99,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Part:
+class ImagePart:
     """The steps of an image at one place: a second pass, a refiner, or a face that an extension draws anew has its own.
 
     steps: how many there were of each kind; calls: of the UNet, by route. step_ms, host_ms: means over all steps; see
@@ -135,7 +135,7 @@ class ImageRecord:
     state: how it ended. images: how many; 0: not known. seconds: of one of them, everything included; of an
     interrupted one, until then. host_seconds: what one like it took with OneDiff off. Both None where not known.
     model, resolution, backend, lossy, route, reason, relative_error: of its last call; the route "" before the first.
-    parts: its steps by place, in their order; steps, calls, step_ms, host_ms, ratio: of all of them; see Part.
+    parts: its steps by place, in their order; steps, calls, step_ms, host_ms, ratio: of all of them; see ImagePart.
     by_host: at how many calls the host computed, by why. first_uses: at how many calls something was found out for the
     first time. backends: the backends that computed,
     each with what of it was less exact. policies: what each step policy did, by its name, in counts; inactive: the
@@ -155,7 +155,7 @@ class ImageRecord:
     route: str = ""
     reason: str = ""
     relative_error: float | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ImagePart, ...] = ()
     steps: Mapping[str, int] = field(default_factory=dict)
     calls: Mapping[str, int] = field(default_factory=dict)
     step_ms: float | None = None
@@ -188,14 +188,14 @@ class ImageLog:
         """state: of records that are made before the end."""
         self.state = state
         self.began = time.perf_counter()
-        self.steps: Counter[Step] = Counter()
+        self.steps: Counter[CountedStep] = Counter()
         self.durations = {UNET: Duration(), VAE: Duration(), CHECK: Duration()}
         # Replays, which nothing but their stopwatches times.
         self.replays: Counter[Stopwatch] = Counter()
         # Of the host's own calls in this image.
         self.host = Stopwatch()
         # The last call.
-        self.last: Step | None = None
+        self.last: CountedStep | None = None
         self.reason = ""
         self.first_uses = self.images = 0
         # Whether the time of every call is known.
@@ -207,7 +207,7 @@ class ImageLog:
         self.vae = "", ""
         self.inside: list[ImageRecord] = []
 
-    def note_last(self, step: Step, reason: str) -> None:
+    def note_last(self, step: CountedStep, reason: str) -> None:
         """A call was made, the last one until now. reason: why it went by no faster route."""
         self.last = step
         self.reason = reason
@@ -267,7 +267,7 @@ class ImageLog:
             vae=self.vae, inside=tuple(self.inside),
         )
 
-    def _spent(self, steps: Mapping[Step, int], seconds: float | None, images: int) -> Spent:
+    def _spent(self, steps: Mapping[CountedStep, int], seconds: float | None, images: int) -> Spent:
         """Of one of so many images."""
         replays = sum(count * (own.recent_ms(count) or 0.0) for own, count in self.replays.copy().items()) / 1e3
         check = self.durations[CHECK].seconds / images
@@ -282,32 +282,32 @@ class ImageLog:
         return Spent(unet, first_use, slower, vae, inside, rest)
 
 
-def part_of(place: Place, steps: Mapping[Step, int]) -> Part:
+def part_of(place: Place, steps: Mapping[CountedStep, int]) -> ImagePart:
     """The part of an image with these steps."""
     times = times_of(steps)
-    return Part(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio)
+    return ImagePart(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio)
 
 
-def kinds_of(steps: Mapping[Step, int]) -> Mapping[str, int]:
+def kinds_of(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
     """How many steps computed what."""
     counts = counted(steps, "kind")
     return {kind: counts[kind] for kind in KINDS if counts[kind]}
 
 
-def routes_of(steps: Mapping[Step, int]) -> Mapping[str, int]:
+def routes_of(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
     """How many calls went by which route."""
     counts = counted(steps, "route")
     return {route: counts[route] for route in ROUTES if counts[route]}
 
 
-def counted(steps: Mapping[Step, int], name: str) -> Counter[str]:
+def counted(steps: Mapping[CountedStep, int], name: str) -> Counter[str]:
     counts: Counter[str] = Counter()
     for step, count in steps.items():
         counts[getattr(step, name)] += count
     return counts
 
 
-def times_of(steps: Mapping[Step, int]) -> Times:
+def times_of(steps: Mapping[CountedStep, int]) -> Times:
     """Means over these steps. Ours are of these steps alone, and the host's of whenever it was timed. No ratio where
     all are the host's own."""
     hosts = [(step.host, count) for step, count in steps.items()]
@@ -317,7 +317,7 @@ def times_of(steps: Mapping[Step, int]) -> Times:
     return Times(step_ms, host_ms, None if all(step.kind == HOSTS for step in steps) else ratio)
 
 
-def own_ms(steps: Mapping[Step, int]) -> float | None:
+def own_ms(steps: Mapping[CountedStep, int]) -> float | None:
     """The mean of ours, each kind by the median of its calls among these steps; None where one was never timed."""
     counts: Counter[Stopwatch | None] = Counter()
     for step, count in steps.items():
@@ -325,7 +325,7 @@ def own_ms(steps: Mapping[Step, int]) -> float | None:
     return mean(counts.items(), lambda own: own.recent_ms(counts[own]))
 
 
-def time_of(steps: Mapping[Step, int]) -> float | None:
+def time_of(steps: Mapping[CountedStep, int]) -> float | None:
     """Seconds of these steps by their usual times; None where one of them was never timed."""
     ms = own_ms(steps)
     return None if ms is None else ms * sum(steps.values()) / 1e3

@@ -100,8 +100,8 @@ class ShapeKey:
         )
 
     @property
-    def way(self) -> str:
-        """Who computes it and how, for users: "native, 8-bit"."""
+    def backend_label(self) -> str:
+        """The backend and what it computes lossily, for users: "native, 8-bit"."""
         return ", ".join(filter(None, (self.backend, str(self.lossy))))
 
     @property

@@ -54,7 +54,9 @@ def option(
 
 def check_value(option_field: Field[Any], value: Any) -> None:
     """Raise ValueError with a sentence for the user if value does not fit the option."""
-    name, kind, metadata = option_field.name, type(option_field.default), option_field.metadata
+    name = option_field.name
+    kind = type(option_field.default)
+    metadata = option_field.metadata
     if metadata["choices"] and (type(value) is not kind or value not in metadata["choices"]):
         raise ValueError(f"OneDiff option {name} is one of {', '.join(metadata['choices'])}, not {value!r}.")
     if type(value) is not kind:
@@ -92,7 +94,7 @@ def words_of(option_field: Field[Any]) -> list[str]:
 
 
 def allowed_values(option_field: Field[Any]) -> str:
-    """For people, what an option takes; nothing where it is any text."""
+    """The values that an option takes, for people; "" for any text."""
     metadata = option_field.metadata
     if metadata["choices"]:
         return ", ".join(metadata["choices"])
@@ -107,11 +109,13 @@ def number(value: float) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest one, or all of them where none is near."""
+    """The end of a message about an unknown name: the nearest known one, or all of them if none is near."""
     known = list(names)
-    lower = {other.lower(): other for other in known}
-    near = get_close_matches(name.lower(), lower, n=1)
-    return f" Did you mean {lower[near[0]]!r}?" if near else f" Choose from {', '.join(known)}."
+    by_lower = {other.lower(): other for other in known}
+    near = get_close_matches(name.lower(), by_lower, n=1)
+    if near:
+        return f" Did you mean {by_lower[near[0]]!r}?"
+    return f" Choose from {', '.join(known)}."
 
 
 @dataclass(frozen=True)
@@ -185,18 +189,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         for option_field in fields(self):
-            value, kind = getattr(self, option_field.name), type(option_field.default)
-            # JSON writes 1.0 as 1, and A1111's API tells a whole number as 1.0, which clients send back.
-            if kind is float and type(value) is int or kind is int and type(value) is float and value.is_integer():
-                object.__setattr__(self, option_field.name, kind(value))
+            value = getattr(self, option_field.name)
+            kind = type(option_field.default)
+            # JSON writes 1.0 as 1, and A1111's API answers a whole number as 1.0, which clients send back.
+            if kind is float and type(value) is int:
+                object.__setattr__(self, option_field.name, float(value))
+            elif kind is int and type(value) is float and value.is_integer():
+                object.__setattr__(self, option_field.name, int(value))
         for option_field in fields(self):
             check_value(option_field, getattr(self, option_field.name))
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any], base: Settings | None = None) -> Settings:
-        """Settings from option names to values; what is not named keeps its value in base (or its default).
+        """Settings from values by option name; other options have the values of base, or their defaults.
 
-        Raises ValueError with a sentence for the user on an unknown name or a value of the wrong kind.
+        Raises ValueError with a sentence for the user for an unknown name, and for a wrong value.
         """
         known = sorted(option_field.name for option_field in fields(cls))
         unknown = sorted(set(values).difference(known))
@@ -206,10 +213,13 @@ class Settings:
 
     def changed_from(self, other: Settings) -> dict[str, Any]:
         """The options that have another value in other, by name, with their values here."""
-        return {
-            option_field.name: getattr(self, option_field.name) for option_field in fields(self)
-            if getattr(self, option_field.name) != getattr(other, option_field.name)
-        }
+        changed = {}
+        for option_field in fields(self):
+            name = option_field.name
+            value = getattr(self, name)
+            if value != getattr(other, name):
+                changed[name] = value
+        return changed
 
     def for_run(self, values: dict[str, Any]) -> Settings:
         """These settings with other values for one generation. Raises ValueError as from_mapping does, and for an

@@ -271,7 +271,7 @@ class Entry:
         """Something went wrong: another backend, or the host, serves this shape over these weights. Returns the reason,
         with the backend's name. is_final: otherwise it is tried once more; see of_weights."""
         known = self.verdict
-        why = "; ".join((f"{what} (backend {self.key.way})", *self.replaced[:MOST_NAMED]))
+        why = "; ".join((f"{what} (backend {self.key.backend_label})", *self.replaced[:MOST_NAMED]))
         known.state, known.reason, known.failed_in = State.FAILED, why, sampling
         known.failures = known.failures + 1 if not is_final else 2
         return known.reason

@@ -33,10 +33,10 @@ from ..core.image import (
     UNET,
     VAE,
     WHOLE,
+    CountedStep,
     ImageLog,
+    ImagePart,
     ImageRecord,
-    Part,
-    Step,
 )
 from ..core.key import LATENT_PIXEL
 from ..core.policy import Served
@@ -169,7 +169,7 @@ class CallStats:
         # Of the last call, until its image ends.
         self._latest: ImageLog | None = None
         # The steps of the last image that we have made at each place.
-        self.parts: dict[Place, Part] = {}
+        self.parts: dict[Place, ImagePart] = {}
         # How many images were made at each place.
         self.images: Counter[Place] = Counter()
         self._host_seconds: dict[Hashable, float] = {}
@@ -332,7 +332,7 @@ class CallStats:
             current.is_timed = current.is_timed and self._timing.is_on
         elif route and not self._timing.is_on and own is not None:
             current.replays[own] += 1
-        step = Step(kind, route, self._place, own, host, entry)
+        step = CountedStep(kind, route, self._place, own, host, entry)
         current.steps[step] += 1
         self._latest = current
         if reason is not None:
@@ -432,7 +432,7 @@ def differ(one: Place, other: Place) -> bool:
     return any(None not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True))
 
 
-def values_of_part(part: Part) -> dict[str, Any]:
+def values_of_part(part: ImagePart) -> dict[str, Any]:
     """What a status has of a part of an image, as plain values for JSON."""
     return {
         "model": part.model, "resolution": part.resolution, "steps": dict(part.steps), "calls": dict(part.calls),

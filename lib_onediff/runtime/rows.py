@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..core.call import CACHED
-from ..core.image import Part
+from ..core.image import ImagePart
 from ..core.key import ShapeKey
 from ..core.table import Entry, State, ratio_of
 from ..store.history import HistoryRow
@@ -135,7 +135,7 @@ class ResolutionRow:
 def rows_of(
     entries: Iterable[Entry], history: Iterable[HistoryRow] = (), pins: Collection[Name] = (),
     gives_back: GivesBack = lambda keys: 0,
-    parts: Mapping[Any, Part] = MappingProxyType({}), images: Mapping[Any, int] = MappingProxyType({}),
+    parts: Mapping[Any, ImagePart] = MappingProxyType({}), images: Mapping[Any, int] = MappingProxyType({}),
 ) -> list[ResolutionRow]:
     """The entries as rows, the last used first, among the rows as within each.
 
@@ -174,7 +174,7 @@ def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
 
 def resolution_row(
     entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
-    part: Part | None = None,
+    part: ImagePart | None = None,
 ) -> ResolutionRow:
     """The row of one model and resolution; entries are its shapes, the last used first. part: the steps of the last
     image here."""

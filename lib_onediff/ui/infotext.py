@@ -48,16 +48,25 @@ def describe(
 
 
 def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
-    """The shortest way from standing to the wanted settings of a run: a preset, or AS_IN_SETTINGS, and the options that
-    differ from it, in words; the switch is none."""
-    ways = {AS_IN_SETTINGS: standing} | {name: with_preset(standing, name) for name in PRESETS}
+    """The preset, or AS_IN_SETTINGS, from which the fewest options differ, and these options in words, without the
+    switch. standing: the settings tab's. wanted: those of the run."""
     names = options_of_a_run().keys() - {SWITCH}
-    changes = {
-        way: [f"{name} {format_value(value)}" for name, value in wanted.changed_from(base).items() if name in names]
-        for way, base in ways.items()
-    }
-    best = min(changes, key=lambda name: len(changes[name]) + (name != AS_IN_SETTINGS))
-    return best, changes[best]
+
+    def changes_from(base: Settings) -> list[str]:
+        changed = wanted.changed_from(base)
+        return [f"{name} {format_value(value)}" for name, value in changed.items() if name in names]
+
+    best = AS_IN_SETTINGS
+    changes = changes_from(standing)
+    fewest = len(changes)
+    for name in PRESETS:
+        of_preset = changes_from(with_preset(standing, name))
+        # The preset's name counts as one word too.
+        if len(of_preset) + 1 < fewest:
+            best = name
+            changes = of_preset
+            fewest = len(of_preset) + 1
+    return best, changes
 
 
 def names_by_label() -> dict[str, str]:
@@ -68,22 +77,29 @@ def names_by_label() -> dict[str, str]:
 
 
 def words_in(text: str) -> dict[str, str]:
-    """The words of each option in a text, by name, with those of a preset's options for its name; of two of one option
-    the last counts. An option is named as in the code or as on the page: "DeepCache interval 3".
+    """The value of each option in a text, as words by the option's name; a preset stands for its options. The last of
+    two values of one option counts. An option is named as in the code or as on the page: "DeepCache interval 3".
     """
     words: dict[str, str] = {}
     labels = names_by_label()
-    for part in filter(None, (" ".join(re.sub("[=:]", " ", part).split()) for part in PARTS.split(text))):
+    for written in PARTS.split(text):
+        part = " ".join(re.sub("[=:]", " ", written).split())
+        if not part:
+            continue
         name, _, value = part.partition(" ")
         for label in labels:
             if f"{part.lower()} ".startswith(f"{label} "):
-                name, value = labels[label], part[len(label):].strip()
+                name = labels[label]
+                value = part[len(label):].strip()
         if name.lower() == SPEED:
             name = SPEED
             with contextlib.suppress(ValueError):
                 words.update({option: format_value(of) for option, of in preset_of(value).all_values.items()})
                 continue
-        words.update({SWITCH: part} if part in BOOL_OF_WORD else {name: value})
+        if part in BOOL_OF_WORD:
+            words[SWITCH] = part
+        else:
+            words[name] = value
     return words
 
 
@@ -92,7 +108,8 @@ def read_changes(text: str) -> dict[str, Any]:
 
     Raises ValueError with a sentence for anything that it cannot mean.
     """
-    options, found = options_of_a_run(), {}
+    options = options_of_a_run()
+    found = {}
     for name, value in words_in(text.strip().removeprefix(f"{KEY}:").strip().strip('"')).items():
         if name == SPEED:
             preset_of(value)
@@ -102,8 +119,9 @@ def read_changes(text: str) -> dict[str, Any]:
             found[name] = parse_value(options[name], value)
         except ValueError:
             takes = allowed_values(options[name])
-            wrong = f"{name} does not take {value!r}; it takes {takes}." if value else f"{name} needs a value: {takes}."
-            raise ValueError(wrong) from None
+            if not value:
+                raise ValueError(f"{name} needs a value: {takes}.") from None
+            raise ValueError(f"{name} does not take {value!r}; it takes {takes}.") from None
     return found
 
 
@@ -113,7 +131,9 @@ def parse(text: Any) -> dict[str, Any]:
     Anybody may have written it, with any version of OneDiff: unknown options and wrong values are left out; see
     problem_of.
     """
-    options, words, found = options_of_a_run(), words_in(str(text)), {}
+    options = options_of_a_run()
+    words = words_in(str(text))
+    found: dict[str, Any] = {}
     for name in options.keys() & words.keys():
         with contextlib.suppress(ValueError):
             found[name] = parse_value(options[name], words[name])
