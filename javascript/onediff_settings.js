@@ -105,10 +105,10 @@
             const row = rowOf(key);
             if (!row) continue;
             const changed = !isAt(key, now[key], option.default);
-            const rests = option.useless || Object.entries(option.no_effect_when).some(([other, at]) =>
+            const isInactive = option.useless || Object.entries(option.no_effect_when).some(([other, at]) =>
                 other in now && at.some((value) => isAt(other, now[other], value)));
             // What was changed stays in sight: it counts again as soon as the other option does.
-            row.toggleAttribute("data-onediff-rests", rests && !changed);
+            row.toggleAttribute("data-onediff-inactive", isInactive && !changed);
             row.toggleAttribute("data-onediff-changed", changed);
             const word = typeof now[key] === "boolean" ? (now[key] ? "on" : "off") : now[key];
             say(row, "note", option.notes[word] || "");

@@ -19,8 +19,10 @@ from ..core.logs import readable
 from ..core.refusal import NotKept
 from ..core.sizes import TOKEN_CHOICES, TOKENS
 
-LONGEST_NAME, LONGEST_SIZES = 200, 4000
-SECONDS_TO_WAIT, MOST_SECONDS_TO_WAIT = 30, 600
+LONGEST_NAME = 200
+LONGEST_SIZES = 4000
+SECONDS_TO_WAIT = 30
+MOST_SECONDS_TO_WAIT = 600
 LARGEST_NUMBER = 2**31 - 1
 
 Resolution = constr(strict=True, min_length=1, max_length=20)
@@ -111,12 +113,14 @@ def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None
 
 
 def sentence_of(error: RequestValidationError) -> str:
-    """The most precise of what is wrong with a request."""
-    places = [
-        ([part for part in found["loc"][1:] if not str(part).startswith(KINDS)], found["msg"])
-        for found in error.errors()
-    ]
-    place, message = max(places, key=lambda found: len(found[0]))
+    """The error of a request that names its place most precisely."""
+    place: list[Any] = []
+    message = ""
+    for found in error.errors():
+        names = [name for name in found["loc"][1:] if not str(name).startswith(KINDS)]
+        if not message or len(names) > len(place):
+            place = names
+            message = found["msg"]
     # Where JSON ends early, the place is a number of letters.
     if not place or isinstance(place[0], int):
         return f"The request body is not usable: {message}."

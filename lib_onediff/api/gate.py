@@ -56,7 +56,8 @@ class Origins:
 
     def is_foreign(self, headers: Mapping[str, str]) -> bool:
         """Whether a browser sent this for a page of another site. headers: by names in lower case."""
-        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+        site = headers.get("sec-fetch-site")
+        origin = headers.get("origin")
         if site is None and origin is None or origin != NOBODY and site in ONES_OWN:
             return False
         # A browser that does not name the relation, or has none to name: no TLS.
@@ -118,7 +119,10 @@ class Gate:
         self, app: Any, origins: Origins, identify: Callable[[Request], Awaitable[None]] | None = None,
         largest: int = LARGEST_BODY, page_policy: str = "",
     ) -> None:
-        self.app, self.origins, self.identify, self.largest = app, origins, identify, largest
+        self.app = app
+        self.origins = origins
+        self.identify = identify
+        self.largest = largest
         self.page_policy = page_policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

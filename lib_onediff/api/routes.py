@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Status = Callable[[], dict[str, Any]]
-PREFIX, TAG, SOURCE = "/onediff/v1", "OneDiff", "API"
+PREFIX = "/onediff/v1"
+TAG = "OneDiff"
+SOURCE = "API"
 MOST_PENDING = 500
 FULL = f"At most {MOST_PENDING} sizes wait in the queue; try again when it is shorter."
 NOT_KNOWN = "OneDiff cannot tell whether this process is ready: see the WebUI's console."
@@ -52,7 +54,9 @@ def add_routes(
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
     routes = Routes(runtime, warmup, exclusively, status)
-    checked, busy, unknown = protection(app, cmd_opts), {409: "An image is being made."}, {404: "Not known."}
+    checked = protection(app, cmd_opts)
+    busy = {409: "An image is being made."}
+    unknown = {404: "Not known."}
     full = {507: "Done, but the disk does not keep it."}
     methods: dict[str, list[str]] = {}
 
@@ -97,7 +101,9 @@ class Routes:
     def __init__(
         self, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any], status: Status
     ) -> None:
-        self._runtime, self._warmup, self._status = runtime, warmup, status
+        self._runtime = runtime
+        self._warmup = warmup
+        self._status = status
         self._exclusively, self._turn = exclusively, threading.Lock()
 
     def status(

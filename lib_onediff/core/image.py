@@ -19,7 +19,10 @@ from .call import CACHED
 from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 
 # What a step computes; HOSTS: the host's own UNet did.
-WHOLE, PROMPT_ALONE, FORECAST, HOSTS = "whole", "prompt alone", "forecast", "host"
+WHOLE = "whole"
+PROMPT_ALONE = "prompt alone"
+FORECAST = "forecast"
+HOSTS = "host"
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
@@ -27,10 +30,16 @@ GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
 MOST_TOLD = 2
 # How an image ended. FAILED: the host has raised. UNTOLD: nobody says when one begins and ends, as in a pipeline of
 # diffusers.
-OPEN, DONE, INTERRUPTED, FAILED, UNTOLD = "in progress", "done", "interrupted", "failed", "untold"
+OPEN = "in progress"
+DONE = "done"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
+UNTOLD = "untold"
 # What an image's log takes the time of: both networks, and, of the VAE's, what its first use at a size takes beyond the
 # decode.
-UNET, VAE, CHECK = "unet", "vae", "check"
+UNET = "unet"
+VAE = "vae"
+CHECK = "check"
 # Events of so many pieces of work wait to be read at most.
 MOST_PENDING = 64
 
@@ -239,10 +248,12 @@ class ImageLog:
     ) -> ImageRecord:
         """The record of what was taken down until now. state: where it is over. images: how many were made, for a whole
         image; seconds: of one of them, by default as the clock says. Nobody tells when an image has failed."""
-        steps, last = dict(self.steps.copy()), self.last
+        steps = dict(self.steps.copy())
+        last = self.last
         if seconds is None and state not in ("", FAILED):
             seconds = (time.perf_counter() - self.began) / max(1, images)
-        times, entry = times_of(steps), None if last is None else last.entry
+        times = times_of(steps)
+        entry = None if last is None else last.entry
         return ImageRecord(
             state=state or self.state, images=images, seconds=seconds, host_seconds=host_seconds,
             spent=self._spent(steps, seconds, max(1, images)),
@@ -275,7 +286,8 @@ class ImageLog:
         inside = sum((one.seconds or 0.0) * max(1, one.images) for one in self.inside) / images
         if not self.is_timed or not any(step.route for step in steps):
             return Spent(first_use=check, vae=vae, inside=inside)
-        calls, usual = (self.durations[UNET].seconds + replays) / images, time_of(steps)
+        calls = (self.durations[UNET].seconds + replays) / images
+        usual = time_of(steps)
         unet = calls if usual is None else min(calls, usual / images)
         first_use, slower = (calls - unet + check, 0.0) if self.first_uses else (0.0, calls - unet)
         rest = None if seconds is None else max(0.0, seconds - calls - check - vae - inside)
@@ -311,7 +323,8 @@ def times_of(steps: Mapping[CountedStep, int]) -> Times:
     """Means over these steps. Ours are of these steps alone, and the host's of whenever it was timed. No ratio where
     all are the host's own."""
     hosts = [(step.host, count) for step, count in steps.items()]
-    step_ms, host_ms = own_ms(steps), mean(hosts, attrgetter("median_ms"))
+    step_ms = own_ms(steps)
+    host_ms = mean(hosts, attrgetter("median_ms"))
     are_enough = all(step.own is not None and step.own.settled_ms is not None for step in steps)
     ratio = ratio_of(step_ms if are_enough else None, mean(hosts, attrgetter("settled_ms")))
     return Times(step_ms, host_ms, None if all(step.kind == HOSTS for step in steps) else ratio)

@@ -16,7 +16,8 @@ FEWEST_STEPS = 10
 FEW_STEPS = f"the sampling has fewer than {FEWEST_STEPS} steps"
 # Models and LoRAs that are distilled for few steps are published with 1 to 8 of them and a guidance scale of 0 to 2
 # (LCM 1 to 2; Lightning, Turbo, Hyper-SD and DMD2 0 to 1). People give them more steps, and they stay what they are.
-FEWEST_UNGUIDED_STEPS, LITTLE_GUIDANCE = 16, 2.0
+FEWEST_UNGUIDED_STEPS = 16
+LITTLE_GUIDANCE = 2.0
 FEW_STEP_MODEL = (
     f"the sampling has fewer than {FEWEST_UNGUIDED_STEPS} steps at a CFG scale of {LITTLE_GUIDANCE:g} or less, "
     "as few-step models have (LCM, Lightning, Turbo, Hyper, DMD2)"

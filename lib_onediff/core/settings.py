@@ -26,7 +26,8 @@ GENERAL, SPEED, MEMORY, EXPERT = GROUPS = ("General", "Speed and precision", "Me
 # of the largest of a row. Seen of float8: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
 MOST_LOW_BIT_ERROR = 0.12
 # Of DeepCache: beyond these, nothing was measured, and no UNet has more stages.
-MOST_INTERVAL, MOST_DEPTH = 20, 11
+MOST_INTERVAL = 20
+MOST_DEPTH = 11
 # Beyond it, a line through two outputs misses the image.
 MOST_FORECAST = 4
 # The value of second_gpu with which one GPU computes.

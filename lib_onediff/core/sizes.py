@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 SIZE = re.compile(r"([0-9]{1,6})\s*[xX×*]\s*([0-9]{1,6})(?:\s*[xX×*]\s*([0-9]{1,6}))?")
 SEPARATOR = re.compile(r"[,;\n]")
-SMALLEST, LARGEST, STEP, LARGEST_BATCH = 64, 4096, 8, 64
+SMALLEST = 64
+LARGEST = 4096
+STEP = 8
+LARGEST_BATCH = 64
 MOST_SIZES = 100
 LONGEST_QUOTE = 40
 # The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
@@ -80,7 +83,8 @@ class PrewarmList(NamedTuple):
 def parse_prewarm(text: str) -> PrewarmList:
     """The list in a text such as "512x512, 768x512 x2, most used 4". Raises ValueError with a sentence for what cannot
     be read."""
-    sizes, most_used = [], 0
+    sizes = []
+    most_used = 0
     for part in filter(None, map(str.strip, SEPARATOR.split(text))):
         if found := MOST_USED.fullmatch(part):
             most_used = int(found[1] or USUAL_NUMBER)

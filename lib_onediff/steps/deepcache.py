@@ -20,7 +20,8 @@ from .prompts import Prompts
 
 NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
 # The authors' exponent, and how their search for one that leaves as many different steps goes down.
-POWER, POWER_STEP = 1.4, 0.02
+POWER = 1.4
+POWER_STEP = 0.02
 ROUNDING = 1e-6
 # How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
 # (.readme/speed-and-quality.md).

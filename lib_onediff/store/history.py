@@ -125,12 +125,15 @@ class History:
                 return
             self.close()
             store = Store(folder)
-            self._store, self._gpu, self._machine = store, gpu, machine
+            self._store = store
+            self._gpu = gpu
+            self._machine = machine
             atexit.register(self.close)
             for kind in KINDS:
                 found = findings_of(store.read(FINDINGS, self._machine, kind))
                 with self._lock:
-                    known, self._findings[kind] = self._findings[kind], found
+                    known = self._findings[kind]
+                    self._findings[kind] = found
                 for name, value in known.items():
                     self._find(kind, name, value)
             self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
@@ -151,7 +154,8 @@ class History:
         """
         for entry in entries if self._store is not None else ():
             with self._lock:
-                uses, entry.kept_uses = entry.uses - entry.kept_uses, entry.uses
+                uses = entry.uses - entry.kept_uses
+                entry.kept_uses = entry.uses
             # A cached pass is in the mean of the whole shape's: half a step has no row of its own on the disk.
             if uses > 0 and not entry.key.is_cached_pass:
                 row = history_row(entry, uses if in_images else 0)
@@ -302,7 +306,8 @@ class History:
             if self._writer is not None:
                 return
             self._writer = threading.Timer(WRITE_AFTER_SECONDS, self._write)
-            self._writer.name, self._writer.daemon = "onediff-history", True
+            self._writer.name = "onediff-history"
+            self._writer.daemon = True
             try:
                 self._writer.start()
             except RuntimeError:

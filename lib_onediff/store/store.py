@@ -19,7 +19,9 @@ Statement = tuple[str, Sequence[Any]]
 APPLICATION_ID = 0x0D1FF001
 # A new schema gets a new number and with it files of its own: two versions of OneDiff may share a folder.
 VERSION = 2
-NAME, ENDING, ALL_STORES = f"onediff-{VERSION}-", ".sqlite3", "onediff-[0-9]*"
+NAME = f"onediff-{VERSION}-"
+ENDING = ".sqlite3"
+ALL_STORES = "onediff-[0-9]*"
 VERSION_OF = re.compile(r"onediff-(\d+)-")
 # machine: a fingerprint's digest, "" for every machine. value: JSON.
 SCHEMA = (
@@ -42,9 +44,11 @@ LIMITS = (
 # Parts of SQLite's messages where the disk refuses, not the file. Python 3.10 knows its result codes by text alone.
 REFUSALS = ("is locked", "locking protocol", "is full", "readonly", "unable to open", "disk I/O")
 # How many new files may be damaged too before we give up, and how much stays in memory while it cannot be written.
-STORES_TRIED, PENDING = 3, 4096
+STORES_TRIED = 3
+PENDING = 4096
 # A lock that did not go away while we waited must not hold up every image.
-BUSY_SECONDS, BUSY_SECONDS_IN_TROUBLE = 5.0, 0.05
+BUSY_SECONDS = 5.0
+BUSY_SECONDS_IN_TROUBLE = 0.05
 
 
 class Unusable(Exception):
@@ -69,7 +73,9 @@ class Store:
         self.folder = folder
         self._pending: deque[Statement] = deque(maxlen=PENDING)
         self._lock = threading.Lock()
-        self._number, self._cause, self._damage = 1, "", ""
+        self._number = 1
+        self._cause = ""
+        self._damage = ""
         with contextlib.suppress(NotKept):
             self.commit(check)
 
@@ -98,7 +104,8 @@ class Store:
         with self._lock:
             for _ in range(STORES_TRIED):
                 # At one stroke: another thread may add.
-                path, pending = self.path, self._pending.copy()
+                path = self.path
+                pending = self._pending.copy()
                 if not (work or pending or self._cause):
                     return
                 try:
@@ -147,7 +154,8 @@ class Store:
     def delete(self) -> None:
         """Delete the files that were set aside and those of earlier versions; what cannot be deleted stays."""
         # In this order: another process may begin a file meanwhile.
-        files, current = self._files(ALL_STORES), self.path.name
+        files = self._files(ALL_STORES)
+        current = self.path.name
         for file in files:
             if not (file.name.startswith(current) or is_newer(file)):
                 with contextlib.suppress(OSError):

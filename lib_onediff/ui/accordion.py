@@ -119,15 +119,17 @@ def connect_controls(
 
     def tell(*values: Any) -> list[Any]:
         """What the run will be, what is set here, and what the controls show of it."""
-        wanted, now = values[:len(run)], values[len(run):]
+        wanted = values[:len(run)]
+        now = values[len(run):]
         title = set_here_html(*wanted[-2:])
         try:
-            base, settings = settings_of(*wanted[:-1], ""), settings_of(*wanted)
+            base = settings_of(*wanted[:-1], "")
+            settings = settings_of(*wanted)
         except ValueError as problem:
             said = sentence(f"{problem} Fix this, or the image is made without OneDiff.", wrong=True)
             return [said, title, *[UNCHANGED] * len(now)]
         chosen = [getattr(settings, name) for name in names]
-        words = [value if type(value) in (int, float) else format_value(value) for value in chosen]
+        words = [of_control(value) for value in chosen]
         changed = [UNCHANGED if word == shown else word for word, shown in zip(words, now, strict=True)]
         return [what_it_will_be(settings) + for_the_browser(base, wanted[-2:]), title, *changed]
 
@@ -156,6 +158,11 @@ def connect_controls(
     return ask
 
 
+def of_control(value: Any) -> Any:
+    """An option's value as its control has it: a number, or a word."""
+    return value if type(value) in (int, float) else format_value(value)
+
+
 def what_it_will_be(settings: Settings) -> str:
     """The run in words: its preset and what that means, what differs from it, and what has no effect on this machine.
     """
@@ -167,8 +174,11 @@ def what_it_will_be(settings: Settings) -> str:
     preset, changes = shortest(settings, Settings())
     if preset == AS_IN_SETTINGS and not settings.changed_from(Settings()).keys() & preset_options().keys():
         preset = EXACT
-    words = [f"{labels[name]} {value}" for name, _, value in (change.partition(" ") for change in changes)]
-    said = sentence(f"This run: {', '.join([*([] if preset == AS_IN_SETTINGS else [preset]), *words])}.")
+    words = [] if preset == AS_IN_SETTINGS else [preset]
+    for change in changes:
+        name, _, value = change.partition(" ")
+        words.append(f"{labels[name]} {value}")
+    said = sentence(f"This run: {', '.join(words)}.")
     if preset in PRESETS:
         said += f'<p class="onediff-reason">{PRESETS[preset].explanation}</p>'
     notes = [f"{labels[name]}: {note}" for name, note in described(settings.changed_from(Settings())).items()]

@@ -7,7 +7,9 @@ from typing import Any
 from ..core.units import GIBIBYTE, KIBIBYTE, MEBIBYTE
 
 NOTHING = "–"
-MINUTE, HOUR, DAY = 60, 3600, 86400
+MINUTE = 60
+HOUR = 3600
+DAY = 86400
 
 
 def milliseconds(value: float | None) -> str:

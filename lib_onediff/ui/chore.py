@@ -34,7 +34,8 @@ class Chore:
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
         """name: see attempted."""
-        self.name, self.failed = name, False
+        self.name = name
+        self.failed = False
         self.outcome: Any = None
         self._work = work
         self._thread = threading.Thread(target=self._run, name=f"onediff-{name.split(' ')[0].lower()}", daemon=True)

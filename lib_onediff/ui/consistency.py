@@ -91,9 +91,11 @@ def differences(mine: Facts, theirs: Facts) -> list[str]:
     """A line for every fact that is not the same in both, in the order of mine."""
     lines = []
     for section in {**mine, **theirs}:
-        here, there = mine.get(section, {}), theirs.get(section, {})
+        here = mine.get(section, {})
+        there = theirs.get(section, {})
         for name in {**here, **there}:
-            one, other = here.get(name, "not told"), there.get(name, "not told")
+            one = here.get(name, "not told")
+            other = there.get(name, "not told")
             if one != other:
                 lines.append(f"{section}, {name}: here {one}, there {other}")
     return lines

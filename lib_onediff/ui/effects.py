@@ -18,7 +18,8 @@ from ..core.settings import ONE_GPU
 from ..runtime.runtime import runtime
 from ..runtime.two_gpus import Card, second_card
 
-HALF_SUMS_FROM, BF16_FROM = (7, 0), (8, 0)
+HALF_SUMS_FROM = (7, 0)
+BF16_FROM = (8, 0)
 # GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.
 HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 

@@ -16,7 +16,8 @@ LIVE = "onediff-live"
 HIDDEN = "onediff-hidden"
 # A button that throws something away.
 DANGER = "onediff-danger"
-CONTROLS, ACTIONS = ["onediff-controls"], ["onediff-controls", "onediff-actions"]
+CONTROLS = ["onediff-controls"]
+ACTIONS = ["onediff-controls", "onediff-actions"]
 # No spinner over what is being renewed, and no entry in the page's API.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
 UNCHANGED: Any = gr.update()

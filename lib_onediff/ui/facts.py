@@ -26,7 +26,8 @@ from ..runtime.cache import Fingerprint
 Facts = dict[str, dict[str, str]]
 
 LONGEST_VALUE = 160
-NOTHING, UNREADABLE = "none", "not known to this torch"
+NOTHING = "none"
+UNREADABLE = "not known to this torch"
 PATH_SEPARATORS = re.compile(r"[/\\]")
 # Packages whose kernels take part in an image.
 PACKAGES = ("xformers", "flash-attn", "sageattention", "oneflow", "bitsandbytes", "tomesd", "diffusers")
@@ -74,13 +75,18 @@ def as_fact(value: Any) -> str:
         return format_value(value)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(as_fact, value))
-    text = f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
-    return PATH_SEPARATORS.split(" ".join(text.split()))[-1][:LONGEST_VALUE].strip() or NOTHING
+    if value is None:
+        return NOTHING
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    one_line = " ".join(text.split())
+    last_part = PATH_SEPARATORS.split(one_line)[-1]
+    return last_part[:LONGEST_VALUE].strip() or NOTHING
 
 
 def machine_facts() -> Facts:
     """The GPU, the versions, and PyTorch's switches as they stand now. Takes milliseconds."""
-    fingerprint, gpu = Fingerprint.of(), {"GPU": NOTHING}
+    fingerprint = Fingerprint.of()
+    gpu = {"GPU": NOTHING}
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = {
@@ -166,7 +172,8 @@ def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
 
 def attention() -> str:
     """The attention that the WebUI's own UNet uses."""
-    forge, a1111 = sys.modules.get("backend.attention"), sys.modules.get("modules.sd_hijack")
+    forge = sys.modules.get("backend.attention")
+    a1111 = sys.modules.get("modules.sd_hijack")
     if forge is not None:
         return as_fact(getattr(getattr(forge, "attention_function", None), "__name__", None))
     return as_fact(getattr(getattr(a1111, "model_hijack", None), "optimization_method", None))

@@ -27,23 +27,25 @@ from .presets import AS_IN_SETTINGS, PRESETS, preset_of, with_preset
 KEY = "OneDiff"
 # Why a run did not get what it asked of OneDiff: all that a client of the WebUI's API hears of it.
 PROBLEM = "OneDiff problem"
-SWITCH, SPEED = "enabled", "speed"
-NOT_SERVED, VAE_ALONE = "not accelerated", "only the VAE accelerated"
+SWITCH = "enabled"
+SPEED = "speed"
+NOT_SERVED = "not accelerated"
+VAE_ALONE = "only the VAE accelerated"
 PARTS = re.compile(r"[;\n]")
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 
 def describe(
-    settings: Settings, resting: Collection[str] = (), is_served: bool = True, has_our_vae: bool = False,
+    settings: Settings, inactive: Collection[str] = (), is_served: bool = True, has_our_vae: bool = False,
 ) -> str:
-    """The infotext of a generation that was made with these settings. resting: options that did not count. is_served:
+    """The infotext of a generation that was made with these settings. inactive: options that did not count. is_served:
     whether its model is one that OneDiff serves; pasting from another one sets nothing. has_our_vae: whether OneDiff
     has decoded its images."""
     word = WORD_OF_BOOL[settings.enabled]
     if settings.enabled and not is_served:
         word = VAE_ALONE if has_our_vae else NOT_SERVED
     defaults = Settings()
-    preset, changes = shortest(replace(settings, **{name: getattr(defaults, name) for name in resting}), defaults)
+    preset, changes = shortest(replace(settings, **{name: getattr(defaults, name) for name in inactive}), defaults)
     return "; ".join([word, *([] if preset == AS_IN_SETTINGS else [f"{SPEED} {preset}"]), *changes])
 
 

@@ -16,7 +16,8 @@ from .compare.tab import ComparePanel, build_compare_page
 from .consistency import build_facts
 from .facts import Facts, host_facts, machine_facts, onediff_facts
 
-TITLE, ELEM_ID = "OneDiff", "onediff"
+TITLE = "OneDiff"
+ELEM_ID = "onediff"
 
 
 def build_onediff_tab(

@@ -13,7 +13,10 @@ from ..core.settings import Settings, did_you_mean, options_of_a_run
 
 # Where a preset can be chosen: none.
 AS_IN_SETTINGS = "As in the settings"
-EXACT, BALANCED, FAST, DRAFT = "Exact", "Balanced", "Fast", "Draft"
+EXACT = "Exact"
+BALANCED = "Balanced"
+FAST = "Fast"
+DRAFT = "Draft"
 NOT_OF_PRESETS = frozenset({"enabled", "backend"})
 # What computes each layer faster than exactly, whichever steps are left out.
 FASTER_LAYERS: Mapping[str, Any] = {

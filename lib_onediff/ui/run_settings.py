@@ -78,17 +78,18 @@ def tell(p: Any, problem: str) -> None:
 def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | None = None) -> None:
     """Put the settings that count for a run into the infotext. image: the record of its images, once they are made; it
     tells which options had no effect."""
-    changed, of_a_run = settings.changed_from(Settings()) if settings.enabled else {}, options_of_a_run()
-    resting = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
+    changed = settings.changed_from(Settings()) if settings.enabled else {}
+    of_a_run = options_of_a_run()
+    inactive = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
     if not is_served:
         image = ImageRecord() if image is None else replace(image, steps={}, backends=frozenset())
     if settings.enabled and image is not None:
-        resting += options_at_rest(settings, image)
+        inactive += inactive_options(settings, image)
     has_our_vae = image is not None and image.vae[0] == OURS
-    p.extra_generation_params[KEY] = infotext.describe(settings, resting, is_served, has_our_vae)
+    p.extra_generation_params[KEY] = infotext.describe(settings, inactive, is_served, has_our_vae)
 
 
-def options_at_rest(settings: Settings, image: ImageRecord) -> Iterator[str]:
+def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
     """The options without which these images were made."""
     yield from (name for name, kinds in MAKES.items() if not kinds & image.steps.keys())
     lossy = {lossy for _, lossy in image.backends}

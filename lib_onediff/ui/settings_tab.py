@@ -73,36 +73,46 @@ def in_groups() -> list[Field]:
 def for_the_browser() -> str:
     """What javascript/onediff_settings.js needs: the options in the order of the page, and what the Speed buttons set.
     """
-    known = {
-        host_key(option.name): {
-            "group": option.metadata["group"], "default": option.default, "shown": format_value(option.default),
-            "no_effect_when": {host_key(name): values for name, values in option.metadata["no_effect_when"].items()},
-            "notes": notes(option), "label": option.metadata["label"], "useless": why_useless(option),
-        } for option in in_groups()
-    }
-    speeds = {
-        name: {
-            "values": {host_key(option): value for option, value in preset.all_values.items()},
-            "explained": preset.explanation,
-        } for name, preset in PRESETS.items()
-    }
+    known = {host_key(option.name): option_for_the_browser(option) for option in in_groups()}
+    speeds = {}
+    for name, preset in PRESETS.items():
+        values = {host_key(option): value for option, value in preset.all_values.items()}
+        speeds[name] = {"values": values, "explained": preset.explanation}
     data = html.escape(json.dumps({"options": known, "speeds": speeds}))
     return f'<span hidden data-onediff-settings="{data}"></span>'
 
 
-def notes(option: Field[Any]) -> dict[str, str]:
-    """By the words of an option: why that value does nothing on this machine, or what to know of it."""
+def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:
+    """An option as javascript/onediff_settings.js takes it."""
+    metadata = option.metadata
     return {
-        word: said for word in words_of(option)
-        if (said := described({option.name: parse_value(option, word)}).get(option.name))
+        "group": metadata["group"], "default": option.default, "shown": format_value(option.default),
+        "no_effect_when": {host_key(name): values for name, values in metadata["no_effect_when"].items()},
+        "notes": notes(option), "label": metadata["label"], "useless": why_useless(option),
     }
 
 
+def notes(option: Field[Any]) -> dict[str, str]:
+    """A sentence for each value of an option that has no effect on this machine, or needs one; by the value's word."""
+    found = {}
+    for word in words_of(option):
+        note = described({option.name: parse_value(option, word)}).get(option.name)
+        if note:
+            found[word] = note
+    return found
+
+
 def why_useless(option: Field[Any]) -> str:
-    """Why no value of an option but its default does anything on this machine; "" where one does."""
-    values = [value for word in words_of(option) if (value := parse_value(option, word)) != option.default]
-    reasons = [why_no_effect(option.name, value) for value in values]
-    return reasons[-1] or "" if reasons and all(reasons) else ""
+    """Why no value of an option but its default has an effect on this machine; "" if one has."""
+    reason = None
+    for word in words_of(option):
+        value = parse_value(option, word)
+        if value == option.default:
+            continue
+        reason = why_no_effect(option.name, value)
+        if not reason:
+            return ""
+    return reason or ""
 
 
 def tell_of_trouble() -> None:

@@ -31,7 +31,8 @@ SPENT = {
     "unet": "steps", "first_use": "first use of this size", "slower": "slower steps", "vae": "VAE",
     "inside": "images inside it", "rest": "other",
 }
-MUCH, LEAST_SECONDS = 0.25, 0.05
+MUCH = 0.25
+LEAST_SECONDS = 0.05
 # In place of both status lines where a fault of ours keeps them from being made.
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
 
@@ -108,7 +109,8 @@ def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
     """Seconds of the last image by what they went into, where its steps do not explain them all; the most first."""
     image = status.get("image") or {}
     spent = {name: took or 0.0 for name, took in (image.get("spent") or {}).items()}
-    took, steps = image.get("seconds"), spent.pop("unet", 0.0)
+    took = image.get("seconds")
+    steps = spent.pop("unet", 0.0)
     if not took or not steps or took - steps < max(0.1 * took, LEAST_SECONDS):
         return {}
     return {name: spent[name] for name in sorted(spent, key=lambda name: -spent[name]) if spent[name] > LEAST_SECONDS}
@@ -137,10 +139,14 @@ def parts_sentence(status: dict[str, Any]) -> str:
     if len(parts) < 2:
         return ""
     are_several = len({part["model"] for part in parts}) > 1
-    return "; ".join(
-        f"{part['resolution'] or NOTHING}{' ' + (part['model'] or NOTHING) if are_several else ''}: "
-        f"{counted(sum(part['steps'].values()), 'step')}, {milliseconds(part['step_ms'])}" for part in parts
-    )
+    sentences = []
+    for part in parts:
+        name = part["resolution"] or NOTHING
+        if are_several:
+            name = f"{name} {part['model'] or NOTHING}"
+        steps = counted(sum(part["steps"].values()), "step")
+        sentences.append(f"{name}: {steps}, {milliseconds(part['step_ms'])}")
+    return "; ".join(sentences)
 
 
 def inside_sentence(status: dict[str, Any]) -> str:
@@ -162,7 +168,8 @@ def route_sentence(status: dict[str, Any]) -> str:
 def gain_of(status: dict[str, Any]) -> float | None:
     """How many times faster than the WebUI: an image where one like it was made without OneDiff, otherwise a step."""
     image = status.get("image") or {}
-    took, alone = image.get("seconds"), image.get("host_seconds")
+    took = image.get("seconds")
+    alone = image.get("host_seconds")
     ratio: float | None = status["ratio"]
     return alone / took if took and alone is not None else ratio
 
@@ -185,9 +192,9 @@ def status_html(status: dict[str, Any]) -> str:
 
 
 def reasons_of(status: dict[str, Any]) -> list[str]:
-    """Why the last call was not computed in a faster way: its route, then what rests though it is chosen."""
-    resting = [(status.get(part) or {}).get("reason") for part in OF_THE_STEPS]
-    return [reason for reason in (status.get("reason"), *resting) if reason]
+    """Why the last call was not computed faster: the reason of its route, then of the policies that are inactive."""
+    inactive = [(status.get(part) or {}).get("reason") for part in OF_THE_STEPS]
+    return [reason for reason in (status.get("reason"), *inactive) if reason]
 
 
 def gpus_sentence(second: dict[str, Any]) -> str:
@@ -218,7 +225,8 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 def backend_sentence(status: dict[str, Any]) -> str:
     """For example "native, 8-bit (70 layers)"."""
-    lossy, layers = status.get("lossy", ""), status.get("low_bit_layers", 0)
+    lossy = status.get("lossy", "")
+    layers = status.get("low_bit_layers", 0)
     counted = f" ({layers} layers)" if layers and "8-bit" in lossy else ""
     return ", ".join(filter(None, (status["backend"], lossy))) + counted
 

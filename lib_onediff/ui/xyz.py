@@ -15,7 +15,8 @@ from .infotext import SWITCH
 from .presets import PRESETS, preset_of, with_preset
 
 PREFIX = "[OneDiff] "
-PRESET, OFF = "preset", "Off"
+PRESET = "preset"
+OFF = "Off"
 # The attribute of a cell's generation that holds its values by option.
 CELL = "onediff_axes"
 # A plot counts in steps of 0.1 and the like, which add up to 0.30000000000000004.
@@ -34,7 +35,8 @@ def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
     for plot in plots(scripts_data):
         plot.axis_options.append(an_axis(plot, PRESET, "Speed", str, [OFF, *PRESETS], preset_value, standing))
         for name, option in options_of_a_run().items():
-            words, label = words_of(option), option.metadata["label"]
+            words = words_of(option)
+            label = option.metadata["label"]
             kind = str if words else type(option.default)
             plot.axis_options.append(an_axis(plot, name, label, kind, words, partial(option_value, option), standing))
 

@@ -44,7 +44,8 @@ NOTHING_PURGED = "Nothing was purged."
 # What the browser asks before something is thrown away; {} are the sizes.
 NEWER_STAYS = "What a newer version of OneDiff keeps in this folder stays."
 PURGED = "Their graphs and their history on disk are deleted. The next image at such a size is checked again."
-PURGE_SELECTED, PURGE_ALL = f"Purge {{}}? {PURGED}", f"Purge all sizes of all models? {PURGED}"
+PURGE_SELECTED = f"Purge {{}}? {PURGED}"
+PURGE_ALL = f"Purge all sizes of all models? {PURGED}"
 PURGE_DISK = "Delete everything in the cache folder? What is ready stays ready until the WebUI ends."
 # JavaScript for the rows that are selected.
 SELECTED = "window.onediff.selected()"
@@ -58,7 +59,9 @@ class Panel:
     """The handlers of the page. Each takes the work that its page waits for as the last argument."""
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
-        self.runtime, self.warmup, self.exclusively = runtime, warmup, exclusively
+        self.runtime = runtime
+        self.warmup = warmup
+        self.exclusively = exclusively
 
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
@@ -144,10 +147,13 @@ class Panel:
         for job in read_list(cancelled, int):
             self.warmup.cancel(job)
         # Somebody may have clicked on something since this look was begun: what the page waits for stays as it is.
-        below, waits_now = UNCHANGED, UNCHANGED
+        below = UNCHANGED
+        waits_now = UNCHANGED
         if waiting is not None and waiting.over():
-            below, waits_now = sentence(waiting.outcome, wrong=waiting.failed), None
-        known, jobs = self.runtime.rows(), self.warmup.jobs()
+            below = sentence(waiting.outcome, wrong=waiting.failed)
+            waits_now = None
+        known = self.runtime.rows()
+        jobs = self.warmup.jobs()
         rows = rows_with_jobs(known, jobs, self.warmup.model)
         models = models_of(rows)
         model = model if model in models else ALL_MODELS
@@ -180,7 +186,9 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
     """The page, inside the gradio context that is open."""
     panel = Panel(runtime, warmup, exclusively)
     with gr.Column(elem_id="onediff_cache"):
-        waiting, keys, cancelled = gr.State(None), nothing_seen(), nothing_seen()
+        waiting = gr.State(None)
+        keys = nothing_seen()
+        cancelled = nothing_seen()
         look = a_button("", "look", elem_classes=HIDDEN)
         totals = a_place("cache_totals")
         gr.HTML("<h2>Pre-warm sizes</h2>")
@@ -191,14 +199,16 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
             cancel = a_button("Cancel all", "prewarm_cancel")
-        told, jobs = a_place("cache_result"), a_place("cache_jobs")
+        told = a_place("cache_result")
+        jobs = a_place("cache_jobs")
         gr.HTML("<h2>Resolutions</h2>")
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
             model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
         table = a_place("cache_table")
         with gr.Row(elem_classes=[*ACTIONS, "onediff-of-rows"]):
             # javascript/onediff.js disables the buttons that have nothing to work on.
-            pin, unpin = a_button("Pin selected", "pin"), a_button("Unpin selected", "unpin")
+            pin = a_button("Pin selected", "pin")
+            unpin = a_button("Unpin selected", "unpin")
             release = a_button("Release memory", "release")
         with gr.Row(elem_classes=[*ACTIONS, "onediff-dangers"]):
             purge = a_button("Purge selected", "purge", elem_classes=DANGER)
@@ -239,7 +249,8 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
 
 def build_presets(families: Iterable[UsualSizes]) -> tuple[list[Any], list[tuple[Any, str]]]:
     """A row of buttons for each kind of model; the rows, and each button with its size."""
-    rows, buttons = [], []
+    rows = []
+    buttons = []
     for name, (model, *_), sizes in families:
         with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{model}") as row:
             gr.HTML(f"<b>{name}</b>", elem_classes="onediff-presets-of")

@@ -17,7 +17,8 @@ from ..markup import bar_html, cells_html, fact_html, head_html
 from ..status import ROUTES
 
 MOST_ROWS = 200
-MOST_JOBS_SHOWN, MOST_FINISHED_SHOWN = 25, 8
+MOST_JOBS_SHOWN = 25
+MOST_FINISHED_SHOWN = 8
 ALL_MODELS = "All models"
 COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Speed", "VRAM", "Pre-warming", "Images", "Last used")
 SHAPE_COLUMNS = (
@@ -99,7 +100,8 @@ def resolution_html(row: ResolutionRow) -> str:
         state_html(row.state), html.escape(row.model or NOTHING), *times_html(row), prewarm_html(row),
         str(row.images or NOTHING), ago(row.last_used) if row.last_used else NOTHING,
     )
-    key, name = html.escape(key_of(row)), html.escape(f"{row.resolution} of {row.model}")
+    key = html.escape(key_of(row))
+    name = html.escape(f"{row.resolution} of {row.model}")
     # Why the row is not better, and its shapes.
     below = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
     if row.shapes:
@@ -149,7 +151,8 @@ def shape_html(shape: ShapeRow) -> str:
 def state_html(state: str) -> str:
     """state: one of STATES, or "warming 33 %"."""
     kind = state if state in STATES else state.split(" ")[0]
-    meaning, name = html.escape(STATES.get(kind, "")), html.escape(kind.replace(" ", "-"))
+    meaning = html.escape(STATES.get(kind, ""))
+    name = html.escape(kind.replace(" ", "-"))
     words = html.escape(STATE_NAMES.get(state, state))
     return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{words}</span>'
 
@@ -171,7 +174,9 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
     )
     pending = sum(job.pending for job in jobs)
     calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
-    budget, held, low_bit = totals.budget, memory(totals.vram), ""
+    budget = totals.budget
+    held = memory(totals.vram)
+    low_bit = ""
     if budget or not totals.vram:
         held = f"{held} of {memory(budget)}" if budget else "none (no GPU)"
     if totals.low_bit:

@@ -20,12 +20,14 @@ from ..chore import Chore, Exclusively
 from ..infotext import read_changes
 from ..presets import PRESETS, with_preset
 
-CURRENT, OFF = "Current settings", "Off: the WebUI's own"
+CURRENT = "Current settings"
+OFF = "Off: the WebUI's own"
 CHOICES = [CURRENT, OFF, *PRESETS]
 # Each side first makes the whole image, so that times do not count what happens once: and again, so many times at
 # most, while its record tells of something that was checked, captured or compiled for the first time.
 MOST_WARM_UPS = 4
-MOST_IMAGES, LARGEST_SEED = 8, 2**32 - 1
+MOST_IMAGES = 8
+LARGEST_SEED = 2**32 - 1
 # What the WebUI calls its work while it makes an image of ours.
 JOB = "OneDiff comparison"
 # An image to make: the arguments of the WebUI's StableDiffusionProcessingTxt2Img.
@@ -100,16 +102,24 @@ class TextToImage:
 
     def __init__(self, make_script: Callable[[], Any], status: Callable[[], dict[str, Any]]) -> None:
         """make_script: our script's class, as the WebUI calls it. status: runtime.status."""
-        self._make_script, self._status = make_script, status
+        self._make_script = make_script
+        self._status = status
 
     def make(self, request: Request, settings: Settings) -> GeneratedImage | None:
         """Make an image with these settings; none where the user stops it. Raises whatever the WebUI raises."""
         from modules import processing, scripts, shared
 
-        script, runner = self._make_script(), scripts.ScriptRunner()
-        script.filename, script.is_txt2img, script.is_img2img, script.tabname = __file__, True, False, "txt2img"
-        script.alwayson, script.args_from, script.args_to = True, 0, 1
-        runner.scripts, runner.alwayson_scripts = [script], [script]
+        script = self._make_script()
+        runner = scripts.ScriptRunner()
+        script.filename = __file__
+        script.is_txt2img = True
+        script.is_img2img = False
+        script.tabname = "txt2img"
+        script.alwayson = True
+        script.args_from = 0
+        script.args_to = 1
+        runner.scripts = [script]
+        runner.alwayson_scripts = [script]
         p = processing.StableDiffusionProcessingTxt2Img(
             **request, batch_size=1, n_iter=1, do_not_save_samples=True, override_settings={},
         )
@@ -152,9 +162,13 @@ class Comparison(Chore):
         self.sides = sides
         self.pairs: list[Pair] = []
         self.shown = 0
-        self._maker, self._cancelled = maker, False
-        self._first, self._images, self._exclusively = first, images, exclusively
-        self.made, self.wanted = 0, 2 + 2 * images
+        self._maker = maker
+        self._cancelled = False
+        self._first = first
+        self._images = images
+        self._exclusively = exclusively
+        self.made = 0
+        self.wanted = 2 + 2 * images
         super().__init__("Comparing", self._make_all)
 
     def _make_all(self) -> str:
@@ -163,8 +177,9 @@ class Comparison(Chore):
                 self._warm_up(place)
             for number in range(self._images):
                 image = {**self._first, "seed": self._first["seed"] + number}
-                # What the first of two has to load or to encode is there for the other: they take turns.
-                made = {place: self._make(image, place) for place in ((0, 1) if number % 2 == 0 else (1, 0))}
+                # They take turns: what the first of two loads or encodes is ready for the other.
+                order = (0, 1) if number % 2 == 0 else (1, 0)
+                made = {place: self._make(image, place) for place in order}
                 self.pairs.append(Pair(image["seed"], (made[0], made[1]), compare(made[0].image, made[1].image)))
         except Stopped:
             return "Stopped."

@@ -28,7 +28,11 @@ MOST_GAIN = 64
 def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
     """The verdict over all seeds, a table of the sides, and one of the seeds."""
     facts = [facts_of(side, pairs, place) for place, side in enumerate(sides)]
-    rows = [(name, *(side[name] for side in facts)) for name in facts[0] if any(side[name] for side in facts)]
+    rows = []
+    for name in facts[0]:
+        of_sides = [side[name] for side in facts]
+        if any(of_sides):
+            rows.append((name, *of_sides))
     columns = ("", f"Left: {sides[0].name}", f"Right: {sides[1].name}")
     return (
         f'<p class="onediff-verdict">{html.escape(verdict(pairs))}</p>'
@@ -47,7 +51,10 @@ def verdict(pairs: Sequence[Pair]) -> str:
 def speed_of_right(pairs: Sequence[Pair]) -> str:
     """How the right side's times compare with the left's, by the ratios of the two images of a seed; "" where they are
     too few."""
-    ratios = [left.seconds / max(right.seconds, 1e-9) for left, right in (pair.images for pair in pairs)]
+    ratios = []
+    for pair in pairs:
+        left, right = pair.images
+        ratios.append(left.seconds / max(right.seconds, 1e-9))
     if len(ratios) < ENOUGH:
         return ""
     # Where they do not agree on which is faster, neither is.
@@ -56,7 +63,8 @@ def speed_of_right(pairs: Sequence[Pair]) -> str:
 
 def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
     """A side's settings, how long an image takes, and how the last was made."""
-    status, on = pairs[-1].images[place].status, side.settings.enabled
+    status = pairs[-1].images[place].status
+    on = side.settings.enabled
     mean = f"{seconds(statistics.fmean(pair.images[place].seconds for pair in pairs))} an image"
     return {
         "Settings": describe(side.settings), "Time": mean if len(pairs) == 1 else f"{mean}, mean of {len(pairs)}",
@@ -68,7 +76,8 @@ def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
 
 def cells_of(pair: Pair) -> Sequence[str]:
     """How the images of a seed differ, in the order of COLUMNS."""
-    found, times = pair.comparison, [seconds(image.seconds) for image in pair.images]
+    found = pair.comparison
+    times = [seconds(image.seconds) for image in pair.images]
     return (
         str(pair.seed), found.sentence(), "equal" if math.isinf(found.psnr) else f"{found.psnr:.1f} dB",
         f"{found.ssim:.4f}", f"{found.largest:.0f}", f"{found.delta_e:.2f}", *times,

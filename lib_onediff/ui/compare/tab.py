@@ -43,7 +43,9 @@ class ComparePanel:
 
     def __init__(self, maker: TextToImage, exclusively: Exclusively, standing: Callable[[], Settings]) -> None:
         """standing: the settings tab's."""
-        self.maker, self.exclusively, self.standing = maker, exclusively, standing
+        self.maker = maker
+        self.exclusively = exclusively
+        self.standing = standing
 
     def begin(
         self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, asked: Any,
@@ -69,7 +71,10 @@ class ComparePanel:
         pairs = list(job.pairs)
         seen: tuple[Any, Any] = UNCHANGED, UNCHANGED
         if len(pairs) > job.shown:
-            seen = outcome_html(pairs, job.sides), [image for pair in pairs for image in images_of(pair, job.sides)]
+            images: list[Any] = []
+            for pair in pairs:
+                images += images_of(pair, job.sides)
+            seen = outcome_html(pairs, job.sides), images
             job.shown = len(pairs)
         return *told, *seen, gr.update(interactive=not over)
 
@@ -116,7 +121,8 @@ def build_compare_page(panel: ComparePanel) -> None:
             **LOSSLESS,
         )
         look = a_button("", "compare_look", elem_classes=HIDDEN)
-    job, shown = gr.State(None), [told, progress, numbers, gallery, cancel]
+    job = gr.State(None)
+    shown = [told, progress, numbers, gallery, cancel]
     compare.click(
         panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[*shown, job], queue=False, **QUIET,
         **in_the_browser(READ_TXT2IMG),
