@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ....core.units import MEBIBYTE
+from .units import MEBIBYTE
 
 log = logging.getLogger("onediff")
 UNLIMITED = 2**62

@@ -1,7 +1,7 @@
-"""How one image was made and how long that took: logged call by call, and frozen into one record at its end.
+"""The log of one image, call by call, and the record that is made of it at the image's end.
 
-A step that computes less than the whole UNet (a cached pass, the prompt alone, a forecast) stands for a
-whole one: what it saves is seen in the mean of all steps, beside the host's own time of whole ones.
+A step that computes less than the whole UNet (a cached pass, the prompt alone, a forecast) counts as one step: the mean
+of all steps, compared with the host's whole steps, shows what it saves.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from .call import CACHED
 from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 
-# What a step computes; HOSTS: the host's own UNet did.
+# What a step computes. HOSTS: the host's own UNet computed it.
 WHOLE = "whole"
 PROMPT_ALONE = "prompt alone"
 FORECAST = "forecast"
@@ -26,29 +26,29 @@ HOSTS = "host"
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
 GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
-# How many reasons are told of why the host computed steps of an image.
+# The largest number of reasons shown for steps that the host computed.
 MOST_TOLD = 2
-# How an image ended. FAILED: the host has raised. UNTOLD: nobody says when one begins and ends, as in a pipeline of
-# diffusers.
+# How an image ended. FAILED: the host raised an exception. UNTOLD: its beginning and end are unknown, as in a pipeline
+# of diffusers.
 OPEN = "in progress"
 DONE = "done"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 UNTOLD = "untold"
-# What an image's log takes the time of: both networks, and, of the VAE's, what its first use at a size takes beyond the
-# decode.
+# The durations of an image's log: both networks, and the check at the VAE's first use of a size, which is a part of the
+# VAE's.
 UNET = "unet"
 VAE = "vae"
 CHECK = "check"
-# Events of so many pieces of work wait to be read at most.
+# The largest number of pieces of work whose events wait to be read.
 MOST_PENDING = 64
 
 
 class CountedStep(NamedTuple):
     """One step of a sampling, as a call of the UNet or in place of one.
 
-    kind: one of KINDS. route: one of ROUTES; "" where no network was called. own: the times of such steps; host: those
-    of the host's own in its place; None: not known. entry: the shape that was computed; None for the host's own.
+    kind: one of KINDS. route: one of ROUTES; "" if no network was called. own: the times of such steps. host: the times
+    of the host's steps in its place. Both None if unknown. entry: the shape that was computed; None for the host's.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class CountedStep(NamedTuple):
 
 
 class Duration:
-    """The time that several pieces of work take together. On a GPU it reads events only once they have happened."""
+    """The total time of several pieces of work. It never waits for the GPU: events are read once they have happened."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -78,7 +78,7 @@ class Duration:
 
     @property
     def seconds(self) -> float:
-        """Seconds of what is over."""
+        """Seconds of the work that is finished."""
         self._read()
         return self._seconds
 
@@ -91,12 +91,11 @@ class Duration:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one image, by what they went into; None: not known.
+    """Seconds of one image, by what they were spent on; None: unknown.
 
-    unet: the steps, as often as there were any and as long as they usually take. first_use: what calls took beyond
-    that, in an image at which something was checked, captured, measured or compiled for the first time. slower: the
-    same in any other image. vae: decodes and encodes. inside: images that were made for this one. rest: everything
-    else, such as the prompt, other extensions, saving.
+    unet: the number of steps times their median time. first_use: the calls' time beyond that, in an image with a first
+    check, capture, measurement or compilation. slower: the same in any other image. vae: decodes and encodes. inside:
+    images that were made for this one. rest: everything else, such as the prompt, other extensions, saving.
     """
 
     unet: float | None = None
@@ -109,10 +108,10 @@ class Spent:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """The steps of an image at one place: a second pass, a refiner, or a face that an extension draws anew has its own.
+    """The steps of an image at one place. A second pass, a refiner, or a face that an extension redraws is a part.
 
-    steps: how many there were of each kind; calls: of the UNet, by route. step_ms, host_ms: means over all steps; see
-    Times. ratio: None too where all of them are the host's own.
+    steps: their number by kind. calls: the number of UNet calls by route. step_ms, host_ms: means over all steps; see
+    Times. ratio: None also if the host computed all of them.
     """
 
     model: str | None
@@ -125,13 +124,13 @@ class ImagePart:
 
     @property
     def is_hosts(self) -> bool:
-        """Whether the host has computed all steps."""
+        """Whether the host computed all steps."""
         return set(self.steps) == {HOSTS}
 
 
 @dataclass(frozen=True)
 class Inactive:
-    """Why a step policy did not apply, and to how many calls of the image's."""
+    """Why a step policy was inactive, and at how many calls of the image."""
 
     reason: str
     calls: int
@@ -141,15 +140,14 @@ class Inactive:
 class ImageRecord:
     """One image, or several that were made at once.
 
-    state: how it ended. images: how many; 0: not known. seconds: of one of them, everything included; of an
-    interrupted one, until then. host_seconds: what one like it took with OneDiff off. Both None where not known.
-    model, resolution, backend, lossy, route, reason, relative_error: of its last call; the route "" before the first.
-    parts: its steps by place, in their order; steps, calls, step_ms, host_ms, ratio: of all of them; see ImagePart.
-    by_host: at how many calls the host computed, by why. first_uses: at how many calls something was found out for the
-    first time. backends: the backends that computed,
-    each with what of it was less exact. policies: what each step policy did, by its name, in counts; inactive: the
-    reason that came last, where it did not apply. vae: the route and the reason of its last decode. inside: the images
-    that were made while this one was.
+    state: how it ended. images: their number; 0: unknown. seconds: of one of them, everything included; of an
+    interrupted one, until the interruption. host_seconds: of a similar image with OneDiff off. Both None if unknown.
+    model, resolution, backend, lossy, route, reason, relative_error: of the last call; the route is "" before the
+    first. parts: the steps by place, in their order. steps, calls, step_ms, host_ms, ratio: of all steps; see
+    ImagePart. by_host: the number of calls that the host computed, by the reason. first_uses: the number of calls with
+    a first check, capture, measurement or compilation. backends: pairs of a backend and what it computed lossily.
+    policies: each step policy's counts, by its name. inactive: each policy's last reason for being inactive. vae: the
+    route and the reason of the last decode. inside: the images that were made while this one was in progress.
     """
 
     state: str = UNTOLD
@@ -191,7 +189,7 @@ class ImageRecord:
 
 
 class ImageLog:
-    """What is taken down while an image is made. Times are read from stopwatches when a record is made of it."""
+    """The counts of an image in progress. Times are read from stopwatches when a record is made."""
 
     def __init__(self, state: str = UNTOLD) -> None:
         """state: of records that are made before the end."""
@@ -199,14 +197,14 @@ class ImageLog:
         self.began = time.perf_counter()
         self.steps: Counter[CountedStep] = Counter()
         self.durations = {UNET: Duration(), VAE: Duration(), CHECK: Duration()}
-        # Replays, which nothing but their stopwatches times.
+        # Replays: only their stopwatches time them.
         self.replays: Counter[Stopwatch] = Counter()
-        # Of the host's own calls in this image.
+        # The times of the host's own calls in this image.
         self.host = Stopwatch()
-        # The last call.
         self.last: CountedStep | None = None
         self.reason = ""
-        self.first_uses = self.images = 0
+        self.first_uses = 0
+        self.images = 0
         # Whether the time of every call is known.
         self.is_timed = True
         self.is_interrupted = False
@@ -217,24 +215,24 @@ class ImageLog:
         self.inside: list[ImageRecord] = []
 
     def note_last(self, step: CountedStep, reason: str) -> None:
-        """A call was made, the last one until now. reason: why it went by no faster route."""
+        """Note the last call. reason: why no faster route served it."""
         self.last = step
         self.reason = reason
 
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
-        """What a step policy did at a call, and why it did not apply to it; "" where it did, or is off."""
+        """Note what a step policy did at a call, and why it was inactive; "" if it was active, or is off."""
         self.policies.setdefault(name, Counter()).update(counts)
         reasons = self.inactive.setdefault(name, Counter())
         if reason:
-            # Last of all, however often it was there before.
+            # Move it to the end: the record shows the last reason.
             reasons[reason] = reasons.pop(reason, 0) + 1
 
     def places(self) -> set[Place]:
-        """Where its steps were."""
+        """The places of its steps."""
         return {step.place for step in self.steps.copy()}
 
     def note_times(self) -> None:
-        """Have each shape know its times in this image."""
+        """Write the times in this image into the entries of its shapes."""
         steps = self.steps.copy()
         for step in steps:
             entry = step.entry
@@ -246,8 +244,11 @@ class ImageLog:
     def record(
         self, state: str = "", images: int = 0, host_seconds: float | None = None, seconds: float | None = None,
     ) -> ImageRecord:
-        """The record of what was taken down until now. state: where it is over. images: how many were made, for a whole
-        image; seconds: of one of them, by default as the clock says. Nobody tells when an image has failed."""
+        """The record of the image until now.
+
+        state: how it ended; "" while it is in progress. images: their number, once they are done. seconds: of one of
+        them, by default by the clock. The time of a failed image is unknown.
+        """
         steps = dict(self.steps.copy())
         last = self.last
         if seconds is None and state not in ("", FAILED):
@@ -279,7 +280,7 @@ class ImageLog:
         )
 
     def _spent(self, steps: Mapping[CountedStep, int], seconds: float | None, images: int) -> Spent:
-        """Of one of so many images."""
+        """The seconds of one of so many images."""
         replays = sum(count * (own.recent_ms(count) or 0.0) for own, count in self.replays.copy().items()) / 1e3
         check = self.durations[CHECK].seconds / images
         vae = max(0.0, self.durations[VAE].seconds / images - check)
@@ -289,7 +290,9 @@ class ImageLog:
         calls = (self.durations[UNET].seconds + replays) / images
         usual = time_of(steps)
         unet = calls if usual is None else min(calls, usual / images)
-        first_use, slower = (calls - unet + check, 0.0) if self.first_uses else (0.0, calls - unet)
+        beyond = calls - unet
+        first_use = beyond + check if self.first_uses else 0.0
+        slower = 0.0 if self.first_uses else beyond
         rest = None if seconds is None else max(0.0, seconds - calls - check - vae - inside)
         return Spent(unet, first_use, slower, vae, inside, rest)
 

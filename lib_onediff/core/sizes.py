@@ -9,7 +9,7 @@ SIZE = re.compile(r"([0-9]{1,6})\s*[xX×*]\s*([0-9]{1,6})(?:\s*[xX×*]\s*([0-9]{
 SEPARATOR = re.compile(r"[,;\n]")
 SMALLEST = 64
 LARGEST = 4096
-STEP = 8
+MULTIPLE = 8
 LARGEST_BATCH = 64
 MOST_SIZES = 100
 LONGEST_QUOTE = 40
@@ -30,8 +30,8 @@ class Size:
 
     def __post_init__(self) -> None:
         for name, pixels in (("width", self.width), ("height", self.height)):
-            if pixels % STEP or not SMALLEST <= pixels <= LARGEST:
-                wanted = f"a multiple of {STEP} from {SMALLEST} to {LARGEST} pixels"
+            if pixels % MULTIPLE or not SMALLEST <= pixels <= LARGEST:
+                wanted = f"a multiple of {MULTIPLE} from {SMALLEST} to {LARGEST} pixels"
                 raise ValueError(f"{self}: the {name} must be {wanted}.")
         if not 1 <= self.batch <= LARGEST_BATCH:
             raise ValueError(f"{self}: a batch has 1 to {LARGEST_BATCH} images.")

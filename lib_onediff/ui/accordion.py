@@ -18,7 +18,7 @@ from ..core.settings import OFF_IN_SETTINGS, Settings, format_value, options_of_
 from ..runtime.runtime import runtime
 from . import settings_tab
 from .effects import described
-from .events import HIDDEN, QUIET, UNCHANGED, a_place, in_the_browser, kept_out_of_defaults
+from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, live_html
 from .infotext import SWITCH, names_by_label, shortest
 from .markup import folded, sentence
 from .presets import AS_IN_SETTINGS, EXACT, PRESETS, preset_options
@@ -53,8 +53,8 @@ def build_accordion(
                 used, label="Use OneDiff for this run", elem_id=f"onediff_{tab}_enabled", container=False, scale=0,
                 min_width=20,
             )
-            set_here = a_place(f"{tab}_set_here")
-            summary = a_place(f"{tab}_summary", value=lambda: status_lines()[0])
+            set_here = live_html(f"{tab}_set_here")
+            summary = live_html(f"{tab}_summary", value=lambda: status_lines()[0])
         with gr.Accordion("OneDiff", open=False, elem_id=f"onediff_{tab}_accordion"):
             with gr.Row(elem_classes="onediff-run"):
                 preset = gr.Dropdown(
@@ -71,8 +71,8 @@ def build_accordion(
                 changes = a_text_of_changes(tab, value=changes_at_first)
             # What changes by itself stands last, in a place of its own (style.css): no control moves away.
             with gr.Column(elem_classes="onediff-told"):
-                told = a_place(f"{tab}_told")
-                status = a_place(f"{tab}_status", value=lambda: status_lines()[1])
+                told = live_html(f"{tab}_told")
+                status = live_html(f"{tab}_status", value=lambda: status_lines()[1])
         if tab == "txt2img":
             # gradio 6 makes other tabs when they are first opened, the settings among them.
             with gr.Column(elem_classes=HIDDEN):

@@ -16,7 +16,7 @@ from typing import Any
 import gradio as gr
 
 from .amounts import counted
-from .events import COPY_BUTTON, QUIET, a_place, a_text
+from .events import COPY_BUTTON, QUIET, a_text, live_html
 from .facts import Facts
 from .markup import sentence
 
@@ -41,7 +41,7 @@ def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
                 )
             with gr.Column(min_width=320):
                 theirs = a_text("Another machine's report", "other_facts", placeholder="Paste it here.", **lines)
-        found = a_place("compare_differences")
+        found = live_html("compare_differences")
     theirs.change(lambda text: differences_html(text, facts()), [theirs], [found], queue=False, **QUIET)
     opened(lambda: report(facts()), [], [mine], queue=False, **QUIET)
 

@@ -54,8 +54,8 @@ def a_text(label: str, name: str, value: str = "", **more: Any) -> gr.Textbox:
     return kept_out_of_defaults(gr.Textbox(value, label=label, elem_id=f"onediff_{name}", **more))
 
 
-def a_place(name: str, *classes: str, **more: Any) -> gr.HTML:
-    """A place for markup that changes."""
+def live_html(name: str, *classes: str, **more: Any) -> gr.HTML:
+    """An HTML component whose markup changes."""
     return gr.HTML(elem_id=f"onediff_{name}", elem_classes=[LIVE, *classes], **more)
 
 

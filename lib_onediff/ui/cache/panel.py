@@ -27,10 +27,10 @@ from ..events import (
     UNCHANGED,
     a_button,
     a_list,
-    a_place,
     a_text,
     forget_when_changed,
     in_the_browser,
+    live_html,
     nothing_seen,
 )
 from ..markup import sentence
@@ -190,7 +190,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         keys = nothing_seen()
         cancelled = nothing_seen()
         look = a_button("", "look", elem_classes=HIDDEN)
-        totals = a_place("cache_totals")
+        totals = live_html("cache_totals")
         gr.HTML("<h2>Pre-warm sizes</h2>")
         rows, presets = build_presets(runtime.services.families.usual_sizes())
         with gr.Row(elem_classes=CONTROLS):
@@ -199,12 +199,12 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
             cancel = a_button("Cancel all", "prewarm_cancel")
-        told = a_place("cache_result")
-        jobs = a_place("cache_jobs")
+        told = live_html("cache_result")
+        jobs = live_html("cache_jobs")
         gr.HTML("<h2>Resolutions</h2>")
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
             model = a_list("Model", [ALL_MODELS], ALL_MODELS, "model")
-        table = a_place("cache_table")
+        table = live_html("cache_table")
         with gr.Row(elem_classes=[*ACTIONS, "onediff-of-rows"]):
             # javascript/onediff.js disables the buttons that have nothing to work on.
             pin = a_button("Pin selected", "pin")
@@ -214,7 +214,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
             purge = a_button("Purge selected", "purge", elem_classes=DANGER)
             purge_all = a_button("Purge all", "purge_all", elem_classes=DANGER)
             purge_disk = a_button("Purge disk", "purge_disk", elem_classes=DANGER)
-        below = a_place("cache_outcome")
+        below = live_html("cache_outcome")
         gr.HTML(legend_html())
 
     shown = {

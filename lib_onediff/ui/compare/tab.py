@@ -20,10 +20,10 @@ from ..events import (
     UNCHANGED,
     a_button,
     a_list,
-    a_place,
     forget_when_changed,
     in_the_browser,
     kept_out_of_defaults,
+    live_html,
     nothing_seen,
 )
 from ..markup import bar_html, sentence
@@ -115,7 +115,7 @@ def build_compare_page(panel: ComparePanel) -> None:
         with gr.Row(elem_classes=ACTIONS):
             compare = a_button("Compare", "compare_start", variant="primary")
             cancel = a_button("Cancel", "compare_cancel", interactive=False)
-        told, progress, numbers = (a_place(f"compare_{name}") for name in ("told", "progress", "numbers"))
+        told, progress, numbers = (live_html(f"compare_{name}") for name in ("told", "progress", "numbers"))
         gallery = gr.Gallery(
             label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_gallery",
             **LOSSLESS,
