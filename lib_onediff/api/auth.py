@@ -1,4 +1,4 @@
-"""Who may use the REST API: those who may use the WebUI's own and, where that asks nobody, those who may use its page.
+"""Who may use the REST API: users of the WebUI's own API or, if that needs no login, users of its page.
 
 No page of another site may use either: gradio runs our events on the WebUI's page for anyone who sends a request.
 """

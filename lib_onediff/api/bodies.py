@@ -1,4 +1,4 @@
-"""What the REST API is sent, and how it answers: JSON that any client can read, and one sentence for what is wrong.
+"""The REST API's request bodies and answers: JSON that any client can read, and one sentence for an error.
 
 The bodies are written for pydantic 1 and 2 alike, and strict: neither true nor "1" is a number.
 """

@@ -1,4 +1,4 @@
-"""What every request passes before the API or the page sees it: who sent it, what it carries, and how much.
+"""The checks of every request before the API or the page handles it: its sender, its content and its size.
 
 Browsers tell of the page that sends a request in Origin, Sec-Fetch-Site and Host; programs do not.
 """
@@ -155,7 +155,7 @@ class Gate:
             raise HTTPException(403, NO_FETCHING)
 
     async def limit_for(self, request: Request) -> int:
-        """How many bytes a body may have."""
+        """The largest number of bytes that a body may have."""
         try:
             if self.identify is not None:
                 await self.identify(request)

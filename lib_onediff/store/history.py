@@ -1,4 +1,4 @@
-"""What was used, checked, measured and pinned on this machine, in this process and in those before it."""
+"""The uses, checks, measurements and pins of this machine, of this process and of earlier ones."""
 from __future__ import annotations
 
 import atexit
@@ -73,18 +73,18 @@ class HistoryRow:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What makes two rows the same shape."""
+        """The fields that are equal in two rows of the same shape."""
         return dataclasses.astuple(self)[:6]
 
 
 def chosen_folder() -> Path | None:
-    """Where the environment says that we remember; None: nothing."""
+    """The cache folder that the environment names; None if it names none."""
     chosen = os.environ.get(CACHE_VARIABLE, "").strip()
     return Path(chosen).expanduser().absolute() if chosen else None
 
 
 class History:
-    """What is remembered: in memory, and from open() on in a folder. Only pin(), commit() and forget() wait for the
+    """Kept in memory and, from open() on, in a folder. Only pin(), commit() and forget() wait for the
     disk; the rest is written by a thread."""
 
     def __init__(self) -> None:
@@ -99,13 +99,13 @@ class History:
 
     @property
     def trouble(self) -> str | None:
-        """What the user should know about the cache folder, in a sentence; None if all is well."""
+        """The problem of the cache folder, in a sentence for the user; None if it has none."""
         store = self._store
         return None if store is None else store.trouble
 
     @property
     def folder(self) -> Path | None:
-        """Where is remembered; None: nowhere."""
+        """The cache folder; None if there is none."""
         store = self._store
         return None if store is None else store.folder
 
@@ -216,7 +216,7 @@ class History:
             self._find(VERDICTS, verdict_name(entry), entry.relative_error)
 
     def tuned(self) -> dict[str, Any]:
-        """What was measured to be best on this machine, by name; see core.card.TuningCache.attach."""
+        """The choices that were measured to be the fastest here, by name; see core.card.TuningCache.attach."""
         return self._findings[TUNED].copy()
 
     def tune(self, name: str, value: Any) -> None:
@@ -291,7 +291,7 @@ class History:
                 store.delete()
 
     def size_bytes(self) -> int:
-        """What lies on the disk."""
+        """The size of the cache folder's files."""
         store = self._store
         return 0 if store is None else store.size_bytes()
 

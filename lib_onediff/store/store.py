@@ -81,7 +81,7 @@ class Store:
 
     @property
     def trouble(self) -> str | None:
-        """What the user should know about this store, in one sentence; None if all is well."""
+        """The problem of this store, in one sentence for the user; None if it has none."""
         if self._cause:
             return f"What OneDiff learns about resolutions is forgotten when this WebUI is closed: {self._cause}."
         return self._damage or None
@@ -256,7 +256,7 @@ def made_of(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
 
 @functools.cache
 def expected() -> frozenset[tuple[str, str, str]]:
-    """What SQLite makes of our schema."""
+    """Our schema as SQLite stores it."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         for statement in SCHEMA:
             connection.execute(statement)

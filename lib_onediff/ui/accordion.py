@@ -118,7 +118,7 @@ def connect_controls(
     names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
 
     def tell(*values: Any) -> list[Any]:
-        """What the run will be, what is set here, and what the controls show of it."""
+        """The sentence on the run, the title's note on what is set here, and the values of the controls."""
         wanted = values[:len(run)]
         now = values[len(run):]
         title = set_here_html(*wanted[-2:])

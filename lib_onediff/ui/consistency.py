@@ -47,7 +47,7 @@ def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
 
 
 def differences_html(text: str, mine: Facts) -> str:
-    """What another machine's report has otherwise."""
+    """The differences between this machine's report and another's."""
     if not str(text or "").strip():
         return ""
     try:

@@ -25,7 +25,7 @@ HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
 
 def described(values: Mapping[str, str | bool]) -> dict[str, str]:
-    """Of every option in values that has no effect here, or whose effect needs a word, that."""
+    """A sentence for each option in values that has no effect here, or whose effect needs an explanation."""
     found = {}
     for option, value in values.items():
         if reason := why_no_effect(option, value):
@@ -99,7 +99,7 @@ def has_oneflow() -> bool:
 
 
 def capability() -> tuple[int, int] | None:
-    """Of the NVIDIA GPU that PyTorch uses; None where there is none."""
+    """The compute capability of the NVIDIA GPU that PyTorch uses; None without one."""
     if torch.version.hip or not torch.cuda.is_available():
         return None
     try:

@@ -1,4 +1,4 @@
-"""How our components hang on gradio and on the WebUI, which gradio 3, 4 and 6 take in different words.
+"""Components and events in the forms that gradio 3, 4 and 6 take.
 
 No handler is a generator: gradio 3 never ends the connection of a page that was left while one was running, and then
 the WebUI's "Reload UI" waits for it for ever. What takes long goes on in a thread, and javascript/onediff.js looks at
@@ -60,11 +60,11 @@ def live_html(name: str, *classes: str, **more: Any) -> gr.HTML:
 
 
 def nothing_seen() -> gr.Textbox:
-    """What only stands for a value that JavaScript fills in."""
+    """A hidden text box whose value JavaScript fills in."""
     return kept_out_of_defaults(gr.Textbox("", visible=False))
 
 
 def forget_when_changed(fields: list[Any], told: Any) -> None:
-    """What was said of these fields is over as soon as somebody changes one of them."""
+    """Clear a message about these fields as soon as the user changes one of them."""
     for field in fields:
         field.input(None, inputs=[], outputs=[told], api_name=False, **in_the_browser("() => ''"))

@@ -166,7 +166,7 @@ def host_facts(release: str) -> Facts:
 
 
 def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
-    """What holder has of these names."""
+    """The attributes of these names that holder has."""
     return {name: as_fact(getattr(holder, name)) for name in names if hasattr(holder, name)}
 
 
@@ -180,7 +180,7 @@ def attention() -> str:
 
 
 def checkpoint_name() -> str:
-    """What the WebUI calls the loaded checkpoint; nothing where none is loaded."""
+    """The WebUI's name of the loaded checkpoint; "" if none is loaded."""
     info = getattr(loaded(), "sd_checkpoint_info", None)
     return getattr(info, "name_for_extra", None) or getattr(loaded(), "name", None) or ""
 

@@ -92,7 +92,7 @@ def beside_step(status: dict[str, Any]) -> str:
 
 
 def image_sentence(status: dict[str, Any], unit: str = "") -> str:
-    """How long the last image took, beside the WebUI's own: "0.9 s/image (WebUI 1.6 s)"; "" where that is not known.
+    """The time of the last image, beside the WebUI's own: "0.9 s/image (WebUI 1.6 s)"; "" if unknown.
     """
     image = status.get("image") or {}
     took = image.get("seconds")
@@ -156,7 +156,7 @@ def inside_sentence(status: dict[str, Any]) -> str:
 
 
 def route_sentence(status: dict[str, Any]) -> str:
-    """How the last call of the image went, and how many of all went so where others did not: "CUDA graph (18 of 20)".
+    """The route of the image's last call, and its share if other calls had other routes: "CUDA graph (18 of 20)".
     """
     if not status.get("served", True):
         return ROUTES["host"]
@@ -166,7 +166,7 @@ def route_sentence(status: dict[str, Any]) -> str:
 
 
 def gain_of(status: dict[str, Any]) -> float | None:
-    """How many times faster than the WebUI: an image where one like it was made without OneDiff, otherwise a step."""
+    """The speedup over the WebUI: of an image if a similar one was made without OneDiff, otherwise of a step."""
     image = status.get("image") or {}
     took = image.get("seconds")
     alone = image.get("host_seconds")
@@ -232,7 +232,7 @@ def backend_sentence(status: dict[str, Any]) -> str:
 
 
 def speed_sentence(status: dict[str, Any]) -> str:
-    """How fast we are beside the WebUI, which is timed when a shape is first used."""
+    """The speed compared with the WebUI, which is timed at a shape's first use; or why it is unknown."""
     if (gain := gain_of(status)) is not None:
         return times(gain)
     if status["route"] in (None, "host"):

@@ -78,7 +78,7 @@ def an_axis(
         setattr(p, CELL, {**getattr(p, CELL, {}), name: read(value)})
 
     def legend(p: Any, axis: Any, value: Any) -> str:
-        """What stands beside a row or above a column."""
+        """The label of a row or column."""
         return f"{label}: {round(value, DIGITS) if isinstance(value, float) else value}"
 
     return plot.AxisOption(

@@ -1,4 +1,4 @@
-"""What the Cache page shows, as markup: the totals on top of it, the pre-warm queue, the table of resolutions."""
+"""The Cache page as markup: the totals, the pre-warm queue, the table of resolutions."""
 from __future__ import annotations
 
 import html
@@ -69,7 +69,7 @@ def selected(rows: Iterable[ResolutionRow], model: str | None) -> list[Resolutio
 
 
 def key_of(row: ResolutionRow) -> str:
-    """What a page calls a row; a resolution has no space."""
+    """The key of a row in the page; a resolution has no space."""
     return f"{row.resolution} {row.model}"
 
 
@@ -89,7 +89,7 @@ def resolutions_html(rows: list[ResolutionRow]) -> str:
 
 
 def legend_html() -> str:
-    """What the words in the table mean."""
+    """The meanings of the table's words."""
     meanings = {STATE_NAMES.get(state, state): meaning for state, meaning in STATES.items()} | MEANINGS
     words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in meanings.items())
     return f'<details class="onediff-legend"><summary>Legend</summary><dl>{words}</dl></details>'
@@ -126,7 +126,7 @@ def choice_html(attributes: str) -> str:
 
 
 def prewarm_html(row: ResolutionRow) -> str:
-    """How long pre-warming took, and what it saved."""
+    """The time of the last pre-warming, and the time that it saved."""
     if row.prewarm_s is None:
         return NOTHING
     saved = "" if row.saved_s is None else f"<small>saved {seconds(row.saved_s)}</small>"
@@ -166,7 +166,7 @@ def times_html(row: Any) -> tuple[str, str, str, str]:
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], folder: Path | None) -> str:
-    """What is held, how much of it is used, and what is to come. folder: the cache folder."""
+    """The memory and disk space in use, and the pre-warm queue. folder: the cache folder."""
     states = Counter(row.state for row in rows)
     kinds = ", ".join(
         f"{states[state]} {STATE_NAMES.get(state, state)}"
@@ -233,7 +233,7 @@ def job_html(job: Job) -> str:
 
 
 def job_sentence(job: Job) -> str:
-    """What there is to say of a job beside its size."""
+    """A job's state in words, for beside its size."""
     if job.state == DONE:
         return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
     if job.state == FAILED:

@@ -1,4 +1,4 @@
-"""What came of a comparison, as markup and as images for the page."""
+"""The result of a comparison, as markup and as images for the page."""
 from __future__ import annotations
 
 import html
@@ -75,7 +75,7 @@ def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
 
 
 def cells_of(pair: Pair) -> Sequence[str]:
-    """How the images of a seed differ, in the order of COLUMNS."""
+    """The differences between the images of a seed, in the order of COLUMNS."""
     found = pair.comparison
     times = [seconds(image.seconds) for image in pair.images]
     return (

@@ -63,7 +63,7 @@ class ComparePanel:
 
     @staticmethod
     def look(job: Comparison | None) -> tuple[Any, ...]:
-        """How far it is, and what there is already."""
+        """The progress, and the images that are finished."""
         if job is None:
             return (UNCHANGED,) * 5
         over = job.over()
