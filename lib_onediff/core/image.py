@@ -214,11 +214,6 @@ class ImageLog:
         self.vae = "", ""
         self.inside: list[ImageRecord] = []
 
-    def note_last(self, step: CountedStep, reason: str) -> None:
-        """Note the last call. reason: why no faster route served it."""
-        self.last = step
-        self.reason = reason
-
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
         """Note what a step policy did at a call, and why it was inactive; "" if it was active, or is off."""
         self.policies.setdefault(name, Counter()).update(counts)

@@ -261,12 +261,6 @@ class Entry:
         self.uses += 1
         self.last_used = time.time()
 
-    def timed(self, device: torch.device, work: Callable[[], Result], route: str) -> Result:
-        """What work() returns, a call of this shape. route: see Stopwatch.start."""
-        self.uses += 1
-        self.last_used = time.time()
-        return self.own.time(device, work, route)
-
     def blame(self, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
         """Something went wrong: another backend, or the host, serves this shape over these weights. Returns the reason,
         with the backend's name. is_final: otherwise it is tried once more; see of_weights."""

@@ -70,28 +70,28 @@ class Generation:
 
 
 class ThisThread(threading.local):
-    """State of one thread. is_warm_up: see Generations."""
+    """State of one thread.
+
+    is_warm_up: whether its calls are a warm-up: they make shapes ready, belong to no image, and wait for compilers and
+    measurements.
+    """
 
     is_warm_up = False
 
 
 class Generations:
-    """running: those in progress, the innermost last. One that has failed is over when the host has let go of it."""
+    """running: those in progress, the innermost last. One that has failed is over when the host has let go of it.
+    this_thread: whether the calls of the thread that reads it are a warm-up.
+    """
 
     def __init__(self) -> None:
         self.running: list[weakref.ref[Generation]] = []
-        self._thread = ThisThread()
-
-    @property
-    def is_warm_up(self) -> bool:
-        """Whether this thread's calls are a warm-up: they make shapes ready, belong to no image, and wait for compilers
-        and measurements."""
-        return self._thread.is_warm_up
+        self.this_thread = ThisThread()
 
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """The settings of the generation in progress and why they switch OneDiff off; None where this call has none."""
-        if not self.running or self._thread.is_warm_up:
+        if not self.running or self.this_thread.is_warm_up:
             return None
         generation = self.innermost
         return None if generation is None else (generation.settings, generation.why_off)
@@ -99,12 +99,12 @@ class Generations:
     @contextlib.contextmanager
     def warming_up(self, is_warm_up: bool = True) -> Iterator[None]:
         """Calls of this thread are a warm-up inside. is_warm_up: False within a warm-up makes them an image's again."""
-        before = self._thread.is_warm_up
-        self._thread.is_warm_up = is_warm_up
+        before = self.this_thread.is_warm_up
+        self.this_thread.is_warm_up = is_warm_up
         try:
             yield
         finally:
-            self._thread.is_warm_up = before
+            self.this_thread.is_warm_up = before
 
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
         """p: what the host makes the images from. A copy of one in progress goes on with it; one that begins again has
@@ -201,7 +201,7 @@ class CallStats:
 
     def begin_image(self) -> None:
         """A sampling begins: where no generation tells more, it is an image."""
-        if not self.generations.is_warm_up and self.generations.innermost is None:
+        if not self.generations.this_thread.is_warm_up and self.generations.innermost is None:
             self._close()
 
     def _close(self) -> None:
@@ -267,7 +267,7 @@ class CallStats:
     def _log(self) -> ImageLog | None:
         """The image of the call that is being made; None where it belongs to none."""
         generations = self.generations
-        if generations.is_warm_up:
+        if generations.this_thread.is_warm_up:
             return None
         generation = generations.innermost if generations.running else None
         return self._open if generation is None else generation.log
@@ -336,7 +336,8 @@ class CallStats:
         current.steps[step] += 1
         self._latest = current
         if reason is not None:
-            current.note_last(step, reason)
+            current.last = step
+            current.reason = reason
         if reason and kind == HOSTS:
             current.by_host[reason] += 1
         return host_times
@@ -368,7 +369,7 @@ class CallStats:
         if latent is not None:
             height, width = latent.shape[-2:]
             return f"{width * LATENT_PIXEL}x{height * LATENT_PIXEL}"
-        generation = None if self.generations.is_warm_up else self.generations.innermost
+        generation = None if self.generations.this_thread.is_warm_up else self.generations.innermost
         return None if generation is None else generation.resolution
 
     def note_host(

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.call import Call
 from ..core.device import Runner
 from ..core.epoch import Epoch
+from ..core.fields import signature_function
 from ..core.policy import Served
 from ..core.precision import autocast_dtype, flags_for, is_autocast_on
 from ..core.settings import Settings
@@ -37,17 +38,6 @@ class Plan(NamedTuple):
     epoch: Epoch
     turn: AbstractContextManager[object]
 
-    def is_for(self, settings: Settings, device: torch.device) -> bool:
-        """Whether it serves calls by these settings in torch's modes as they are now."""
-        if settings is not self.settings or device != self.device:
-            return False
-        is_on = is_autocast_on(device.type)
-        if is_on is (self.autocast is None) or (is_on and autocast_dtype(device.type) is not self.autocast):
-            return False
-        key = self.entry.key
-        # torch's switches of precision may have been moved since: another graph computes with them.
-        return key.precision == flags_for(settings, key.dtype, device, key.upcast_attention)
-
 
 def replayed(
     services: Services, network: Network, call: Call, settings: Settings, device: torch.device
@@ -61,28 +51,41 @@ def replayed(
     """
     if call.patches is not None or torch.is_grad_enabled() or not network.plans:
         return None
-    signature = call.signature
+    kind: Any = type(call)
+    # As Call.signature has it, without a frame.
+    signature = signature_function(kind)(call)
     known = network.plans.get(signature)
-    if known is None or not known.is_for(settings, device):
+    if known is None:
         return None
     plan: Plan = known
-    bound, cut, runner, entry = network.bound, call.cut, plan.runner, plan.entry
-    own = runner.inputs.cut
+    if settings is not plan.settings or device != plan.device:
+        return None
+    is_autocast = is_autocast_on(device.type)
+    if is_autocast is (plan.autocast is None) or (is_autocast and autocast_dtype(device.type) is not plan.autocast):
+        return None
+    entry, runner = plan.entry, plan.runner
+    key = entry.key
+    # torch's switches of precision may have been moved since: another graph computes with them. Which switches matter
+    # follows from the key and from the build of torch, so where none did, none does.
+    if key.precision and key.precision != flags_for(settings, key.dtype, device, key.upcast_attention):
+        return None
+    bound, cut, own = network.bound, call.cut, runner.inputs.cut
     if cut is not None and (own is None or own.memory is not cut.memory):
         return None
     with plan.turn:
-        if services.is_between_graphs or services.generations.is_warm_up:
+        if services.is_between_graphs or services.generations.this_thread.is_warm_up:
             return None
         if network.plans.get(signature) is not plan or entry.verdict.state is not State.READY:
             # Another thread has dropped it, or what was proved, meanwhile.
             return None
         output, made_at, now = None, plan.epoch, bound.epoch
         if made_at.structure == now.structure and made_at.addresses == now.addresses:
-            output = bound.during(partial(entry.timed, device, partial(runner.run, call), GRAPH))
-        low_bit_stands = not entry.key.lossy.low_bit or network.low_bit_stands()
+            output = bound.during(partial(entry.own.time, device, partial(runner.run, call), GRAPH))
+        low_bit_stands = not key.lossy.low_bit or network.low_bit_stands()
         cut_stands = cut is None or not cut.reads or cut.values == bound.epoch.values
         if output is None or not low_bit_stands or not cut_stands:
             # Nothing is replayed before the change is known.
             network.plans.clear()
             return None
+        entry.note_use()
         return Served(output, entry, bound.epoch, GRAPH, plan.reason, call)

@@ -269,7 +269,11 @@ class Runtime:
         network = self.services.networks.get(unet)
         if network is None:
             raise Refusal(NOT_HANDED_OVER)
-        settings, why_off = self.services.generations.run_settings or (network.settings or self.services.settings, "")
+        settings = network.settings or self.services.settings
+        why_off = ""
+        generations = self.services.generations
+        if generations.running:
+            settings, why_off = generations.run_settings or (settings, why_off)
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
         if torch.is_grad_enabled():

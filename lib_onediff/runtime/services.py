@@ -78,8 +78,8 @@ class Services:
 
     @property
     def is_warm_up(self) -> bool:
-        """See Generations.is_warm_up."""
-        return self.generations.is_warm_up
+        """Whether this thread's calls are a warm-up; see ThisThread."""
+        return self.generations.this_thread.is_warm_up
 
     def time_ms(self, call: Call) -> TimeMs:
         """How long work takes in a graph where this call is computed."""

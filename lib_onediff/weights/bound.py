@@ -82,6 +82,8 @@ class BoundUNet:
         self._judged: Reached | None = None
         self._unseen = ""
         self._parameters: Parameters | None = None
+        # How often each parameter was edited in place by the last look.
+        self._edits: list[int] | None = None
         self._contents: Contents | None = None
         # One in so many parts of the contents is watched; 0: nobody asks for them.
         self._part = 0
@@ -187,10 +189,12 @@ class BoundUNet:
         if not tree.stands(unet):
             return None
         have_changed = changed is not None and changed()
-        # Last: it reports each edit once.
-        were_edited = parameters.were_edited(found)
-        if were_edited is None:
+        # Last, and noted at once: each edit is reported once.
+        edits = parameters.edits(found)
+        if edits is None:
             return None
+        were_edited = edits != self._edits
+        self._edits = edits
         if were_edited or have_changed:
             self._raise(values=1)
         # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
@@ -201,11 +205,13 @@ class BoundUNet:
     def _look_for_edits(self) -> bool:
         """Count edits of values since the last time. Returns whether the weights lie where they lay."""
         changed = self._contents is not None and self._contents.begin()()
-        # Last: it tells of each edit once.
-        edited = None if self._parameters is None else self._parameters.were_edited()
-        if edited is None:
+        # Last, and noted at once: each edit is reported once.
+        edits = None if self._parameters is None else self._parameters.edits()
+        if edits is None:
             return False
-        if edited or changed:
+        were_edited = edits != self._edits
+        self._edits = edits
+        if were_edited or changed:
             self._raise(values=1)
         return True
 
@@ -225,6 +231,7 @@ class BoundUNet:
     def _watch_parameters(self) -> None:
         binding = self.binding
         self._parameters = Parameters(binding.layers())
+        self._edits = self._parameters.edits()
         places = [
             Place.of(parameter) for name in binding.groups if self._part and name not in binding.away
             for parameter in chain(*binding.parts(name))

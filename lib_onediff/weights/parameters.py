@@ -26,7 +26,6 @@ class Parameters:
         self._addresses = list(map(Tensor.data_ptr, parameters))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
-        self._versions = edit_counts(parameters)
 
     def lie_still(self) -> list[Any] | None:
         """The parameters, where the memory at their addresses is alive; None otherwise: then nothing may read there. A
@@ -42,28 +41,22 @@ class Parameters:
 
     def stand(self) -> bool:
         """Whether these are the very parameters, and each lies where and as it lay."""
-        found = self.lie_still()
-        return found is not None and self._are_the_same(found)
+        return self.edits() is not None
 
-    def were_edited(self, found: list[Any] | None = None) -> bool | None:
-        """Whether any was edited in place since the last call of this method, as far as torch counts edits; None where
-        stand() is false. found: the result of lie_still at this call of the network."""
+    def edits(self, found: list[Any] | None = None) -> list[int] | None:
+        """How often each was edited in place, as far as torch counts edits; None where these are not the very
+        parameters, or one lies elsewhere or in another way. found: the result of lie_still at this call of the
+        network."""
         parameters = found or self.lie_still()
-        if parameters is None or not self._are_the_same(parameters):
+        if parameters is None:
             return None
-        before = self._versions
-        self._versions = edit_counts(parameters)
-        return self._versions != before
-
-    def _are_the_same(self, parameters: list[Any]) -> bool:
-        """Whether those that lie still are the very parameters, and lie as they lay."""
         if not all(map(operator.is_, parameters, [reference() for reference in self._references])):
-            return False
+            return None
         with suppress(RuntimeError, TypeError):
-            if list(map(Tensor.stride, parameters)) != self._strides:
-                return False
-            return list(map(layout_of, parameters)) == self._layouts
-        return False
+            lie_as_before = list(map(Tensor.stride, parameters)) == self._strides
+            if lie_as_before and list(map(layout_of, parameters)) == self._layouts:
+                return edit_counts(parameters)
+        return None
 
 
 def present_in(modules: Iterable[nn.Module]) -> list[Any]:
