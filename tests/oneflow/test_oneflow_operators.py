@@ -11,7 +11,6 @@ from lib_onediff.core.layer_weights import LayerWeights
 from lib_onediff.core.operators import Activation, GatedUnit
 from lib_onediff.devices.torch import operators as torch_ops
 
-pytest.importorskip("oneflow", reason="needs OneFlow")
 CLOSE = 1e-6
 
 
