@@ -184,7 +184,8 @@ class OneCard:
                 self._services.call_stats.note_first_use()
                 judged = attempted(lambda: judge_cached_pass(entry, served.output, lambda: self._plainly(entry, call)))
                 if judged.fault is not None:
-                    entry.blame(f"the cached pass failed: {first_line(judged.fault)}")
+                    what = f"the cached pass failed: {first_line(judged.fault)}"
+                    entry.blame(what, sampling_now(self.network.bound), is_final=False)
                     log.error("%s (%s)", entry.reason, entry.key, exc_info=judged.fault)
                 elif miss := judged.given():
                     entry.blame(miss)
