@@ -73,7 +73,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
 
     from lib_onediff.core.leaves import (
         GATED,
-        PLAIN,
+        PLAIN_INPUT,
         AdaptiveNorm,
         CrossAttention,
         GroupNorm,
@@ -119,7 +119,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
                 yield partial(rounding.rounded, make(4, width), kind)
             yield partial(rounding.rounded_rows, make(4, width), make(4, width).to(FP8.dtype), make(1, 1).float())
         trials = [
-            tuning.trial_of(Product(16, ALIGNED, ALIGNED, PLAIN), make, meta, dtype, INT8, dtype),
+            tuning.trial_of(Product(16, ALIGNED, ALIGNED, PLAIN_INPUT), make, meta, dtype, INT8, dtype),
             tuning.trial_of(Product(16, ALIGNED, ALIGNED, GATED), make, meta, dtype, FP8, dtype),
             *(
                 tuning.trial_of(

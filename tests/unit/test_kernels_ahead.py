@@ -380,7 +380,7 @@ def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves
 
 def test_what_cannot_be_loaded_is_refused_and_out_of_memory_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     device = native.Native(TuningCache())
-    full, broken = (native.Network(name, (), torch.float32, torch.device("cpu")) for name in ("full", "broken"))
+    full, broken = (native.KernelUse(name, (), torch.float32, torch.device("cpu")) for name in ("full", "broken"))
     errors = [torch.cuda.OutOfMemoryError("full"), None, RuntimeError("broken"), AssertionError("loaded again")]
 
     def load_kernels(*given: Any) -> None:
