@@ -226,7 +226,10 @@ class TablePatch(ClassPatch):
             self._undo_if_unused()
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        stand_in = self.get(module)
+        try:
+            stand_in = self._table.get(module)
+        except TypeError:  # as in get
+            return None
         return None if stand_in is None else stand_in.stands(module, original)
 
     def _undo_if_unused(self) -> None:

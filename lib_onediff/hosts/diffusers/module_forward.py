@@ -55,10 +55,13 @@ class ModuleForward(abc.ABC):
         if getattr(self._turn, "is_hosts", False):
             return None
         present = module.__dict__.get("forward")
+        if present is None:
+            # Nothing stands on the instance, so that _answer would find nothing to stand in front of.
+            return functools.partial(self.serve, original), original
         host = original
         if is_front(present) and not hasattr(present.__wrapped__, COMPILED):
             host = functools.partial(self._by_hooks, present.__wrapped__)
-        elif present is not None and HOOKS in module.__dict__:
+        elif HOOKS in module.__dict__:
             host = runtime.guard.attempt("looking at a module's hooks", lambda: self._beneath(module, host)) or host
         return functools.partial(self._answer, original), host
 

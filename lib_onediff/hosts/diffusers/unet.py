@@ -6,7 +6,8 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from .loras import LoraReader
 from .module_forward import ModuleForward, attached, by_name, only_moves, put_on, take_off
 from .patches import Within, within
 from .read_cosmos import is_cosmos
-from .read_unet import PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet, is_plain
+from .read_unet import FREEU_FACTORS, PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet, is_plain
 from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
@@ -60,6 +61,7 @@ def is_served(network: Any) -> bool:
     return isinstance(network, nn.Module) and (is_diffusers_unet(network) or is_cosmos(network))
 
 
+@dataclass(eq=False)
 class HostsAnswer:
     """Makes the host's own answer to a call, as often as it is asked for, and keeps the last one untouched.
 
@@ -67,32 +69,47 @@ class HostsAnswer:
     host returned last; None before. sample: the sample in it.
     """
 
-    # See core.attempt.as_host.
-    raises_host_errors = True
+    host: HostFunction
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    answer: Any = None
+    sample: Tensor | None = None
+    # The lists among the arguments, each with what the host's last run has left in it.
+    _left: list[tuple[list[Any], list[Any]]] = field(init=False, default_factory=list)
 
-    def __init__(self, host: HostFunction, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._host, self._module, self._args, self._kwargs = host, module, args, kwargs
-        self.answer: Any = None
-        self.sample: Tensor | None = None
-        # The host empties a list, and must find it whole however often it runs.
-        self._lists = [one for one in (*args, *kwargs.values()) if type(one) is list]
-        self._left: list[list[Any]] = []
+    # See core.attempt.as_host.
+    raises_host_errors: ClassVar[bool] = True
 
     def __call__(self) -> Tensor:
-        before = list(map(list, self._lists))
+        # The host empties a list, and must find it whole however often it runs.
+        lists = [one for one in (*self.args, *self.kwargs.values()) if type(one) is list]
+        before = list(map(list, lists))
         try:
-            self.answer = self._host(self._module, *self._args, **self._kwargs)
+            self.answer = self.host(self.module, *self.args, **self.kwargs)
         finally:
-            self._left = list(map(list, self._lists))
-            for one, whole in zip(self._lists, before, strict=True):
+            self._left = [(one, list(one)) for one in lists]
+            for one, whole in zip(lists, before, strict=True):
                 one[:] = whole
         self.sample = sample = self.answer[0]
         return sample
 
     def leave_lists_as_the_host(self) -> None:
         """The caller finds the lists as the host's forward leaves them."""
-        for one, left in zip(self._lists, self._left, strict=True):
+        for one, left in self._left:
             one[:] = left
+
+
+class Parts(NamedTuple):
+    """What runs within a UNet at one call.
+
+    processors: of its attention modules. are_foreign: whether anything runs beside its own layers; see foreign_parts.
+    upcast: whether attention scores are computed in float32.
+    """
+
+    processors: list[Any]
+    are_foreign: bool
+    upcast: bool
 
 
 class DiffusersForward(ModuleForward):
@@ -103,6 +120,8 @@ class DiffusersForward(ModuleForward):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__(kind)
         self._attentions: dict[str, weakref.ref[Any]] = {}
+        # What foreign_parts has read when it found none last.
+        self._without_foreign_parts: tuple[Any, ...] = ()
         self.loras = LoraReader()
         # The pipeline that calls, where that is known.
         self.pipeline: Callable[[], Any] = no_object
@@ -112,9 +131,14 @@ class DiffusersForward(ModuleForward):
     ) -> Any:
         unread: Attempt[Any] | None = None
         try:
-            given = self._given(original, module, args, kwargs)
+            if type(module) is not self.kind:
+                raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
+            given = by_name(module, original, args, kwargs)
             return_dict = given.pop("return_dict", True)
-            call = self._read(module, given)
+            if self.kind.__name__ == COSMOS:
+                call: Call = cosmos_call(module, **given)
+            else:
+                call = self._call(module, **given)
         except Exception as error:
             unread = Attempt.of(error)
         if unread is not None:
@@ -132,14 +156,6 @@ class DiffusersForward(ModuleForward):
         place, output = OUTPUTS[type(module).__name__]
         return getattr(importlib.import_module(place), output)(sample=sample)
 
-    def _given(
-        self, original: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The arguments of a call by their names. Raises Refusal where its forward is none that we know."""
-        if type(module) is not self.kind:
-            raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
-        return by_name(module, original, args, kwargs)
-
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:
         runtime.note_host(reason, module)
@@ -151,10 +167,6 @@ class DiffusersForward(ModuleForward):
         alone = arguments_of_prompt(given, rows)
         return PromptRows(rows, lambda: sample_of(host, unet, alone))
 
-    def _read(self, unet: Any, given: dict[str, Any]) -> Call:
-        """The call with these arguments as ours."""
-        return cosmos_call(unet, **given) if type(unet).__name__ == COSMOS else self._call(unet, **given)
-
     def _call(
         self, unet: Any, sample: Tensor, timestep: Tensor | float, encoder_hidden_states: Tensor,
         timestep_cond: Tensor | None = None, added_cond_kwargs: dict[str, Tensor] | None = None,
@@ -162,6 +174,7 @@ class DiffusersForward(ModuleForward):
         down_intrablock_additional_residuals: Any = None, cross_attention_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> Call:
+        """The call with these arguments of UNet2DConditionModel.forward. Raises Refusal."""
         if isinstance(encoder_hidden_states, (tuple, list)):
             raise Refusal("the context has several parts")
         for name, value in others.items():
@@ -170,13 +183,17 @@ class DiffusersForward(ModuleForward):
         tensors = (sample, encoder_hidden_states, *(() if timestep_cond is None else (timestep_cond,)))
         if not all(isinstance(one, Tensor) for one in tensors):
             raise Refusal("the sample, the context or timestep_cond is no tensor")
-        refuse_elsewhere(unet, sample)
-        attentions, arguments = self._attentions_of(unet), dict(cross_attention_kwargs or {})
+        first: Any = unet.conv_in
+        weights = first.weight.device
+        if weights != sample.device and not (first._forward_pre_hooks or only_moves(unet)):
+            # No hook brings them there during the call, and the host would fail.
+            raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
+        parts = self._parts_of(unet)
+        arguments = dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
         inside = Within()
-        processors = list(map(PROCESSOR_OF, attentions))
-        if foreign_parts(unet, set(map(type, processors))):
-            by_path = dict(zip(self._attentions, processors, strict=True))
+        if parts.are_foreign:
+            by_path = dict(zip(self._attentions, parts.processors, strict=True))
             inside = within(unet, by_path, sample, added_cond_kwargs or {}, arguments)
         elif arguments:
             raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(sorted(arguments))})")
@@ -185,25 +202,33 @@ class DiffusersForward(ModuleForward):
         residuals = (
             down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
         )
-        # The host computes attention scores in float32 by its older processor alone.
-        kind = type(processors[0]) if processors else None
-        upcasts = kind is not None and kind.__name__ == UPCASTING and is_plain(kind) and attentions[0].upcast_attention
         return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, sample, added_cond_kwargs), timestep_condition=timestep_cond,
             control=control_of(unet, sample, *residuals) if any(one is not None for one in residuals) else None,
-            upcast_attention=bool(upcasts), **inside._asdict(),
+            upcast_attention=parts.upcast, **inside._asdict(),
         )
 
-    def _attentions_of(self, unet: nn.Module) -> list[Any]:
-        """The UNet's attention modules, looked for once: who puts another module there changes the UNet's structure,
-        which is looked at at every call."""
-        found = [reference() for reference in self._attentions.values()]
-        if not found or None in found:
+    def _parts_of(self, unet: Any) -> Parts:
+        """What runs within a UNet at this call. Its attention modules are looked for once: who puts another module
+        there changes the UNet's structure, which is looked at at every call."""
+        attentions: list[Any] = [reference() for reference in self._attentions.values()]
+        if not attentions or None in attentions:
             modules = attentions_of(unet)
             self._attentions = {path: weakref.ref(module) for path, module in modules.items()}
-            found = list(modules.values())
-        return found
+            attentions = list(modules.values())
+        processors = list(map(PROCESSOR_OF, attentions))
+        kinds = set(map(type, processors))
+        # All that foreign_parts reads. Where it is as it was when there were none, there are none.
+        freeu = [list(map(vars(block).get, FREEU_FACTORS)) for block in unet.up_blocks]
+        state = type(unet.encoder_hid_proj), kinds, freeu
+        are_foreign = state != self._without_foreign_parts and bool(foreign_parts(unet, kinds))
+        if not are_foreign:
+            self._without_foreign_parts = state
+        # The host computes attention scores in float32 by its older processor alone.
+        kind = type(processors[0]) if processors else None
+        upcast = kind is not None and kind.__name__ == UPCASTING and is_plain(kind) and attentions[0].upcast_attention
+        return Parts(processors, are_foreign, bool(upcast))
 
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
@@ -269,15 +294,6 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
     text, sizes = added["text_embeds"], added["time_ids"]
     waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
     return torch.cat([text, waves], dim=-1).to(sample.dtype)
-
-
-def refuse_elsewhere(unet: Any, sample: Tensor) -> None:
-    """Raise Refusal where the host would fail: its weights are not on the sample's device, and no hook brings them
-    there during the call."""
-    first: Any = unet.conv_in
-    weights = first.weight.device
-    if weights != sample.device and not (first._forward_pre_hooks or only_moves(unet)):
-        raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
 
 
 def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:
