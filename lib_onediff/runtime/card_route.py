@@ -75,7 +75,7 @@ class OneCard:
         self.tried: Entry | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        served = replayed(self._services, self.network, call, self.settings, call.latent.device)
+        served = replayed(self._services, self.network, call, self.settings)
         if served is None:
             served = self.make_plan(call, host)
         return Answer(served.output, served)

@@ -40,11 +40,8 @@ class Plan(NamedTuple):
     turn: AbstractContextManager[object]
 
 
-def replayed(
-    services: Services, network: Network, call: Call, settings: Settings, device: torch.device
-) -> Served | None:
-    """A call computed by its plan: copy the inputs, replay, clone. device: that computes; inputs may come from
-    elsewhere.
+def replayed(services: Services, network: Network, call: Call, settings: Settings) -> Served | None:
+    """A call computed by its plan: copy the inputs, replay, clone.
 
     Whether anything has changed is looked at while the GPU computes, except for what the graph would read from memory
     that is gone. None where there is no plan, or something has changed: what was computed is dropped, and the call is
@@ -59,6 +56,7 @@ def replayed(
     if known is None:
         return None
     plan: Plan = known
+    device = call.latent.device
     if settings is not plan.settings or device != plan.device:
         return None
     is_autocast = is_autocast_on(device.type)

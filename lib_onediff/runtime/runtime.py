@@ -229,7 +229,7 @@ class Runtime:
             network, settings = self.network_and_settings(unet)
             if settings is self._plain or self._becomes_plain(settings):
                 network.step_memories.clear()
-                served = replayed(self.services, network, call, settings, call.latent.device)
+                served = replayed(self.services, network, call, settings)
                 if served is not None:
                     self.note_served(served)
                     return served.output

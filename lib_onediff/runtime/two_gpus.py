@@ -209,9 +209,10 @@ class TwoGpusRoute:
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
             pair.follow(network)
             with self._on(pair.device):
-                # Its graph's inputs are copied from the first card.
-                there, where = take_rows(call, second_rows), pair.mirror.binding.device
-                second = replayed(self._services, pair.network, there, settings, where)
+                # Copied to this card first, as where the plan was made: it is found by the devices too that the inputs
+                # are on, and not every runner copies its inputs.
+                there = pair.rows(call, second_rows)
+                second = replayed(self._services, pair.network, there, settings)
         card = self._by_card.card(network, settings, times_host=False)
         first = served_of(self._by_card.answer(card, here, lambda: host()[first_rows]))
         if pair is None:

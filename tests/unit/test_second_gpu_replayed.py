@@ -12,12 +12,16 @@ from builders import SMALL_XL, diffusers_unet
 from graph_builders import PretendedGraphs
 from ladder_builders import EAGER, NATIVE
 from samplings import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
+from torch import Tensor
 from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
 
+from lib_onediff.core.call import Call
+from lib_onediff.core.fields import signature_function
 from lib_onediff.core.settings import Settings
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.card_route import OneCard
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.runtime.two_gpus import Pair
 from lib_onediff.weights.scan import HostTraits
 
 HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tensors at every call", "the same prompt"])
@@ -38,7 +42,27 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
 
 
 @pytest.fixture
-def image_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Image]:
+def cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs on the second card have another signature, as on two GPUs."""
+    on_second: list[Tensor] = []
+    rows_of_pair = Pair.rows
+
+    def rows(self: Pair, call: Call, rows: slice) -> Call:
+        moved = rows_of_pair(self, call, rows)
+        on_second.append(moved.latent)
+        return moved
+
+    def with_card(kind: Any) -> Callable[[Call], Any]:
+        of_kind = signature_function(kind)
+        return lambda call: (of_kind(call), any(call.latent is one for one in on_second))
+
+    monkeypatch.setattr(Pair, "rows", rows)
+    for module in ("core.call", "runtime.plan"):
+        monkeypatch.setattr(f"lib_onediff.{module}.signature_function", with_card)
+
+
+@pytest.fixture
+def image_of(monkeypatch: pytest.MonkeyPatch, cards_are_told_apart: None) -> Callable[..., Image]:
     def make(traits: HostTraits = WEBUI, **options: Any) -> Image:
         cards, unet = TwoCpus(), diffusers_unet(**SMALL_XL)
         monkeypatch.setattr(runtime.two_gpus, "cards", cards)
