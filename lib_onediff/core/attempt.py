@@ -35,10 +35,11 @@ class HostError(BaseException):
     """
 
     def __init__(self, error: BaseException) -> None:
-        """error: is being handled by the function that the host's code was called from."""
+        """error: to be handed over in the except block around the call of the host's code. The first frame of its
+        traceback, the caller's, is left out of as_raised()."""
         super().__init__(error)
         self.error = error
-        # Nobody is to look for the error in our frames.
+        # The user's traceback begins in the host's code, not in ours.
         self._where = None if error.__traceback__ is None else error.__traceback__.tb_next
 
     @property
@@ -66,9 +67,10 @@ class HostFunction(partial):  # type: ignore[type-arg]
 
 
 def as_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one from which the host's own exceptions come as HostErrors.
+    """The function, wrapped so that its exceptions become HostErrors.
 
-    Code of ours around a HostFunction says so by raises_host_errors: any other exception of it is a fault of ours.
+    A function of ours that calls a HostFunction has raises_host_errors = True, and is returned as it is: what it raises
+    besides HostErrors is a fault of ours.
     """
     return function if getattr(function, "raises_host_errors", False) else HostFunction(function)
 
@@ -85,10 +87,12 @@ class Attempt(Generic[Result]):
 
     @classmethod
     def of(cls, error: Exception | HostError, around: BaseException | None = None) -> Attempt[Result]:
-        """What an exception says, which is being handled. A HostError is lack of memory: that is ours as well, because
-        the host has computed beside what OneDiff holds, and gets another turn without that.
+        """The Attempt for an exception that is being handled.
 
-        around: what the host was handling when it called us.
+        A HostError given here must carry the host's own OutOfMemoryError (see attempted, beside_host). What OneDiff
+        holds may be the memory that the host lacked, so it counts as OUT_OF_MEMORY: the caller frees our memory and
+        runs the host again. around: the exception that the host was handling when it called us; the frames of that one
+        are not cleared.
         """
         if isinstance(error, Refusal):
             return cls(Outcome.REFUSED, None, str(error), without_frames(error))
@@ -107,21 +111,34 @@ class Attempt(Generic[Result]):
         return self.error if self.outcome is Outcome.FAULT else None
 
     def given(self) -> Result:
-        """The answer. Raises what stands in its way, once, for a caller that decides no more than this one."""
+        """The answer. Without one, raises the Refusal, the fault, or an OutOfMemoryError.
+
+        The exception is let go as it is raised: its traceback holds the frames that hold this Attempt. From then on,
+        error and fault are None, and another call raises a new exception with the same reason.
+        """
         if self.outcome is Outcome.OURS:
             return cast("Result", self.answer)
-        error, self.error = self.error or torch.cuda.OutOfMemoryError(self.reason), None
+        error = self.error or self._raised_anew()
+        self.error = None
         try:
             raise error
         finally:
             # Its traceback holds this frame.
             del error
 
+    def _raised_anew(self) -> Exception:
+        """An exception for this outcome, which is not OURS, where the one that was caught is gone or was not kept."""
+        if self.outcome is Outcome.REFUSED:
+            return Refusal(self.reason)
+        if self.outcome is Outcome.OUT_OF_MEMORY:
+            return torch.cuda.OutOfMemoryError(self.reason)
+        return RuntimeError(self.reason)
+
 
 def attempted(work: Callable[[], Result], beside_host: bool = False) -> Attempt[Result]:
-    """What becomes of work(). A HostError passes through, as do KeyboardInterrupt and its like.
+    """What becomes of work(). HostErrors pass through, as do KeyboardInterrupt and its like.
 
-    beside_host: the host's own lack of memory counts as ours; see Attempt.of.
+    beside_host: a HostError of the host's own lack of memory does not pass: it counts as ours; see Attempt.of.
     """
     around = sys.exc_info()[1]
     try:
@@ -141,7 +158,8 @@ def without_frames(refusal: Refusal) -> Refusal:
 
 
 def clear_frames(error: BaseException, around: BaseException | None = None) -> None:
-    """Free what the functions have computed through which an exception has come. Its traceback can still be logged.
+    """Clear the local variables of all frames that an exception passed through, so that their tensors are freed. Its
+    traceback can still be logged.
 
     around: an exception that was being handled before: its frames are the host's.
     """
@@ -151,7 +169,8 @@ def clear_frames(error: BaseException, around: BaseException | None = None) -> N
 
 def raised_from(error: BaseException, around: BaseException | None) -> Iterator[BaseException]:
     """An exception and those that it was raised from, each once, up to around."""
-    waiting, seen = [error], {id(around)}
+    waiting = [error]
+    seen = {id(around)}
     while waiting:
         one = waiting.pop()
         if id(one) not in seen:

@@ -17,7 +17,7 @@ FULL, CACHED = "full", "cached"
 # Why the prompt's rows of a call are not known, in words for the user, whatever the host.
 APART = "prompt and negative prompt come in separate calls, or there is no negative prompt"
 OTHER_ROWS = "the call has rows besides those of prompt and negative prompt (tiles?)"
-# Why they cannot be computed alone.
+# Why rows of a call cannot be computed alone, in words for the user.
 PATCHED = "other extensions compute within the UNet"
 
 
@@ -39,8 +39,9 @@ class CutMemory:
         kept.copy_(hidden_states)
 
     def read(self) -> Tensor:
-        """The hidden states, as a tensor of its own: what operators know of these, they must not know of the next in
-        the same memory. Raises RuntimeError before the first write."""
+        """The hidden states, as a new tensor object over this memory: operators may keep facts about a tensor object,
+        and these must not be taken for facts about what is written here next. Raises RuntimeError before the first
+        write."""
         if self.tensor is None:
             raise RuntimeError("nothing has been written at this cut yet")
         return self.tensor.detach()
@@ -55,8 +56,8 @@ class Cut:
     """The network cut in two: the inner part, and the outer stages around it.
 
     depth: how many input stages, and as many output stages, are the outer part. reads: compute the outer part alone,
-    around what an earlier call has written to memory; otherwise compute everything, and write it. values: the
-    version of the weights' values that have written what is read (Epoch.values).
+    around what an earlier call has written to memory; otherwise compute everything, and write it. values: of a
+    cut that reads, Epoch.values at the whole pass that wrote its memory.
     """
 
     depth: int
@@ -100,7 +101,8 @@ class Call:
 
     @property
     def additions(self) -> tuple[str, ...]:
-        """What our forward computes besides the network's own layers; equal for calls that compute the same way."""
+        """What our forward computes besides the network's own layers, in words for a shape's key, one for each; equal
+        for calls that compute the same way."""
         return ()
 
     @property
@@ -138,7 +140,7 @@ class Call:
                 found[f"{words} in {str(dtype).removeprefix('torch.')} on {tensor.device}"] = None
         if not found:
             return ()
-        # What autocast lets pass, a host refuses without it.
+        # Under autocast a host takes other types than without it, so autocast's type is part of the words.
         autocast = autocast_dtype(latent.device.type)
         return tuple(found) if autocast is None else (*found, f"autocast to {autocast}")
 

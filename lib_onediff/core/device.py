@@ -1,4 +1,8 @@
-"""The protocol of devices: one way to compute a network's operators, and to run a forward made of them."""
+"""The protocol of backends: one way to compute a network's operators, and to run a forward made of them.
+
+A Device is a backend ("native", "eager", "oneflow"), not a GPU: the GPU or CPU that it computes on is a torch.device,
+and is what parameters named `device` are in this file.
+"""
 from __future__ import annotations
 
 import abc
@@ -57,8 +61,9 @@ class GraphMaker(Protocol):
     """Captures graphs, on one memory for each architecture and torch device, and accounts for that memory."""
 
     def prepare(self, architecture: str, binding: Source, ops: Operators, inputs: Call, needs: int = 0) -> Runner:
-        """A runner for calls of this shape. inputs: of such a call, as the runner's own. needs: bytes that it will take
-        of the shared memory. Raises RuntimeError and torch.cuda.OutOfMemoryError."""
+        """A runner for calls of this shape. binding: the Source that gives it layout and weights. inputs: such a call,
+        whose tensors become the runner's static inputs. needs: bytes of the shared memory that the runner will take, as
+        far as that is known. Raises RuntimeError and torch.cuda.OutOfMemoryError."""
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
         """The memory of all graphs on a device, or of one architecture's."""
@@ -85,8 +90,8 @@ class CachedRunner(NamedTuple):
 
 
 class KernelUse(NamedTuple):
-    """What decides which kernels are needed. users: descriptions of its layout. low_bit: as settings.Settings.low_bit,
-    "" for none."""
+    """What decides which kernels are needed. users: Layout.kernel_users of the network, the descriptions whose sizes
+    decide. low_bit: as settings.Settings.low_bit, "" for none."""
 
     architecture: str
     users: Sequence[Any]
@@ -100,7 +105,7 @@ class Traits:
     """Properties of a device that decide how the runtime uses it.
 
     has_graphs: CUDA graphs can capture its launches.
-    launches: it also serves without graphs, each operator launched by itself.
+    launches: it can run a forward outside of a CUDA graph, each operator launched by itself.
     launches_patched: it does so between functions of other extensions, too.
     channels_last: it needs the weights of convolutions in the channels-last memory format.
     takes_lossy: it computes the 8-bit products that Lossy names.
@@ -114,7 +119,7 @@ class Traits:
 
 
 class Device(abc.ABC):
-    """One way to compute a network. A device overrides the defaults below where it differs.
+    """A backend: one way to compute a network. It overrides the defaults below where it differs.
 
     name: the backend's name, as users choose it and as a shape's key holds it.
     """
@@ -135,7 +140,7 @@ class Device(abc.ABC):
     def refuse_call(self, call: Call, applied: Sequence[str]) -> None:
         """Raise Refusal with the reason for a call that the device does not compute.
 
-        applied: what the host does to the weights at each use, such as a cast, in words for the user.
+        applied: what the host does to the weights at each use, such as a cast, in words for the user; Network.kinds.
         """
 
     def allowed_error(self, dtype: torch.dtype) -> float:

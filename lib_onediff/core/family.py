@@ -13,8 +13,8 @@ from .operators import Operators
 
 # Shapes, (batch, heads, tokens, width), of an attention's queries and of its keys.
 AttentionShapes = tuple[tuple[int, ...], tuple[int, ...]]
-# Whether a module is a network of some kind, by its class and where that comes from; and the layout of such a module,
-# which raises Refusal with the reason for anything that it does not know in it.
+# A pair of functions: matches(module) returns whether a module is a network of some kind, by its class and the package
+# of that; read(module) returns its layout, and raises Refusal with the reason for anything unknown in the module.
 Reader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
 
 
@@ -28,7 +28,8 @@ class Layout:
     It also has architecture, equal for networks that are the same but for weights and names; model_name, for people;
     and sized_layers(height, width of the latent), the parts that hold all blocks, each with the height and width of
     what it takes.
-    foreign: what others have put into the module that calls must bring as patches, each in words for the user.
+    foreign: parts of other extensions in the module, each in words for the user. The network is served only for calls
+    that bring these parts, as Call.patches or as additions (Network.refuse_call).
     """
 
     foreign: tuple[str, ...] = ()
@@ -99,7 +100,7 @@ class Family(Protocol):
 
     @property
     def first_timestep(self) -> float:
-        """That of pure noise, as its networks get it; that of an image is 0."""
+        """The timestep of pure noise, in the unit that its networks take; that of a finished image is 0."""
 
     @property
     def usual_sizes(self) -> tuple[UsualSizes, ...]:
@@ -123,9 +124,11 @@ class Family(Protocol):
         are written to or read from its memory (see Cut). Raises RuntimeError where a cut was never written."""
 
     def units(self, layout: Any, call: Any) -> list[tuple[str, ...]]:
-        """What output reads of the weights, in its order, by the names of layers, fused ones in the place of their
-        members. It asks for what is in one unit once it has launched all that reads the units before, and for no matrix
-        of those again."""
+        """The layers whose weights output() reads, in the order in which it reads them, in groups (units), so that
+        weights in main memory can be copied ahead. Names are paths; a fused layer's name stands for its members.
+
+        output() must keep to it: it reads no weight of a unit before it has launched all that reads the units before,
+        and no matrix of an earlier unit again."""
 
     def deepest(self, layout: Any) -> int:
         """The largest depth at which it can be cut in two; 0 where it cannot."""

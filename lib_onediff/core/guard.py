@@ -35,8 +35,8 @@ class Guard:
 
     generation: how many generations have begun.
     suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
-    hook leaves the rest of its generation to the host. Where nobody tells of generations (resume), it costs the one
-    call.
+    hook leaves the rest of its generation to the host. Until resume() was called once, no host announces generations:
+    then a fault costs its own call alone.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,15 @@ class Guard:
         return sentence
 
     def give_up(self, hook: str, error: BaseException) -> str:
-        """As note, where the host has answered in our place within a hook: it does so for the rest of the generation.
+        """Note a fault of a hook that returns the host's answer by itself, and returns the sentence for the user.
 
-        Where no hook of serve's stands around it, nothing else follows.
+        When the hook around it (serve) has returned, the host serves the rest of the generation, as after any other
+        fault. Outside of serve, as in a call that is made without hooks, the fault is noted and nothing else follows.
         """
-        self._given_up = self.note(hook, error)
-        return self._given_up
+        sentence = self.note(hook, error)
+        if self._here.hooks:
+            self._given_up = sentence
+        return sentence
 
     def forget(self) -> None:
         """The page is made anew: old faults are no longer shown, and are logged again when they come again."""
@@ -112,7 +115,7 @@ class Guard:
                 theirs = passing.as_raised()
             except Exception as error:
                 tried: Attempt[Result] = Attempt.of(error, around)
-                # Whatever else it says should have been decided further inside.
+                # A Refusal or lack of memory should have been handled inside of ours; here it counts as a fault.
                 fault = tried.error or MemoryError(tried.reason)
             finally:
                 self._here.hooks -= 1
@@ -142,8 +145,8 @@ class Guard:
             self.attempt("the fallback to the host", lambda: declined(reason))
 
     def as_raised(self, work: Callable[[], Result]) -> Result:
-        """work(). Raises the host's own exceptions as the host has raised them, unless a hook stands around that does.
-        """
+        """What work() returns. The host's own exceptions are raised as the host has raised them; inside of serve they
+        pass as HostErrors, because serve does this for all of its hook."""
         if self._here.hooks:
             return work()
         try:
@@ -198,8 +201,8 @@ class Guard:
 
 
 def outcome_of(work: Callable[[], Result]) -> Future[Result]:
-    """What work() returns or raises, for the thread that waits for it: a host's own may print what is raised in it, and
-    hand None on."""
+    """What work() returns or raises, for the thread that waits for it. A host's own kind of thread may print an
+    exception and return None in its place."""
     future: Future[Result] = Future()
     try:
         future.set_result(work())

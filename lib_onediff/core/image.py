@@ -25,7 +25,10 @@ FORECAST = "forecast"
 HOSTS = "host"
 KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
 # How a call of the UNet went.
-GRAPH, PLAIN, HOST = ROUTES = ("graph", "plain", "host")
+GRAPH = "graph"
+PLAIN = "plain"
+HOST = "host"
+ROUTES = (GRAPH, PLAIN, HOST)
 # The largest number of reasons shown for steps that the host computed.
 MOST_TOLD = 2
 # How an image ended. FAILED: the host raised an exception. UNTOLD: its beginning and end are unknown, as in a pipeline
@@ -178,9 +181,12 @@ class ImageRecord:
 
     @property
     def limits(self) -> str:
-        """Why it was not faster, for users: the reason of its last call, below those of the steps that the host has
-        computed before it; "" for nothing. Outside of a generation nobody says which calls are of one image: there it
-        is the last call's alone."""
+        """Why the image was not faster, for users: up to MOST_TOLD reasons why the host computed steps, then the last
+        call's reason, joined by "; "; "" for nothing.
+
+        The last call's reason alone where the host computed that call too, or outside of a generation: there earlier
+        calls may belong to another image.
+        """
         is_one_image = self.state != UNTOLD
         earlier = list(self.by_host.items())[:MOST_TOLD] if is_one_image and self.route != HOST else []
         total = sum(self.steps.values())
@@ -311,6 +317,7 @@ def routes_of(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
 
 
 def counted(steps: Mapping[CountedStep, int], name: str) -> Counter[str]:
+    """How many of these steps have each value in the field of this name."""
     counts: Counter[str] = Counter()
     for step, count in steps.items():
         counts[getattr(step, name)] += count
@@ -318,8 +325,8 @@ def counted(steps: Mapping[CountedStep, int], name: str) -> Counter[str]:
 
 
 def times_of(steps: Mapping[CountedStep, int]) -> Times:
-    """Means over these steps. Ours are of these steps alone, and the host's of whenever it was timed. No ratio where
-    all are the host's own."""
+    """Means over these steps. step_ms is of the last times of each stopwatch, as many as it has steps here; host_ms is
+    of all times of the host's stopwatches. No ratio where all steps are the host's own."""
     hosts = [(step.host, count) for step, count in steps.items()]
     step_ms = own_ms(steps)
     host_ms = mean(hosts, attrgetter("median_ms"))
@@ -345,7 +352,7 @@ def time_of(steps: Mapping[CountedStep, int]) -> float | None:
 def mean(
     parts: Iterable[tuple[Stopwatch | None, int]], value: Callable[[Stopwatch], float | None]
 ) -> float | None:
-    """Of values of stopwatches, each as often as it is told; None where one is unknown."""
+    """The mean of value(stopwatch), each weighted by its count; None where one is unknown."""
     values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
     known = [(found, count) for found, count in values if found is not None]
     if not known or len(known) < len(values):

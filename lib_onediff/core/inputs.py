@@ -11,8 +11,8 @@ from .call import Call
 from .fields import mapped, tensors_of
 
 
-def own_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_format) -> Call:
-    """The call with inputs that belong to the graph.
+def cloned_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_format) -> Call:
+    """The call with every tensor cloned, to be the static inputs of a graph.
 
     The timestep becomes a float, whole or not, so that samplers of either kind share a graph.
     """
@@ -46,7 +46,8 @@ def rows_within(value: Any, rows: slice, batch: int) -> Any:
 
 
 def bytes_of(inputs: Call) -> int:
-    """What a graph's own inputs hold, what it writes at a cut among them: who reads it shares it."""
+    """Bytes of a graph's static inputs, and of its cut's memory if it writes that: a graph that only reads a cut shares
+    the memory of the one that writes it."""
     cut = inputs.cut
     written = cut.memory.bytes if cut is not None and not cut.reads else 0
     return sum(tensor.nbytes for tensor in tensors_of(inputs)) + written

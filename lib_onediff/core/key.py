@@ -39,7 +39,8 @@ LOSSLESS = Lossy()
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
-    inputs: what tells the call from the usual one; see Call.unusual. own_inputs, label: see Call.
+    inputs: words: marks of the weights (Network.kinds), then Call.unusual; of a decode, DECODE comes first. own_inputs:
+    shapes of the inputs that only this family's calls have; see Call.own_inputs. label: see Call.
     backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
     that change its numbers; see precision.flags_for. part, depth: which pass of a cut network, "" for a whole one.
     patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
@@ -71,9 +72,10 @@ class ShapeKey:
         cls, architecture: str, dtype: torch.dtype, call: Call, backend: str = "", precision: Flags = (),
         marks: tuple[str, ...] = (), lossy: Lossy = LOSSLESS,
     ) -> ShapeKey:
-        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: what else
-        tells it from other calls."""
-        batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
+        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: how the host
+        computes with its weights, in words; see Network.kinds."""
+        batch = call.latent.shape[0]
+        height, width = call.latent.shape[-2:]
         cut = call.cut
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.tokens,

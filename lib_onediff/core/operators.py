@@ -21,11 +21,14 @@ WeightedNorm = tuple[LayerWeights, RMSNorm]
 
 
 class Residual(NamedTuple):
-    """The residual of a transformer: tokens, and what is still to be added to them.
+    """The residual of a transformer: tokens, and what is still to be added to them. Its value is
+    tokens + update * update_scales * gate + deferred_bias + bias; whatever is None is left out.
 
-    deferred_bias, bias: (width,) each, or None: for every token the same. Two vectors cost less when the next norm adds
-    them than when every linear layer does. update: of the shape of tokens, or None; update_scales: (..., 1) in float32,
-    and gate: (batch, width), by which it is multiplied first, or None.
+    update: of the shape of tokens, what the last layer adds, where it is not in tokens yet; update_scales: (..., 1), in
+    float32; gate: (batch, width). Both are factors of the update alone, not of the biases.
+    bias: (width,), of the last linear layer. deferred_bias: (width,), in float32: the sum of the biases of layers
+    before. The next norm adds these vectors as it reads the tokens, and writes deferred_bias + bias as the new
+    deferred_bias: that costs less than if every linear layer added its own bias to all tokens.
     """
 
     tokens: Tensor
@@ -39,8 +42,8 @@ class Residual(NamedTuple):
 class Modulation(NamedTuple):
     """Vectors that change a norm's output, usually made from the timestep: norm * scale + shift.
 
-    scale: (batch, width). A network that stores scales relative to one adds the one before. shift: (batch, width), or
-    None for no shift.
+    scale: (batch, width). The caller adds 1 first where a network stores scale - 1. shift: (batch, width), or None for
+    no shift.
     """
 
     scale: Tensor

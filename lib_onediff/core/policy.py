@@ -59,18 +59,23 @@ class Compute(Protocol):
         """
 
     def check(self, call: Call, served: Served) -> None:
-        """See once that this call computes what was served, to rounding, so that calls like it may serve without
-        a host. Where it does not, they never do."""
+        """Prove a call that no forward of the host corresponds to, such as a cached pass: compute it once, and compare
+        the output with that of the full pass, served. From then on calls of its shape are computed with host=None.
+
+        Raises Refusal, now and at each later use, where the two differ by more than rounding.
+        """
 
 
 class StepMemory:
     """What a policy keeps of a network's calls within one run through a sampling.
 
     keeps_tensors: whether it is dropped when the host takes the network off the GPU before the run is over. is_broken:
-    whether the policy has failed, and is inactive for the rest of this run.
+    whether the policy has failed, and is inactive for the rest of this run. sampling_run: the Position.sampling_run
+    that it belongs to, set by StepContext.memory_of.
     """
 
-    keeps_tensors = is_broken = False
+    keeps_tensors = False
+    is_broken = False
     sampling_run: object = None
 
 
@@ -82,13 +87,14 @@ class StepContext:
     """Everything that a policy may ask about one call and its sampling.
 
     host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
-    the prompt's; None where nobody can. times: a runtime.call_stats.CallStats, which counts the steps of its image.
+    the prompt's; None where nobody can. times: the runtime.call_stats.CallStats that counts the steps of its image.
     memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and where
     the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be cut
     in two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it.
-    values: the version of the weights' values now, looked at anew. ordered: the context in which memory that calls
-    share may be written. is_warm_up: it makes a shape ready, and belongs to no image. is_counted: False for a part of a
-    call that is counted as a whole.
+    values: looks for edits of the weights now, and returns the version of their values (Epoch.values). ordered: makes a
+    context manager inside of which this thread alone launches work on the call's device, and may write memory that
+    calls share (Services.computing). is_warm_up: the call makes a shape ready, and belongs to no image. is_counted:
+    False for a part of a call that is counted as a whole.
     """
 
     call: Call
@@ -125,8 +131,7 @@ class StepPolicy(Protocol):
 
     name: of its part of the status. title: for people. status: what it did, in plain values: counts, and as "reason"
     why the last call was computed as without it; "" where it was not, or it is off. whole_batch: whether it decides for
-    a call's whole batch. One that does not stands inside of what splits a batch between GPUs, so that its memory is on
-    the GPU that computes.
+    a call's whole batch. False: it decides for each GPU's part of a batch by itself, so that its memory is on that GPU.
     """
 
     name: str
@@ -138,7 +143,8 @@ class StepPolicy(Protocol):
         """Whether the user wants it."""
 
     def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that answers the call. It raises what compute raises.
+        """A function that answers the call, with the next Compute as its argument. It raises what compute raises. It is
+        for this call alone: a runtime.plan.Plan, which replays later calls, is another thing.
 
         Raises Refusal with the reason if the call is to be computed as without this policy; the caller puts it into the
         status.

@@ -18,16 +18,21 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 # How long something took: in seconds, or as the events at its beginning and its end, which a GPU has yet to reach.
 Took = float | tuple["torch.cuda.Event", "torch.cuda.Event"]
-# Fewer times than this are chance; older ones than so many go.
-ENOUGH, MOST_TIMES = 3, 32
+# Fewer times than this are chance.
+ENOUGH = 3
+# A stopwatch keeps so many times: the oldest go.
+MOST_TIMES = 32
 # Of one shape; LoRAs make more of them.
 MOST_VERDICTS = 64
 # Of replaced functions, in a reason.
 MOST_NAMED = 3
-# An extension that draws each face at a size of its own makes shapes for ever. Beyond MOST_SHAPES the least recently
-# used are forgotten, so many at once that their order is looked at seldom; never the last LEAST_RECENT, which the image
-# in progress may use.
-MOST_SHAPES, FORGOTTEN_AT_ONCE, LEAST_RECENT = 1000, 100, 100
+# An extension that draws each face at a size of its own makes shapes for ever. Beyond this number the least recently
+# used are forgotten.
+MOST_SHAPES = 1000
+# So many are forgotten at once that their order is looked at seldom.
+FORGOTTEN_AT_ONCE = 100
+# The shapes that were used last are never forgotten: the image in progress may use them.
+LEAST_RECENT = 100
 
 
 def median_of(ordered: list[float]) -> float:
@@ -194,16 +199,16 @@ class OfVerdict(Generic[Value]):
 
 @dataclass(eq=False)
 class Entry:
-    """A shape, and what was found of it over the weights of the last call.
+    """A shape, and the verdict on it over the weights of the last call.
 
-    weights: whose verdict that is (BoundUNet.identity). replaced: who has replaced which functions of the host's, at
-    the last call. model: its name for people. needs: how much its graph takes of
-    the memory that all graphs share, alone; known from its plain calls on. waits: why it has no graph yet. misfits: how
-    often functions of other extensions did not fit its graphs. kept_uses: how many of its uses the store knows.
-    host: the times of the host's own forward; a cached pass has those of the whole one for which it stands. in_image:
-    the means over all steps of the last image that stood for whole ones of this shape. None
-    before one.
-    no_graph, of its verdict: why it has no graph and will get none.
+    model: its name for people. weights: the digest of the weights that verdict belongs to (BoundUNet.identity).
+    replaced: who has replaced which functions of the host's, at the last call. needs: bytes of the memory shared by all
+    graphs that its graph takes, not counting what other graphs need; measured in calls without a graph, 0 before.
+    waits: why it has no graph yet. misfits: how often functions of other extensions did not fit its graphs. uses: the
+    number of its calls. kept_uses: how many of these are in the store. own: the times of our forward. host: those of
+    the host's own forward; a cached pass has those of the full pass that it replaces. in_image: the mean times in the
+    last image, over all steps that the host would have computed as full passes of this shape; None before one.
+    state, reason, no_graph, relative_error: those of the verdict. no_graph: why it has no graph and will get none.
     """
 
     key: ShapeKey
@@ -221,30 +226,40 @@ class Entry:
     in_image: Times | None = None
     verdict: Verdict = field(default_factory=Verdict)
     _others: dict[str, Verdict] = field(default_factory=dict)
-    state, reason, no_graph = OfVerdict[State](), OfVerdict[str](), OfVerdict[str]()
+    state = OfVerdict[State]()
+    reason = OfVerdict[str]()
+    no_graph = OfVerdict[str]()
     relative_error = OfVerdict["float | None"]()
 
     def of_weights(self, weights: str, sampling: Hashable = None, replaced: Sequence[str] = ()) -> Entry:
-        """The same entry, with what was found of it over these weights. Our forward is tried again where it has failed
-        once, in another sampling; None: at another call. replaced: sentences, see BoundUNet."""
+        """Switches this entry to its verdict over these weights, a new one where there is none, and returns the entry.
+
+        READY becomes PROVED, because a graph is of the weights that it was captured with. A verdict that has failed
+        once is COLD again, so that our forward is tried again, in another sampling than it failed in; sampling None,
+        outside of any: at any later call. replaced: sentences, see BoundUNet.
+        """
         self.replaced = replaced
         if weights != self.weights:
             self._others[self.weights] = self.verdict
-            self.verdict, self.weights = self._others.pop(weights, Verdict()), weights
+            self.verdict = self._others.pop(weights, Verdict())
+            self.weights = weights
             if self.state is State.READY:
                 self.state = State.PROVED
             while len(self._others) > MOST_VERDICTS:
                 del self._others[next(iter(self._others))]
         known = self.verdict
         if known.state is State.FAILED and known.failures == 1 and (sampling is None or known.failed_in != sampling):
-            known.state, known.reason = State.COLD, ""
+            known.state = State.COLD
+            known.reason = ""
         return self
 
     def forget_failures(self, weights: str) -> None:
         """These weights are given back: what has failed over them may go well another time."""
         known = self.verdict if weights == self.weights else self._others.get(weights)
         if known is not None and known.state is State.FAILED:
-            known.state, known.reason, known.failures = State.COLD, "", 0
+            known.state = State.COLD
+            known.reason = ""
+            known.failures = 0
 
     @cached_property
     def place(self) -> Place:
@@ -262,12 +277,17 @@ class Entry:
         self.last_used = time.time()
 
     def blame(self, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
-        """Something went wrong: another backend, or the host, serves this shape over these weights. Returns the reason,
-        with the backend's name. is_final: otherwise it is tried once more; see of_weights."""
+        """Mark this shape as failed over these weights, so that another backend, or the host, serves it. Returns the
+        reason for users: what went wrong, with the backend's name.
+
+        is_final: it is not tried again. False: a first failure is forgiven in another sampling than this; of_weights
+        looks for failures == 1, so 2 is never forgiven.
+        """
         known = self.verdict
-        why = "; ".join((f"{what} (backend {self.key.backend_label})", *self.replaced[:MOST_NAMED]))
-        known.state, known.reason, known.failed_in = State.FAILED, why, sampling
-        known.failures = known.failures + 1 if not is_final else 2
+        known.state = State.FAILED
+        known.reason = "; ".join((f"{what} (backend {self.key.backend_label})", *self.replaced[:MOST_NAMED]))
+        known.failed_in = sampling
+        known.failures = 2 if is_final else known.failures + 1
         return known.reason
 
 
@@ -279,8 +299,8 @@ class ShapeTable:
         self, kept: Callable[[], Callable[[Entry], bool]] = lambda: lambda entry: False,
         forgotten: Callable[[Collection[Entry]], object] = lambda entries: None,
     ) -> None:
-        """kept: called before anything is forgotten. Returns whether an entry must stay. forgotten: called with the
-        entries that are gone."""
+        """kept: called once before entries are forgotten; returns a function that says whether an entry must stay.
+        forgotten: called with the entries that are gone."""
         self._kept, self._forgotten = kept, forgotten
         self._entries: dict[ShapeKey, Entry] = {}
         # Pages look and purge while another thread makes images.

@@ -1,8 +1,9 @@
-"""Which devices are tried for a call, and why not the others: by the settings, the machine and the model. And the
-weights in eight bits that it wants: of the products that gain, in the classes of layers that this checkpoint bears.
+"""Which devices are tried for a call, and why not the others: by the settings, the machine and the model. And which
+layers of a call are computed in eight bits: those whose products are faster so, of the classes of layers that keep this
+checkpoint within the user's error budget.
 
-What it bears is measured once, in the calls of the user's own image: the output with one class alone in eight bits, and
-with all that is used, against the same call with none.
+The error of a class is measured once, in calls of the user's own image: the output with that class alone in eight bits,
+and with all classes that are used, against the output of the same call with none.
 """
 from __future__ import annotations
 
@@ -36,17 +37,21 @@ NOT_FINITE = "Low-bit's error cannot be measured here: the exact output has NaN 
 
 
 class BackendChoice:
-    """Whoever calls holds the runtime's lock."""
+    """Brings a network's binding up to date for a call, and names the devices to try. Callers hold the runtime's lock
+    (Services.computing)."""
 
     def __init__(self, services: Services) -> None:
-        self._services, self._graphs, self._devices = services, services.graphs, services.devices
+        self._services = services
+        self._graphs = services.graphs
+        self._devices = services.devices
 
     def begin(self, network: Network, settings: Settings, call: Call) -> Candidates:
         """The devices to try for a call, with the binding made true for it.
 
         Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
         """
-        device, budget = call.latent.device, settings.memory_budget
+        device = call.latent.device
+        budget = settings.memory_budget
         candidates = self._devices.candidates(settings, device, call.latent.dtype, self._services.is_warm_up)
         network.bound.reader = self._devices.contents_reader(device)
         network.bound.refresh(
@@ -65,13 +70,15 @@ class BackendChoice:
         return candidates
 
     def _with_low_bit(self, network: Network, settings: Settings, call: Call, found: Candidates) -> Candidates:
-        """The same, with products in eight bits to be tried first, or the reason why not."""
+        """The candidates with 8-bit variants of the first device (Candidates.lossy), or with the reason why none."""
         if not found.devices[0].traits.takes_lossy:
             other = found.reason or "another one was chosen"
             return found._replace(reason=f"Low-bit needs the native backend: {other}")
-        beside, lacks = Lossy(settings.low_bit), dict[str, None]()
+        beside = Lossy(settings.low_bit)
         wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
-        tried, low_bit = list[Lossy](), self._devices.lossy.low_bit
+        low_bit = self._devices.lossy.low_bit
+        lacks: dict[str, None] = {}
+        tried: list[Lossy] = []
         for lossy in wanted:
             if lossy.only and not network.bound.binding.away:
                 lack: str | None = NONE_IN_MAIN_MEMORY
@@ -88,11 +95,14 @@ class BackendChoice:
 
 
 class LowBitRoute:
-    """Whoever calls holds the runtime's lock."""
+    """Chooses, measures and keeps the weights in eight bits of a network. Callers hold the runtime's lock
+    (Services.computing)."""
 
     def __init__(self, services: Services) -> None:
-        self._services, self._graphs = services, services.graphs
-        self._devices, self._families = services.devices, services.families
+        self._services = services
+        self._graphs = services.graphs
+        self._devices = services.devices
+        self._families = services.families
 
     def tune(self, network: Network, lossy: Lossy, call: Call) -> bool:
         """Measure which products in eight bits pay, where that is not known. Returns whether it was measured."""
@@ -101,9 +111,9 @@ class LowBitRoute:
     def fit(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool = False
     ) -> None:
-        """Have the weights in eight bits that a call wants: those that pay within the budget, or, where they take the
-        place of the host's, all. is_first: measure first which products pay, where that is not known: what is checked
-        is then what will run. Raises Refusal with the reason where there are none."""
+        """Make the weights in eight bits that a call is computed with: those that are faster and within the error
+        budget; with lossy.only, all that fit. is_first: measure first which products are faster, where that is not
+        known, so that what is checked is what will run. Raises Refusal with the reason where there are none."""
         fitted = attempted(lambda: self._fit_first(network, lossy, call, settings, is_first))
         if fitted.outcome is Outcome.OUT_OF_MEMORY:
             network.no_room_for_low_bit = True
@@ -116,6 +126,7 @@ class LowBitRoute:
     def _fit_first(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool
     ) -> None:
+        """See fit. Raises Refusal and torch.cuda.OutOfMemoryError."""
         if network.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
         fitting = self._that_fit(network, lossy, call, is_first) if lossy.only else None
@@ -126,16 +137,20 @@ class LowBitRoute:
     def _fit(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
     ) -> None:
-        """fitting: those that stand for weights in main memory."""
+        """Keep in eight bits the layers that are wanted now. fitting: names of the layers of which the GPU is to hold
+        the 8-bit weights alone (Lossy.only); None: 8-bit weights are kept beside the host's. Raises Refusal where no
+        class of layers is within the budget."""
         budget = settings.low_bit_budget
-        low_bit, layout = self._devices.lossy.low_bit, network.bound.layout
+        low_bit = self._devices.lossy.low_bit
+        layout = network.bound.layout
         other = network.low_bit is not None and not network.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
         if other or (network.low_bit is not None and network.low_bit.are_alone != lossy.only):
             # Those of another choice.
             self._graphs.drop_low_bit(network)
         wanted = low_bit.wanted(lossy, layout, call)
         if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.everywhere:
-            network.low_bit_choice, left_out = None, frozenset[str]()
+            network.low_bit_choice = None
+            left_out: frozenset[str] = frozenset()
         else:
             left_out = self._left_out(network, lossy, call, budget, wanted)
         if fitting is not None:
@@ -148,9 +163,15 @@ class LowBitRoute:
             )
 
     def _that_fit(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
-        """The layers in main memory for which there is room on the GPU in eight bits: all, where the host takes others
-        off it. Raises Refusal where there is none."""
-        bound, kept, low_bit = network.bound, network.low_bit, self._devices.lossy.low_bit
+        """Names of the layers in main memory whose 8-bit weights fit on the GPU, taken in the order of low_bit.wanted;
+        and of those that are kept so already.
+
+        Where not all fit, the host is asked first to take more weights off the GPU. If it does, the binding is
+        refreshed, and the layers, by then more, are counted anew. Raises Refusal where none fits.
+        """
+        bound = network.bound
+        kept = network.low_bit
+        low_bit = self._devices.lossy.low_bit
         there = kept.names() if kept is not None and kept.are_alone else set[str]()
         if there and not is_first:
             return there
@@ -159,11 +180,11 @@ class LowBitRoute:
             name: sum(part.numel() for part in bound.binding.parts(name)[0])
             for name in wanted if name in bound.binding.away and name not in there
         }
-        # What is computed, and what the rest is copied to, has to fit as well.
+        # The results of 8-bit layers, and the buffers that the other layers are copied to, have to fit as well.
         room = self._services.holdings.card.room(bound.binding.device) - RING
         room -= low_bit.working_bytes(lossy, bound.layout, call)
         lacking = sum(sizes.values()) - room
-        # Two bytes that go make room for one, and have to be in eight bits as well.
+        # A 16-bit weight that goes frees two bytes, of which its own copy in eight bits takes one.
         if lacking > 0 and network.make_room(2 * lacking):
             bound.refresh(call, bound.channels_last)
             return self._that_fit(network, lossy, call, is_first)
@@ -179,13 +200,15 @@ class LowBitRoute:
     def _left_out(
         self, network: Network, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
     ) -> frozenset[str]:
-        """The classes of layers that stay exact, measured where that is not known.
+        """The classes of layers that stay exact; their errors are measured where they are not known.
 
-        A call that makes a shape ready belongs to no image, and a cached pass is no whole step: they measure nothing,
-        and what is not known is in eight bits. Raises Refusal with why it cannot be measured, and
+        Warm-ups and cached passes measure nothing, because they are no full steps of an image; in these, a class of
+        unknown error is in eight bits. Raises Refusal with why nothing can be measured, and
         torch.cuda.OutOfMemoryError.
         """
-        layout, low_bit, dtype = network.bound.layout, self._devices.lossy.low_bit, call.latent.dtype
+        layout = network.bound.layout
+        low_bit = self._devices.lossy.low_bit
+        dtype = call.latent.dtype
         name = f"low-bit {lossy.low_bit} errors, {network.bound.checkpoint()}, {str(dtype).removeprefix('torch.')}"
         known = low_bit.tuning_cache.get(name)
         choice = Choice(layout.model_name, wanted, low_bit.classes(layout), budget, known)
@@ -209,13 +232,14 @@ class LowBitRoute:
         return choice.left_out
 
     def _measured(self, network: Network, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
-        """Measure until it is known what is within the budget: a forward pass for each class and for all together, and
-        for fewer until they are within it, without a graph. Raises Refusal where that cannot be, and
-        torch.cuda.OutOfMemoryError."""
+        """The choice with errors measured until it is known which classes are within the budget: one forward pass
+        without a graph for each class alone, one for all together, and more for fewer classes while these are beyond
+        the budget. Raises Refusal where the exact output is not finite, and torch.cuda.OutOfMemoryError."""
         exact: Tensor | None = None
         while due := choice.due(half):
             self._have(network, choice.wanted, choice.left_out)
-            exact = self._output(network, lossy, call, ()) if exact is None else exact
+            if exact is None:
+                exact = self._output(network, lossy, call, ())
             if not bool(torch.isfinite(exact).all()):
                 raise Refusal(NOT_FINITE)
             for group in due:
@@ -225,21 +249,23 @@ class LowBitRoute:
         return choice
 
     def _have(self, network: Network, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
-        """Have the wanted layers in eight bits that are not of these classes; whether any is left. Raises
+        """Keep in eight bits exactly the wanted layers whose class is not in left_out; graphs and weights of another
+        choice are dropped first. Returns False, and rounds nothing, where that leaves none. Raises
         torch.cuda.OutOfMemoryError."""
         if network.low_bit is not None and network.low_bit.left_out != left_out:
             # Graphs have another choice in them.
             self._graphs.drop_low_bit(network)
         low_bit = self._devices.lossy.low_bit
         classes = low_bit.classes(network.bound.layout)
-        left = {layer: kind for layer, kind in wanted.items() if classes[layer] not in left_out}
-        if wanted and not left:
+        chosen = {layer: kind for layer, kind in wanted.items() if classes[layer] not in left_out}
+        if wanted and not chosen:
             return False
-        network.fit_low_bit(low_bit.quantizer(), left, left_out)
+        network.fit_low_bit(low_bit.quantizer(), chosen, left_out)
         return True
 
     def _output(self, network: Network, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
-        """The whole UNet's, with these layers alone in eight bits."""
-        ops, whole = self._devices.lossy.operators(), replace(call, cut=None)
+        """The whole UNet's output, with these layers alone in eight bits."""
+        ops = self._devices.lossy.operators()
+        whole = replace(call, cut=None)
         source = network.source(lossy, whole, layers)
         return self._families.output(source.layout, source.weights(), ops, whole)

@@ -80,8 +80,10 @@ class ThisThread(threading.local):
 
 
 class Generations:
-    """running: those in progress, the innermost last. One that has failed is over when the host has let go of it.
-    this_thread: whether the calls of the thread that reads it are a warm-up.
+    """The generations in progress.
+
+    running: references to them, the innermost last. One that has failed is over when the host has let go of it.
+    this_thread: state of the thread that reads it: whether its calls are a warm-up.
     """
 
     def __init__(self) -> None:
@@ -107,20 +109,26 @@ class Generations:
             self.this_thread.is_warm_up = before
 
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
-        """p: what the host makes the images from. A copy of one in progress goes on with it; one that begins again has
-        failed before."""
+        """The generation of p, the host's processing object, which becomes the innermost one.
+
+        A copy of the p of a generation in progress joins that generation. Where the same p begins again, its earlier
+        run has failed: the log starts anew.
+        """
         known: Generation | None = p.__dict__.get(GENERATION)
         if known is not None and known in self.alive():
-            known.settings, known.why_off = settings, why_off
+            known.settings = settings
+            known.why_off = why_off
             if known.owner == id(p):
                 known.log = ImageLog(OPEN)
             return known
-        p.__dict__[GENERATION] = generation = Generation(id(p), settings, why_off)
+        generation = Generation(id(p), settings, why_off)
+        p.__dict__[GENERATION] = generation
         self.running = [*map(weakref.ref, self.alive()), weakref.ref(generation)]
         return generation
 
     def end(self, p: Any) -> Generation | None:
-        """The generation that is over. Nothing happens at the end of a copy: it goes on without it."""
+        """End the generation of p, and return it. None, and nothing ends, for a copy of its p: the generation goes
+        on."""
         known: Generation | None = p.__dict__.pop(GENERATION, None)
         if known is None or known.owner != id(p):
             return None
@@ -129,9 +137,11 @@ class Generations:
 
     @property
     def innermost(self) -> Generation | None:
+        """The generation that calls belong to; None where none is in progress."""
         return next(reversed(self.alive()), None)
 
     def alive(self) -> list[Generation]:
+        """The generations in progress that their hosts still hold, the innermost last."""
         return [generation for one in self.running if (generation := one()) is not None]
 
 
@@ -163,21 +173,21 @@ class CallStats:
 
     def __init__(self) -> None:
         self.generations = Generations()
-        # Of calls outside of any generation.
+        # The log of calls outside of any generation. Its records are UNTOLD; those of generations are OPEN.
         self._open = ImageLog()
         self._last = ImageRecord(reason=NO_IMAGE)
-        # Of the last call, until its image ends.
+        # The log of the last call, until its image ends.
         self._latest: ImageLog | None = None
         # The steps of the last image that we have made at each place.
         self.parts: dict[Place, ImagePart] = {}
         # How many images were made at each place.
         self.images: Counter[Place] = Counter()
         self._host_seconds: dict[Hashable, float] = {}
-        # What stands for the host's own times of the calls that are made now, where that is not their shape's.
+        # Set by standing_for: the host's times and the kind of step that calls made now count with.
         self._stands_for: tuple[Stopwatch | None, str] | None = None
         self._timing = Timing()
         self.last_call = LastCall()
-        # Where the last call belongs.
+        # The place (model and resolution) of the last call.
         self._place = Place()
         self.calls: Counter[str] = Counter()
         self._told: dict[tuple[str, str], float] = {}
@@ -200,34 +210,38 @@ class CallStats:
         return latest.record(FAILED if latest.state == OPEN else "")
 
     def begin_image(self) -> None:
-        """A sampling begins: where no generation tells more, it is an image."""
+        """Note that a sampling begins. Outside of generations and warm-ups, the image before it is over."""
         if not self.generations.this_thread.is_warm_up and self.generations.innermost is None:
             self._close()
 
     def _close(self) -> None:
-        """The image outside of any generation is over."""
-        if self._open.steps:
-            done, self._open = self._open, ImageLog()
+        """End the image outside of any generation, if it has steps."""
+        done = self._open
+        if done.steps:
+            self._open = ImageLog()
             self._end(done, done.record(), 1)
 
     def end_image(
         self, generation: Generation, like: Hashable, images: int = 1, is_whole: bool = True,
         seconds: float | None = None,
     ) -> ImageRecord:
-        """The images of a generation are done, or were interrupted. Returns their record.
+        """End the images of a generation, which are done or were interrupted. Returns their record.
 
-        like: equal for images whose seconds can be compared. images: how many there are. seconds: of each, by default
-        as the clock says.
+        like: equal for images whose seconds can be compared. images: how many there are. is_whole: False: interrupted.
+        seconds: of each, by default as the clock says.
         """
         self._close()
-        done, is_hosts = generation.log, not generation.settings.enabled
+        done = generation.log
+        is_hosts = not generation.settings.enabled
         if not is_whole or done.is_interrupted:
-            record, images = done.record(INTERRUPTED, seconds=seconds), 0
+            record = done.record(INTERRUPTED, seconds=seconds)
+            images = 0
         elif is_hosts:
             record = done.record(DONE, images, seconds=seconds)
-            # The host's first images load what later ones find.
-            known = self._host_seconds.pop(like, None)
-            self._host_seconds[like] = min(record.seconds or 0.0, record.seconds or 0.0 if known is None else known)
+            # The fastest image counts: the host's first images load what later ones find.
+            took = record.seconds or 0.0
+            fastest = self._host_seconds.pop(like, took)
+            self._host_seconds[like] = min(took, fastest)
             while len(self._host_seconds) > MOST_HOST_IMAGES:
                 del self._host_seconds[next(iter(self._host_seconds))]
         else:
@@ -239,6 +253,7 @@ class CallStats:
         return record
 
     def _end(self, done: ImageLog, record: ImageRecord, images: int) -> None:
+        """Take a record as the last image's, and count its images and steps at their places."""
         done.note_times()
         for part in record.parts:
             if part.model is not None and part.resolution is not None:
@@ -246,18 +261,22 @@ class CallStats:
                 self.images[place] += images
                 if not part.is_hosts:
                     self.parts[place] = part
-        self._last, self._latest = record, None
+        self._last = record
+        self._latest = None
 
     def settle(self) -> None:
-        """Have what the image in progress has shown count for its shapes, as where nobody says when it ends."""
+        """Write the times of the image outside of any generation into the entries of its shapes now: nothing announces
+        its end."""
         self._open.note_times()
 
     def forget(self, entries: Collection[Entry], left: Callable[[], Collection[Entry]]) -> None:
-        """These shapes are gone from the table: what was counted at a place goes with its last one. left: called for
-        those that are still there."""
+        """Forget what was counted for shapes that are gone from the table; and what was counted at a place, when no
+        shape of that place is left. left: returns the entries that are still there."""
         known = set(entries)
-        gone = {entry.place for entry in known}
-        for place in gone.difference(entry.place for entry in left() if gone):
+        if not known:
+            return
+        places_left = {entry.place for entry in left()}
+        for place in {entry.place for entry in known} - places_left:
             self.parts.pop(place, None)
             self.images.pop(place, None)
         for step in list(self._open.steps):
@@ -273,13 +292,13 @@ class CallStats:
         return self._open if generation is None else generation.log
 
     def note_first_use(self) -> None:
-        """A call has found something out that later calls know."""
+        """Count a first use: a call that checks, captures, measures or compiles what later calls find done."""
         if (current := self._log()) is not None:
             current.first_uses += 1
 
     @contextlib.contextmanager
     def checking(self, device: torch.device) -> Iterator[None]:
-        """A decode is checked inside, which later ones at its size are not."""
+        """Time the check of a decode, made inside, which later decodes at its size do without."""
         self.note_first_use()
         stop = start_timing(device)
         try:
@@ -301,7 +320,9 @@ class CallStats:
 
     @contextlib.contextmanager
     def standing_for(self, host: Stopwatch | None, kind: str = WHOLE) -> Iterator[None]:
-        """The host would take host's time for calls made inside. kind: what those are that are otherwise whole."""
+        """Calls made inside stand in for another call, such as the prompt's rows for a whole batch: they are counted
+        against these times of the host's forward, not those of their own shape, and with this kind in place of WHOLE.
+        """
         before, self._stands_for = self._stands_for, (host, kind)
         try:
             yield
@@ -312,8 +333,12 @@ class CallStats:
         self, kind: str, own: Stopwatch | None, host: Stopwatch | None, route: str = "", entry: Entry | None = None,
         reason: str | None = None,
     ) -> Stopwatch | None:
-        """A step of this kind was made, in the time that own has taken; host would have taken host's. route: of the
-        call, if there was one; reason: why not by a faster one. Returns the host's times that count for it."""
+        """Count one step.
+
+        own: the stopwatch of such steps. host: the stopwatch of the host's steps in its place. route: of the call, if
+        there was one; reason: why not by a faster one. Returns the stopwatch of the host that was used: that of
+        standing_for, if the call is made inside one.
+        """
         if self._stands_for is not None:
             host, stands = self._stands_for
             kind = stands if kind == WHOLE else kind
@@ -348,11 +373,14 @@ class CallStats:
     def timing(self, network: str, device: torch.device) -> Iterator[None]:
         """Time what is done inside for the image in progress, once where it is entered within itself. network: UNET or
         VAE."""
-        timing, current = self._timing, self._log()
+        timing = self._timing
+        current = self._log()
         if timing.is_on or current is None:
             yield
             return
-        stop, timing.is_on, hosts = start_timing(device), True, self.calls[HOST]
+        stop = start_timing(device)
+        timing.is_on = True
+        hosts = self.calls[HOST]
         try:
             yield
         finally:

@@ -1,7 +1,11 @@
-"""Computes calls on one card: by their plan, or by make_plan, behind which everything is found out for the first time.
+"""Computes calls on one card: by their plan, or by OneCard.make_plan, the slow path, which works towards a plan.
 
-It falls back, fastest backend first, down to PyTorch's operators launched one by one. What fails is noted with its
-reason, and the next one is tried.
+The slow path tries backends, the fastest first, down to PyTorch's operators launched one by one. A backend that fails
+is noted with its reason, and the next one is tried. Its methods, each of which calls the next:
+
+_computed: takes the lock, and has the candidates chosen. _compute: repeats with attention in float32 after an overflow.
+_by_the_first: goes from one candidate to the next. _by: has one backend load its kernels. _run: replays its graph or
+launches its forward. _plainly: launches the forward, operator by operator.
 """
 from __future__ import annotations
 
@@ -45,11 +49,15 @@ class CardRoute:
     """Runs a call on its latent's device."""
 
     def __init__(self, services: Services, stepping: Stepping) -> None:
-        self.services, self._stepping = services, stepping
-        self.choice, self.low_bit, self.patched = BackendChoice(services), LowBitRoute(services), PatchedRoute(services)
+        self.services = services
+        self._stepping = stepping
+        self.choice = BackendChoice(services)
+        self.low_bit = LowBitRoute(services)
+        self.patched = PatchedRoute(services)
 
     def card(self, network: Network, settings: Settings, times_host: bool = True) -> OneCard:
-        """Computes a UNet's calls by these settings. times_host: the host's forward of a call makes that call alone."""
+        """The Compute of a UNet's calls by these settings. times_host: False where timing the host's forward of a call
+        would time more than this call."""
         return OneCard(self, network, settings, times_host)
 
     def answer(self, card: OneCard, call: Call, host: Host, is_counted: bool = True) -> Answer:
@@ -69,9 +77,13 @@ class OneCard:
     """
 
     def __init__(self, route: CardRoute, network: Network, settings: Settings, times_host: bool) -> None:
-        self._route, self._services = route, route.services
-        self._graphs, self._devices = route.services.graphs, route.services.devices
-        self.network, self.settings, self._times_host = network, settings, times_host
+        self._route = route
+        self._services = route.services
+        self._graphs = route.services.graphs
+        self._devices = route.services.devices
+        self.network = network
+        self.settings = settings
+        self._times_host = times_host
         self.tried: Entry | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
@@ -81,13 +93,11 @@ class OneCard:
         return Answer(served.output, served)
 
     def make_plan(self, call: Call, host: Host | None) -> Served:
-        """Compute a call that has no plan, and find out how later calls like it are computed.
+        """The output of a call that no plan serves, computed on the slow path, with one step towards a plan for calls
+        like it: the first such call is compared with the host's output, the second one has its graph captured, the
+        third one replays it and its plan is kept.
 
-        Names the devices to try, falls back from the fastest until one computes the call, checks a first output against
-        the host's, captures a graph, and keeps the plan by which that graph is replayed. Each call gets as far as what
-        is known already lets it: the first one is checked, the second one captured, the third one replayed.
-
-        host: None: what was not checked yet does not serve. Raises what CardRoute.answer raises.
+        host: None: a shape that was not checked yet is refused. Raises what CardRoute.answer raises.
         """
         if call.patches is None:
             served = self._computed(call, None)
@@ -104,7 +114,8 @@ class OneCard:
         return served
 
     def _computed(self, call: Call, functions: FunctionCalls | None) -> Served:
-        """The output by the first device that computes the call. functions: the call's patch points. Raises Refusal."""
+        """The output by the first backend that computes the call, under the lock of its device. functions: the call's
+        patch points. Raises Refusal."""
         services = self._services
         with services.computing(call.latent.device):
             if services.is_between_graphs:
@@ -115,9 +126,13 @@ class OneCard:
     def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
         """Compare an output with the host's, unless that was done before. Returns whether it was compared now. Raises
         Refusal for an output that cannot be used."""
-        services, bound, entry = self._services, self.network.bound, served.entry
+        services = self._services
+        bound = self.network.bound
+        entry = served.entry
         is_warm_up = services.is_warm_up
-        if entry.state is not State.COLD and (entry.verdict.of_image or is_warm_up or entry.key.is_cached_pass):
+        # A check of noise, in a warm-up, is not enough for an image. A cached pass is checked by OneCard.check.
+        is_enough = entry.verdict.of_image or is_warm_up or entry.key.is_cached_pass
+        if entry.state is not State.COLD and is_enough:
             return False
         if host is None:
             raise Refusal("it is not checked yet")
@@ -127,7 +142,7 @@ class OneCard:
             functions.rewind()
         key = entry.key
         allowed = self._devices.named(key.backend).allowed_error(key.dtype)
-        # A LoRA's coarse type would explain almost anything, and is no part of the network's own.
+        # A LoRA in a narrow type rounds so coarsely that the measured spread would excuse real faults.
         has_spread = not bound.on_the_fly.has_narrow_loras
         # Outside our modes: the host's forward must run exactly as the host would run it.
         is_news = prove(
@@ -140,8 +155,10 @@ class OneCard:
         return True
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
-        """Let later calls like this one go by a faster route: by a graph that is captured now, or by a plan."""
-        entry, network, device = served.entry, self.network, call.latent.device
+        """Capture a graph for later calls like this one; where this call replayed one, keep its plan."""
+        entry = served.entry
+        network = self.network
+        device = call.latent.device
         network.served_last = True
         # A call whose functions were not prepared for being called again is not captured.
         if captures and served.route == PLAIN and (call.patches is None or served.rewind is not None):
@@ -155,8 +172,8 @@ class OneCard:
             self._keep_plan(call, served)
 
     def _may_be_planned(self, call: Call, key: ShapeKey) -> bool:
-        """Whether a plan may serve calls like this one: False while it is decided anew at each of them which layers are
-        in eight bits."""
+        """Whether a plan may serve calls like this one. False for warm-ups and patched calls, and while each call
+        decides anew which layers are in eight bits."""
         if self._services.is_warm_up or call.patches is not None:
             return False
         choice = self.network.low_bit_choice
@@ -164,21 +181,29 @@ class OneCard:
         return is_decided or self.settings.low_bit == "off"
 
     def _keep_plan(self, call: Call, served: Served) -> None:
-        """Replay later calls like this one, where the runtime keeps their runner."""
-        network, device = self.network, call.latent.device
+        """Keep a plan by which later calls like this one are replayed, unless the backend keeps their runner itself."""
+        network = self.network
+        device = call.latent.device
         runner = network.runner(served.entry.key, call.cut)
         if runner is None:
             return
-        turn, autocast = self._services.computing(device), autocast_dtype(device.type)
+        turn = self._services.computing(device)
+        autocast = autocast_dtype(device.type)
         plan = Plan(served.entry, runner, served.reason, self.settings, autocast, device, network.bound.epoch, turn)
         network.keep_plan(call.signature, plan)
 
     def check(self, call: Call, served: Served) -> None:
-        """Of the backend that has served."""
-        key, call = served.entry.key, replace(call, upcast_attention=served.call.upcast_attention)
+        """Prove the cached pass of this call, once: compute call, whose cut reads, with the backend, precision and
+        lossiness of served, and compare the output with served.output, the full pass's.
+
+        The entry of the cached pass's shape becomes PROVED, or FAILED where the two differ. Raises Refusal where it is
+        FAILED, now or from before.
+        """
+        key = served.entry.key
+        call = replace(call, upcast_attention=served.call.upcast_attention)
         with self._services.computing(call.latent.device), our_modes(call.latent.device, key.precision):
             entry = self._entry(call, key.backend, key.lossy, key.precision)
-            # A cached pass stands for a whole one.
+            # The host would compute a full pass in place of a cached one.
             entry.host = served.entry.host
             if entry.state is State.COLD:
                 self._services.call_stats.note_first_use()
@@ -192,20 +217,24 @@ class OneCard:
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
 
-    # --- the ladder -----------------------------------------------------------------------------------------------
+    # --- one backend after the other --------------------------------------------------------------------------------
 
     def _compute(self, candidates: Candidates, call: Call, functions: FunctionCalls | None) -> Served:
-        """The output of a call by one of these backends.
+        """The output of a call by the first of these backends that computes it.
 
-        The first output of a shape that overflows is computed again with attention in float32; so is every other of
-        this network from then on.
+        If the first output of a shape is not finite, the call is computed again with attention in float32; where that
+        helps, all later calls of this network compute attention so from the start.
         """
-        bound, tuned, by_host = self.network.bound, self._services.tuning_cache, call.upcast_attention
-        dtype, device = bound.binding.dtype, call.latent.device
+        bound = self.network.bound
+        tuned = self._services.tuning_cache
+        host_upcasts = call.upcast_attention
+        dtype = bound.binding.dtype
+        device = call.latent.device
         name = f"attention overflows, {bound.identity()}, {str(dtype).removeprefix('torch.')}"
-        overflows = seen = tuned.get(name) is True
+        is_known = tuned.get(name) is True
+        overflows = is_known
         while True:
-            upcast = by_host or overflows
+            upcast = host_upcasts or overflows
             if upcast != call.upcast_attention:
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(self.settings, dtype, device, upcast)
@@ -214,7 +243,7 @@ class OneCard:
             if served.entry.state is not State.COLD or upcast or bool(torch.isfinite(served.output).all()):
                 break
             overflows = True
-        if overflows and not seen and bool(torch.isfinite(served.output).all()):
+        if overflows and not is_known and bool(torch.isfinite(served.output).all()):
             self._services.guard.attempt("remembering a model's attention", lambda: tuned.set(name, True))
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
@@ -222,14 +251,17 @@ class OneCard:
     def _by_the_first(
         self, candidates: Candidates, call: Call, functions: FunctionCalls | None, flags: Flags
     ) -> Served:
-        """The output by the first backend that does not fail. flags: torch's switches of precision, as they stand; the
-        entry's key holds them. functions: the call's patch points.
+        """The output by the first backend that neither refuses nor fails: the first device's 8-bit variants, then each
+        device. flags: torch's switches of precision, as they are set now; the entry's key holds them. functions: the
+        call's patch points.
 
-        Raises Refusal with the reason where none serves the call, and torch.cuda.OutOfMemoryError.
+        Raises Refusal with the last one's reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
-        network, reason = self.network, candidates.reason
-        lossy_first = ((candidates.devices[0], lossy) for lossy in candidates.lossy)
-        for device, lossy in (*lossy_first, *((device, LOSSLESS) for device in candidates.devices)):
+        network = self.network
+        reason = candidates.reason
+        attempts = [(candidates.devices[0], lossy) for lossy in candidates.lossy]
+        attempts += [(device, LOSSLESS) for device in candidates.devices]
+        for device, lossy in attempts:
             admitted = attempted(partial(self._admitted, device, call, lossy, flags))
             if admitted.outcome is Outcome.REFUSED:
                 reason = admitted.reason
@@ -244,21 +276,24 @@ class OneCard:
                 made.given()
             reason = made.reason
             if made.fault is not None:
-                what, sampling = f"our forward failed: {first_line(made.fault)}", sampling_now(network.bound)
-                reason = entry.blame(what, sampling, is_final=False)
+                what = f"our forward failed: {first_line(made.fault)}"
+                reason = entry.blame(what, sampling_now(network.bound), is_final=False)
                 network.bound.bind_anew()
                 log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
         raise Refusal(reason)
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
-        network, bound = self.network, self.network.bound
-        layout, dtype = bound.layout, bound.binding.dtype
+        """The entry of a call's shape by a backend of this name, switched to the weights as they are now."""
+        network = self.network
+        bound = network.bound
+        layout = bound.layout
+        dtype = bound.binding.dtype
         key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, network.kinds, lossy)
         entry = self._services.table.entry(key, layout.model_name)
         return entry.of_weights(bound.identity(), sampling_now(bound), bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
-        """The entry of a call by a backend that computes such calls. Raises Refusal for any other."""
+        """The entry of a call's shape by this device. Raises Refusal where the device does not compute such calls."""
         device.refuse_call(call, self.network.kinds)
         if call.patches is not None and lossy != LOSSLESS:
             # Its operators hand each other more than tensors.
@@ -268,7 +303,8 @@ class OneCard:
     def _by(
         self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
     ) -> Served:
-        """The output by one backend. reason: why the one before was not good. Raises Refusal."""
+        """The output by one backend, which loads its kernels first. reason: why the candidate before did not serve.
+        Raises Refusal, also for a cached pass that check has not proved and for a shape that has failed."""
         if entry.key.is_cached_pass and entry.state is State.COLD:
             raise Refusal("it was not checked beside a whole step yet")
         self.tried = entry
@@ -281,26 +317,32 @@ class OneCard:
     def _run(
         self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
     ) -> Served:
-        """The output. reason: why the candidate before was not good. Raises Refusal where the next one is to be tried.
-        """
-        network, lossy, has_graphs = self.network, entry.key.lossy, device.traits.has_graphs
+        """The output by one backend whose kernels are loaded: by the backend's own runner, by a graph, or launched
+        operator by operator. reason: why the candidate before did not serve. Raises Refusal where the next one is to be
+        tried."""
+        network = self.network
+        lossy = entry.key.lossy
+        has_graphs = device.traits.has_graphs
         if lossy.low_bit:
             self._route.low_bit.fit(network, lossy, call, self.settings, is_first=entry.state is State.COLD)
         if call.cut is not None and call.cut.reads and call.cut.values != network.bound.epoch.values:
             raise Refusal("the weights have changed since the last whole step")
         plainly = partial(self._plainly, entry)
         streamed = network.streamed(lossy, self.settings)
-        told = lambda why: "; ".join(filter(None, (why, streamed)))  # noqa: E731
+
+        def with_streamed(why: str) -> str:
+            return "; ".join(filter(None, (why, streamed)))
+
         if functions is not None:
-            return self._route.patched.run(network, entry, call, functions, plainly, told(reason))
+            return self._route.patched.run(network, entry, call, functions, plainly, with_streamed(reason))
         runner = device.runner(network, entry.key, call, self._services.is_warm_up)
         if runner is None and entry.state is not State.COLD:
-            # What a graph replays was launched and judged before.
+            # Only for a shape that is not COLD: what a graph replays was launched and checked before.
             runner = network.runner(entry.key, call.cut)
         if runner is not None:
             entry.state = State.READY
             output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
-            return Served(output, entry, network.bound.epoch, GRAPH, told(reason), call)
+            return Served(output, entry, network.bound.epoch, GRAPH, with_streamed(reason), call)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         work: Callable[[], Tensor] = partial(plainly, call)
         if has_graphs and entry.state is not State.COLD:
@@ -311,17 +353,20 @@ class OneCard:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return Served(output, entry, network.bound.epoch, PLAIN, told(reason), call)
+        return Served(output, entry, network.bound.epoch, PLAIN, with_streamed(reason), call)
 
     def _plainly(self, entry: Entry, call: Call) -> Tensor:
-        network, lossy = self.network, entry.key.lossy
+        """The output of our forward, each operator launched by itself, without a graph."""
+        network = self.network
+        lossy = entry.key.lossy
         ops = self._devices.operators(entry.key.backend, network.has_wide_norms)
         source = network.source(lossy, call)
         return self._services.families.output(source.layout, source.weights(), ops, call)
 
     def _spread(self, key: ShapeKey, call: Call) -> float:
-        """How far rounding moves this output of the UNet alone; see rounding.spread."""
-        network, plain = self.network, replace(call, patches=None, cut=None)
+        """How far rounding moves this output, for the UNet without other extensions' functions; see rounding.spread."""
+        network = self.network
+        plain = replace(call, patches=None, cut=None)
         ops = self._devices.operators(self._devices.reference.name, network.has_wide_norms)
 
         def output(ops: Operators) -> Tensor:
@@ -352,13 +397,14 @@ class OneCard:
             log.error("%s (%s)", entry.no_graph, entry.key, exc_info=captured.error)
 
     def _capture_now(self, entry: Entry, call: Call) -> None:
-        """Raises what stands in the way."""
+        """Tune kernels, then capture the graph, and ask the host for memory that it lacks. Returns without a graph
+        where tuning has dropped the 8-bit weights. Raises Refusal, and what the capture raises."""
         if self._tune(entry.key, call):
             self._services.call_stats.note_first_use()
             # Something else was chosen: let it do its first work outside the capture.
             self._plainly(entry, replace(call, patches=None))
         if entry.key.lossy.low_bit and self.network.low_bit is None:
-            # By what was measured now, the next call goes another way.
+            # The 8-bit weights were dropped while tuning: the next call is computed without them.
             return
         lacking = self._graphs.capture(self.network, entry, self.settings.memory_budget, call)
         if entry.state is State.READY:
@@ -370,9 +416,11 @@ class OneCard:
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
         """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
-        layout, low_bit = self.network.bound.layout, self._route.low_bit
+        layout = self.network.bound.layout
+        low_bit = self._route.low_bit
         attentions = self._services.families.of(layout).attentions(layout, call)
-        use, time_ms = kernel_use_of(self.network, call, key.lossy), self._services.time_ms(call)
+        use = kernel_use_of(self.network, call, key.lossy)
+        time_ms = self._services.time_ms(call)
         measured = self._devices.named(key.backend).tune(use, attentions, call, time_ms)
         if not key.lossy.low_bit or not low_bit.tune(self.network, key.lossy, call):
             return measured
@@ -389,5 +437,7 @@ def sampling_now(bound: BoundUNet) -> int | None:
 
 
 def kernel_use_of(network: Network, call: Call, lossy: Lossy = LOSSLESS) -> KernelUse:
-    layout, latent = network.bound.layout, call.latent
+    """What decides which kernels a call of this network needs."""
+    layout = network.bound.layout
+    latent = call.latent
     return KernelUse(layout.architecture, layout.kernel_users, latent.dtype, latent.device, lossy.low_bit)

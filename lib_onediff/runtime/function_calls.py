@@ -12,7 +12,7 @@ import torch
 from ..core.attempt import HostError
 from ..core.origins import package
 from ..core.points import EveryPoint, Points
-from .verify import state_of
+from .verify import rewinder_of_all
 
 # Code that calls functions and is nobody's extension.
 CALLERS = frozenset({package(__name__), "torch"})
@@ -33,7 +33,7 @@ class FunctionCalls(EveryPoint):
     def at(self, point: str, *arguments: Any) -> Any:
         if self._rewind is None and self.stands(point, *arguments):
             # Not before: the GPU is computing the first part of a replay meanwhile.
-            self._rewind = state_of(self._device, self.functions)
+            self._rewind = rewinder_of_all(self._device, self.functions)
         try:
             return super().at(point, *arguments)
         except HostError:

@@ -26,7 +26,8 @@ from ..weights.operands import WithLowBit, merged_operand, source_of
 from ..weights.scan import HostTraits
 from .low_bit_errors import Choice
 
-# In a sampling: for weights in eight bits, for a graph, and once more for either.
+# How often the host is asked in one sampling to take weights off the GPU: for weights in eight bits, for a graph, and
+# once more for either.
 MOST_ASKED = 3
 EIGHT_BITS = " (Low-bit and Low-bit only keep most of them on the GPU, in 8 bits)"
 
@@ -42,7 +43,7 @@ class Network:
     low_bit: the weights in eight bits, while they are used.
     low_bit_choice: the classes of layers that use them, once that was measured.
     served_last: whether we have served the last call, in this sampling where its host announces them.
-    no_room_for_low_bit: whether memory was too short for them in this sampling.
+    no_room_for_low_bit: whether memory was too short in this sampling for the weights in eight bits.
     asked_for_room: how often the host was asked in this sampling to take weights off the GPU.
     """
 
@@ -61,16 +62,19 @@ class Network:
         self.sampling: Sampling | None = None
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
-        self.no_room_for_low_bit, self.asked_for_room = False, 0
+        self.no_room_for_low_bit = False
+        self.asked_for_room = 0
         self.runners: dict[ShapeKey, CachedRunner] = {}
-        # Bytes that the steps want beside the weights, by the size of what is made; what they have in this sampling.
+        # GPU memory that the steps of earlier samplings have needed beside the weights, in bytes by the image's size.
         self._rooms: dict[Hashable, int] = {}
+        # The image's size in this sampling, and the bytes that its steps have beside the weights.
         self._size: Hashable = None
         self._room = 0
 
     def begin_sampling(self) -> None:
         """The host announces a sampling: what the last one has found out is looked at anew."""
-        self.served_last = self.no_room_for_low_bit = False
+        self.served_last = False
+        self.no_room_for_low_bit = False
         self.asked_for_room = 0
         self.plans.clear()
         self.bound.begin_sampling()
@@ -103,8 +107,9 @@ class Network:
     def fit_low_bit(
         self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset(), are_alone: bool = False
     ) -> None:
-        """Have these weights in eight bits, as they are now: layer by layer, so that the GPU holds no more than one of
-        those in main memory. left_out, are_alone: see LowBitWeights. Raises torch.cuda.OutOfMemoryError."""
+        """Keep these layers' weights in eight bits, rounded from what they are now; layer by layer, so that no more
+        than one of those in main memory is on the GPU at a time. left_out, are_alone: see LowBitWeights. Raises
+        torch.cuda.OutOfMemoryError."""
         if self.low_bit is None or self.low_bit.layout != self.bound.layout:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
         operand_of = partial(merged_operand, self.bound.binding, self.bound.on_the_fly)
@@ -112,7 +117,10 @@ class Network:
         self.bound.watch_contents(whole=False)
 
     def _low_bit_state(self) -> object:
-        streaming, low_bit = self.bound.streaming, self.low_bit
+        """What the weights in eight bits are rounded from, to compare later: the version of the values, and a
+        checksum of the first rows of those in main memory, whose edits are not all counted."""
+        streaming = self.bound.streaming
+        low_bit = self.low_bit
         uncounted = 0 if streaming is None or low_bit is None else streaming.content(sorted(low_bit.names()))
         return self.bound.epoch.values, uncounted
 
@@ -121,8 +129,10 @@ class Network:
         return self.low_bit is not None and self.low_bit.fitted_to == self._low_bit_state()
 
     def source(self, lossy: Lossy, call: Call, layers: Collection[str] | None = None) -> Source:
-        """The weights for a call, those in eight bits among them where they are wanted. layers: of these alone."""
-        bound, low_bit = self.bound, self.low_bit
+        """The weights for a call, those in eight bits among them where they are wanted. layers: the names of the layers
+        that take their weights in eight bits; None: all that have them."""
+        bound = self.bound
+        low_bit = self.low_bit
         if not lossy.low_bit or low_bit is None:
             return source_of(bound, call)
         alone = self._alone(lossy) if layers is None else frozenset[str]()
@@ -130,8 +140,10 @@ class Network:
         return source_of(bound, call, WithLowBit(kept, low_bit.gated_scales, bound.binding.dtype, alone))
 
     def _alone(self, lossy: Lossy) -> frozenset[str]:
-        """The layers in eight bits whose other weights are in main memory: nobody copies those."""
-        bound, low_bit = self.bound, self.low_bit
+        """Names of the layers of which the GPU has the 8-bit weight alone. Their own weight is in main memory, and is
+        not copied for a call."""
+        bound = self.bound
+        low_bit = self.low_bit
         if not lossy.low_bit or low_bit is None:
             return frozenset()
         return low_bit.linear_names(KINDS_OF[lossy.low_bit]) & bound.binding.away
@@ -152,7 +164,8 @@ class Network:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """See OnTheFly.kinds; of the last refresh."""
+        """How the host computes with its weights where it does not take them as they are, in words for a shape's key,
+        by the last refresh; see OnTheFly.kinds."""
         return self.bound.on_the_fly.kinds(self.bound.binding)
 
     def runner(self, key: ShapeKey, cut: Cut | None = None) -> Runner | None:
@@ -161,7 +174,9 @@ class Network:
         if kept is None:
             return None
         own = kept.runner.inputs.cut
-        if kept.addresses == self.bound.epoch.addresses and (own and own.memory) is (cut and cut.memory):
+        own_memory = None if own is None else own.memory
+        cut_memory = None if cut is None else cut.memory
+        if kept.addresses == self.bound.epoch.addresses and own_memory is cut_memory:
             return kept.runner
         self._keep_runners({other: one for other, one in self.runners.items() if other != key})
         return None
@@ -213,7 +228,7 @@ class Network:
             return False
         self.asked_for_room += 1
         unet = self.bound.module
-        # As the host would: what it moves then is of the kind that it was.
+        # In the inference mode that the parameters were made in: the host moves them so, and they keep it.
         with torch.no_grad(), torch.inference_mode(next(unet.parameters()).is_inference()):
             freed = self.bound.host_traits.make_room(unet, size)
         self._room += freed
@@ -222,15 +237,21 @@ class Network:
         return freed > 0
 
     def room_lacked(self, size: Hashable) -> int:
-        """See Runtime.room_lacked; the account of this sampling begins. What is held already is not lacked. Graphs hold
-        nothing in this sense: where hosts look, their memory counts as free."""
+        """Bytes to ask of the host before a sampling: what the steps have needed before for images of this size, less
+        what we hold already. Graphs are not counted as held: hosts count their memory as free.
+
+        size: the image's. The account of this sampling begins with this call. See Runtime.room_lacked.
+        """
         held = self.bound.bytes + (0 if self.low_bit is None else self.low_bit.bytes)
         lacking = max(0, self._rooms.get(size, 0) - held)
-        self._size, self._room = size, held + lacking
+        self._size = size
+        self._room = held + lacking
         return lacking
 
     def note_left_over(self, size: int) -> None:
-        """A graph leaves so many bytes more than it has to; less than 0: fewer."""
+        """Note that after a capture so many bytes more are free than have to be, or fewer, if size is below 0: at this
+        image's size, the host is asked for that much less before the next sampling. Counts only while weights are
+        streamed, and where the host was not asked for room in this sampling."""
         if self.bound.streaming is not None and not self.asked_for_room:
             self._rooms[self._size] = self._room - size
 

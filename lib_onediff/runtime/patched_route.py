@@ -20,7 +20,7 @@ from .function_calls import FunctionCalls
 from .network import Network
 from .rounding import no_question
 from .services import Services
-from .verify import computed_twice, relative_error, state_of
+from .verify import computed_twice, relative_error, rewinder_of_all
 
 log = logging.getLogger("onediff")
 # A function may return another shape at some of a sampling's steps: graphs are recorded so many times in vain.
@@ -113,7 +113,7 @@ class PatchedRoute:
         """Make the graphs of a call that was just served without them, by capture(): the functions are called again,
         set back to what they were (rewind), and what comes of that must be what the call was answered with."""
         entry, call = result.entry, result.call
-        go_on = state_of(entry.key.device, () if call.patches is None else call.patches.functions)
+        go_on = rewinder_of_all(entry.key.device, () if call.patches is None else call.patches.functions)
         self._services.is_between_graphs = True
         try:
             rewind()

@@ -51,17 +51,23 @@ def no_question(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> 
 
 
 def explained(error: float, least: float, most: float, spread: Callable[[], float] | None) -> float:
-    """The largest error that rounding explains, where one was found: least or, where the error lies between the two,
-    what is measured. spread: see spread; None: it cannot be measured."""
-    if spread is None or not least < error <= most:
-        return least if error <= most else most
-    found = MARGIN * spread()
-    return min(most, max(least, found)) if math.isfinite(found) else least
+    """The limit for this error: the largest that rounding explains.
+
+    Up to least it is least, and above most it is most, which this error is beyond: nothing is measured. Between the two
+    it is MARGIN times the measured spread, but not below least and not above most; least where the spread is None (it
+    cannot be measured) or not finite. spread: see spread.
+    """
+    if error > most or math.isnan(error):
+        return most
+    if error <= least or spread is None:
+        return least
+    measured = MARGIN * spread()
+    return min(most, max(least, measured)) if math.isfinite(measured) else least
 
 
 def precision_of(dtype: torch.dtype) -> float:
-    """The noise of one operator. In float32 it comes of the order of its sums; the results of others are rounded, by
-    half of the last digit at most, and their sums are float32's."""
+    """The relative noise of one operator's result in a type. In float32 it comes from the order of summation: eps. In a
+    narrower type, sums are float32's and the result is rounded once: eps / 2."""
     return torch.finfo(dtype).eps * (1.0 if dtype == torch.float32 else 0.5)
 
 

@@ -56,29 +56,41 @@ class Runtime:
     ) -> None:
         """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last.
         families: of the networks that are served. By default, those of the registries."""
-        services = self.services = Services(devices, families)
-        self.guard, self.table, self.tuning_cache = services.guard, services.table, services.tuning_cache
-        self.devices, self.call_stats = services.devices, services.call_stats
-        self.generations, self.pressure = services.generations, services.pressure
-        self.warming_up, self.computing = services.generations.warming_up, services.computing
+        services = Services(devices, families)
+        self.services = services
+        self.guard = services.guard
+        self.table = services.table
+        self.tuning_cache = services.tuning_cache
+        self.devices = services.devices
+        self.call_stats = services.call_stats
+        self.generations = services.generations
+        self.pressure = services.pressure
+        self.warming_up = services.generations.warming_up
+        self.computing = services.computing
         self.release_memory = services.release_memory
         self.stepping = Stepping(services, step_policies() if policies is None else policies, self.sampling_of)
         self.by_card = CardRoute(services, self.stepping)
         self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
         self.vae = DecoderRoute(services)
-        cache = self.cache = Cache(services, self.stepping, self.vae, self.two_gpus)
-        self.rows, self.totals, self.pin = cache.rows, cache.totals, cache.pin
-        self.open_cache, self.keep_history, self.purge = cache.open_cache, cache.keep_history, cache.purge
+        cache = Cache(services, self.stepping, self.vae, self.two_gpus)
+        self.cache = cache
+        # For pages and the API; see Cache. rows: those of the table of shapes.
+        self.rows = cache.rows
+        self.totals = cache.totals
+        self.pin = cache.pin
+        self.open_cache = cache.open_cache
+        self.keep_history = cache.keep_history
+        self.purge = cache.purge
         self.purge_disk = cache.purge_disk
         self.webui: Any = None
         self.patches: dict[tuple[type, str], Any] = {}
         # What the host says of the sampling in progress, whichever UNets it may use for that.
         self._sampling: Sampling | None = None
-        # What the rows call the UNets that the host has computed.
+        # The names, for the table's rows, of the UNets that the host has computed.
         self._names: WeakDictionary[nn.Module, str | None] = WeakDictionary()
         # Sentences about what was handed over and stays as it is: no hook is there to count its calls.
         self._left_alone: WeakDictionary[nn.Module, str] = WeakDictionary()
-        # The settings that were found to be plain last.
+        # The settings that _becomes_plain has returned True for; None since it has returned False.
         self._plain: Settings | None = None
 
     @property
@@ -191,7 +203,8 @@ class Runtime:
     def room_lacked(self, unet: nn.Module, size: Hashable) -> int:
         """A sampling of this size is about to begin, and the host is about to bring a UNet's weights: the bytes that
         its steps have lacked before at this size, where a part of the weights had to stay in main memory."""
-        services, network = self.services, self.services.networks.get(unet)
+        services = self.services
+        network = services.networks.get(unet)
         if network is None:
             return 0
         settings, _ = services.generations.run_settings or (network.settings or services.settings, "")
@@ -254,10 +267,11 @@ class Runtime:
             return None
 
     def _becomes_plain(self, settings: Settings) -> bool:
-        """Begin calls by other settings than before. Returns whether they switch every step policy and the second GPU
-        off, which holds as long as this Settings object does."""
+        """Take over settings that differ from the last call's. Returns whether they switch every step policy and the
+        second GPU off, so that calls may go straight to their plans; that holds as long as this Settings object does.
+        If so, the reasons why policies were inactive are cleared."""
         if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
-            # Reasons of this call do not belong to later, plain ones.
+            # The next call without policies has to clear the reasons that policies give at this one.
             self._plain = None
             return False
         self.stepping.clear_reasons()
@@ -284,8 +298,9 @@ class Runtime:
         self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
         tried: Entry | None = None,
     ) -> Answer:
-        """The host's own answer, because of what became of ours. hook: what we were doing; see Guard.note. latent: of
-        the call, where it was read. tried: the entry at which ours was tried last; None where it was at none.
+        """The host's own answer to a call that we did not serve, counted with the reason that attempt gives. Where our
+        memory ran out, it is freed before. hook: what we were doing; see Guard.note. latent: of the call, where it was
+        read. tried: the entry at which ours was tried last; None where it was at none.
 
         A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
         """
@@ -314,23 +329,28 @@ class Runtime:
         return self.by_host(unet, attempt, "the UNet's forward", host).output
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
-        """Take down that a host runs a call of which we know nothing, and why. unet: the one that it runs."""
+        """Count a call that the host runs without having asked us, with the reason, and lay the weights out as the host
+        had them (_leave_as_found). unet: the one that the host runs."""
         self.call_stats.note_host(reason, None if unet is None else self._known_name(unet))
         self.two_gpus.note()
         if unet is not None:
             self._leave_as_found(unet)
 
     def _leave_as_found(self, unet: nn.Module) -> None:
-        """A sampling that begins with the host's own forward finds the weights laid out as the host had them, and so
-        makes the host's own image to the bit. One that takes turns with us does not move them at every turn: there the
-        host convolves the same numbers in channels-last order, which some processors round in another way."""
+        """Before the host's own forward: undo the channels-last layout of the convolutions' weights, and drop the
+        graphs that were captured over it, so that an image that the host makes alone is the host's own to the bit.
+
+        Not where we have served an earlier call of this sampling (without an announced sampling: the call before).
+        Where we and the host alternate, moving the weights at each call would cost too much; the host then convolves in
+        channels-last order, which some processors round in another way.
+        """
         network = self.services.networks.get(unet)
         if network is None or not network.bound.channels_last or self.services.is_between_graphs:
             # Between graphs, the call around this one goes on with the weights where they are.
             return
         takes_turns = network.served_last
         if not network.bound.in_sampling:
-            # Where no sampling was announced, turns are from one call to the next.
+            # Where no sampling was announced, only the call before counts.
             network.served_last = False
         if not takes_turns:
             with self.computing(network.bound.binding.device):

@@ -16,10 +16,10 @@ from .services import Services
 
 
 class Inner:
-    """What a policy has one call computed by. It is a core.policy.Compute.
+    """The Compute that a policy gets for one call: it passes calls on to the next Compute, and records what came back.
 
-    answer: to the whole call, by the host's own forward of it or ours; None before. raised: the exception that came out
-    of it.
+    So the policy's own faults can be told from others', and an answer that is there is not computed again.
+    answer: that of the whole call, by us or the host; None before. raised: the last exception from the next Compute.
     """
 
     def __init__(self, compute: Compute, host: Host | None) -> None:
@@ -29,7 +29,12 @@ class Inner:
         self.raised: Exception | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The host makes no call but the whole one by itself: what it raises on another is the policy's affair."""
+        """The answer of the next Compute.
+
+        A call is the whole one where host is the host's own forward of that, or None. An exception of the host on the
+        whole call passes as a HostError. On any other call, a part of the whole that only the policy makes, an
+        Exception of the host is raised bare, and so counts as the policy's fault.
+        """
         is_whole = host is None or host is self._host
         try:
             with self._noting():
@@ -56,7 +61,7 @@ class Inner:
 
 
 class Around:
-    """A policy, and what is inside of it, as one Compute."""
+    """A Compute that has one policy plan each call, and the next Compute, inner, where the policy does not."""
 
     def __init__(
         self, policy: StepPolicy, inner: Compute, guard: Guard,
@@ -65,7 +70,11 @@ class Around:
         self._policy, self._inner, self._guard, self._step_context_of = policy, inner, guard, step_context_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """A policy's own fault costs its effect. What is inside of it answers for its own, and computes nothing twice.
+        """The answer of the policy, or of the next Compute where the policy refuses or fails.
+
+        A fault of the policy makes it inactive for the rest of this run, and the call is answered without it: by the
+        answer that the next Compute has given to the whole call already, if there is one. An exception from the next
+        Compute is passed on.
         """
         host = None if host is None else as_host(host)
         step_context = self._step_context_of(call, host)
@@ -78,6 +87,7 @@ class Around:
                 self._guard.attempt("counting a policy's steps", note)
 
     def _answer(self, step_context: StepContext, call: Call, host: Host | None) -> Answer:
+        """See __call__."""
         policy = self._policy
         planned = attempted(lambda: policy.plan(step_context))
         if planned.outcome is Outcome.REFUSED:
@@ -126,7 +136,8 @@ class Stepping:
         asked = self._asked
         if asked is None or asked[0] is not settings or asked[1] is not self.policies:
             names = frozenset(policy.name for policy in self.policies if policy.is_on(settings))
-            asked = self._asked = settings, self.policies, names
+            self._asked = (settings, self.policies, names)
+            return names
         return asked[2]
 
     def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
@@ -138,8 +149,8 @@ class Stepping:
         self, compute: Compute, whole_batch: bool, network: Network, settings: Settings,
         guidance: Guidance | None = None, is_counted: bool = True,
     ) -> Compute:
-        """compute, with the policies around it that are on: those for whole batches, or the others. guidance,
-        is_counted: see StepContext."""
+        """A Compute that has the policies plan calls that are on, outermost first, before it calls compute.
+        whole_batch: those for whole batches, or the others. guidance, is_counted: see StepContext."""
         mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
         names = self._names_on(settings)
         on = [policy for policy in mine if policy.name in names]
@@ -153,7 +164,7 @@ class Stepping:
         is_warm_up = services.is_warm_up
 
         def step_context_of(call: Call, host: Host | None) -> StepContext:
-            assert host is not None, "who computes without a host has no policy inside"
+            assert host is not None, "policies need the host's forward"
             bound = network.bound
             return StepContext(
                 call, host, settings, sampling, guidance, services.call_stats, network.step_memories,

@@ -30,7 +30,7 @@ SECONDS_TO_TIME_THE_HOST = 0.5
 HOST_NOT_FINITE = (
     "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
 )
-# How many objects of an extension are looked at.
+# The largest number of an extension's objects that are looked at.
 MOST = 4096
 # Nothing can be reached from an object of these classes.
 HOLD_NOTHING = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
@@ -42,13 +42,16 @@ def prove(
     yardstick: Callable[[], Tensor] | None, is_warm_up: bool, functions: Iterable[Any] = (), times_host: bool = True,
     allowed: float = 0.0, spread: Callable[[], float] | None = None,
 ) -> bool:
-    """Compare a first output with the host's, unless that was done on this machine before.
-    Functions of other extensions are always compared: the host has their random numbers to draw. yardstick,
-    is_warm_up: see judge. functions: see Points. times_host: host makes this call and no more, so that its time
-    can be compared. allowed: what the backend may differ, where that is more than rounding. spread: see judge.
+    """Prove a shape: compare its first output with the host's, unless that was done on this machine before. The entry
+    becomes PROVED. Calls with functions of other extensions are always compared.
+
+    host: the host's own forward of this call. yardstick, is_warm_up, spread: see judge. functions: those of other
+    extensions (Points.functions), which are set back after a failed comparison, because the host calls them again for
+    the answer. times_host: host makes this call and no more, so that its time can be compared. allowed: the relative
+    error that the backend may have, where that is more than rounding.
 
     Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be
-    used.
+    used; the entry is FAILED then, unless neither output was finite.
     """
     is_news = False
     # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
@@ -56,7 +59,7 @@ def prove(
     if known and is_warm_up and times_host and entry.host.settled_ms is None:
         time_host(entry, output.device, host, often=True)
     if not known:
-        rewind = state_of(entry.key.device, functions)
+        rewind = rewinder_of_all(entry.key.device, functions)
         miss = judge(entry, output, host, yardstick, is_warm_up, times_host, allowed, spread=spread)
         if miss is not None:
             # The host runs once more, for the answer.
@@ -83,14 +86,13 @@ def judge(
     is_warm_up: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
     spread: Callable[[], float] | None = None,
 ) -> str | None:
-    """Compare our output with the host's, and time the host. Notes the error in the entry. yardstick: the host's
-    forward as our output must be, where the host's own is farther from exact than rounding explains. is_warm_up:
-    there is time to time the host often enough, however long it takes. times_host, allowed: see prove. same_type:
-    whether ours has to have the type of the host's; under autocast, a UNet's need not. spread: measures how far
-    rounding moves this output, where an error is neither usual nor too large; see rounding.spread.
+    """Compare our output with the host's, and time the host. Returns None where they agree, HOST_NOT_FINITE where the
+    host's cannot be compared with, else in words for the user how ours differs. Notes the error in the entry.
 
-    Returns None where they agree, HOST_NOT_FINITE where the host's cannot be compared with, else by how much more than
-    rounding ours differs.
+    yardstick: the host's forward with its approximations (such as 8-bit attention) switched off, which is compared with
+    in place of host. is_warm_up: the host is timed often enough, however long that takes. times_host, allowed: see
+    prove. same_type: whether ours has to have the type of the host's; under autocast, a UNet's need not. spread:
+    measures how far rounding moves this output, where the error is neither usual nor too large; see rounding.spread.
     """
     with torch.no_grad():
         # Not timed: a first run at a size loads kernels and picks algorithms.
@@ -103,8 +105,8 @@ def judge(
         if times_host and not entry.key.patches and (is_warm_up or entry.host.settled_ms is None):
             # A function of another extension may count its calls.
             time_host(entry, output.device, host, is_warm_up)
-    computed = entry.key.dtype, output.device, entry.key.precision
-    least, most = no_question(*computed), rounding_limit(*computed)
+    least = no_question(entry.key.dtype, output.device, entry.key.precision)
+    most = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     allowed = max(allowed, MOST_LOW_BIT_ERROR if entry.key.lossy != LOSSLESS else 0.0)
     limit = max(allowed, explained(entry.relative_error, max(least, allowed), most, spread))
     if entry.relative_error <= limit:
@@ -127,10 +129,11 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
 
 
 def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> str | None:
-    """Compare the cached pass with the full pass's output of the same call, whose deep feature is fresh: the two must
-    be the same. Notes in the entry that they are; an output that is not finite says nothing.
+    """Compare the cached pass with output, that of the full pass of the same call, which has just written the memory
+    that the cached pass reads: the two must be the same. The entry becomes PROVED if they are. Where output is not
+    finite, nothing is decided.
 
-    Returns by how much more than rounding they differ, or None.
+    Returns in words for the user how they differ, or None.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):
@@ -151,7 +154,7 @@ def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Itera
     """The output of a forward with functions in it that are not ours; None where the same random numbers make another
     one the second time, because a function keeps a state that cannot be set back, or writes to its inputs. Afterwards
     everything is as before: the host has yet to draw these numbers."""
-    rewind = state_of(entry.key.device, functions)
+    rewind = rewinder_of_all(entry.key.device, functions)
     try:
         output = compute()
         rewind()
@@ -163,13 +166,15 @@ def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Itera
     return output if relative_error(again.nan_to_num(), output.nan_to_num()) <= limit else None
 
 
-def state_of(device: torch.device, functions: Iterable[Any] = ()) -> Callable[[], None]:
-    """A function that lets torch, Python and NumPy draw the numbers again that they draw from now on, and sets these
-    functions back to what they are now; see rewinder_of."""
+def rewinder_of_all(device: torch.device, functions: Iterable[Any] = ()) -> Callable[[], None]:
+    """A function that restores, to what they are now, the random states of torch (of the CPU and of device), of
+    Python's random and of NumPy, and what rewinder_of finds in these functions."""
     rewind_functions = rewinder_of(functions)
-    numpy, python = sys.modules.get("numpy"), random.getstate()
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()
-    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_cpu = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def rewind() -> None:
         random.setstate(python)

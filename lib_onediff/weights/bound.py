@@ -37,8 +37,10 @@ from .values import Tokens
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-# So many states of the code that a network calls are remembered, and checked one after the other, a call each.
-MOST_MET, MOST_NEW = 64, 8
+# How many digests of the code that a network calls are remembered.
+MOST_MET = 64
+# How many unknown ones may follow each other: each costs a check against the host. After more, the network is refused.
+MOST_NEW = 8
 
 
 class BoundUNet:
@@ -68,30 +70,31 @@ class BoundUNet:
         self.reader: Reader | None = None
         self._tree: Tree | None = None
         self._tokens = Tokens()
-        # What the host's code was when this was seen first; the trees that were met, and how many new ones in a row.
+        # The facts of the host's code when the network was seen first.
         self._first: dict[str, str] | None = None
+        # The digests of code that were met, and how many new ones in a row.
         self._met: dict[str, None] = {}
+        self._new_ones = 0
         # The facts of the code that graphs and copies of weights were made under, and how often those have changed.
         self._code: Mapping[str, str] = {}
         self.code_changes = 0
         # Whether OneDiff itself has failed to read the tree.
         self._has_failed = False
-        self._new_ones = 0
         self.replaced: tuple[str, ...] = ()
         # The code that was judged last, and who has put a function there whose state cannot be seen.
         self._judged: Reached | None = None
         self._unseen = ""
         self._parameters: Parameters | None = None
-        # How often each parameter was edited in place by the last look.
+        # How often each parameter had been edited in place at the last look.
         self._edits: list[int] | None = None
         self._contents: Contents | None = None
-        # One in so many parts of the contents is watched; 0: nobody asks for them.
+        # One in so many parts of the contents is watched; 0: contents are not watched.
         self._part = 0
         self.channels_last = False
         self._binding: Binding | None = None
         self._refusal: str | None = None
         self.epoch = Epoch()
-        # The version of the values that the last refresh has made everything of.
+        # epoch.values at the last refresh: what was copied from the weights is of these values.
         self._refreshed: int | None = None
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.streaming: Streaming | None = None
@@ -142,8 +145,8 @@ class BoundUNet:
         return self._units_of(self.binding.layout, call)
 
     def drop_applied(self) -> None:
-        """Give back the memory of what is applied on the fly, and of what weights are copied to; the next refresh makes
-        it anew."""
+        """Free the copies of weights that the host's functions were applied to, and the buffers for streamed weights;
+        the next refresh makes them anew."""
         if self.streaming is not None:
             self.streaming = self._parameters = None
         if self.on_the_fly.drop():
@@ -160,7 +163,9 @@ class BoundUNet:
         self.in_sampling = True
         if self._has_failed:
             # Another image may go well.
-            self._has_failed, self._tree, self._refusal = False, None, None
+            self._has_failed = False
+            self._tree = None
+            self._refusal = None
 
     def end_sampling(self) -> None:
         """The host says that it is over."""
@@ -169,12 +174,18 @@ class BoundUNet:
     # --- has anything changed? ------------------------------------------------------------------------------------
 
     def during(self, work: Callable[[], Result]) -> Result | None:
-        """Runs work, which launches a replay, and looks for changes while the GPU computes.
+        """Runs work, which launches a replay, and looks for changes while the GPU computes. Returns what work returns;
+        None where that must be dropped, or where work was not run.
 
-        Returns what work returns; None where anything is not as the last refresh has found it. Addresses are checked
-        before the replay, everything else while it runs.
+        It is not run where addresses, or the LoRAs that the host wants, have changed. Its result is dropped where the
+        modules, their code, the parameter objects or what the host applies on the fly have changed. An edit of values
+        in place raises epoch.values. Its result is dropped then, too, but for one case: within a sampling, where
+        nothing was copied from the weights, because the graph itself has read the edited values.
         """
-        parameters, tree, unet, lora = self._parameters, self._tree, self._unet(), self.host_traits.wanted_lora
+        parameters = self._parameters
+        tree = self._tree
+        unet = self._unet()
+        lora = self.host_traits.wanted_lora
         if self._refusal is not None or parameters is None or tree is None or unet is None:
             return None
         if lora is not None and lora() != self._lora:
@@ -197,13 +208,14 @@ class BoundUNet:
         self._edits = edits
         if were_edited or have_changed:
             self._raise(values=1)
-        # Within a sampling, edits in place are what a graph reads; not what was made of the weights.
+        # A graph reads weights as they were edited in place, but copies of weights are of the values before.
         if self.epoch.values != self._refreshed and (on_the_fly.copies or not self.in_sampling):
             return None
         return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
 
     def _look_for_edits(self) -> bool:
-        """Count edits of values since the last time. Returns whether the weights lie where they lay."""
+        """Raise epoch.values if values were edited since the last look. Returns True, whether edited or not; False, and
+        no edit is counted, where the parameters are others or lie elsewhere: they must be bound again."""
         changed = self._contents is not None and self._contents.begin()()
         # Last, and noted at once: each edit is reported once.
         edits = None if self._parameters is None else self._parameters.edits()
@@ -216,19 +228,21 @@ class BoundUNet:
         return True
 
     def values_now(self) -> int:
-        """The version of the values, with edits counted that no call has met yet; another one where weights lie
-        elsewhere by now."""
+        """epoch.values after a look for edits; where weights lie elsewhere by now, the next version, which no call has
+        had."""
         return self.epoch.values if self._look_for_edits() else self.epoch.values + 1
 
     def watch_contents(self, whole: bool) -> None:
-        """Somebody keeps what was made of the weights' values: let edits be seen that torch does not count. whole: by
-        every number; otherwise by one part in contents.PART."""
+        """From now on, compare the contents of weights, so that edits are found that torch does not count: something
+        that was made from the values is kept. whole: every number; otherwise one part in contents.PART."""
         part = 1 if whole else PART
         if self._contents is None or part < self._part:
             self._part = min(part, self._part or part)
             self._watch_parameters()
 
     def _watch_parameters(self) -> None:
+        """Note where the bound parameters lie and how often they were edited; and their contents, where _part says so.
+        Later looks compare with this."""
         binding = self.binding
         self._parameters = Parameters(binding.layers())
         self._edits = self._parameters.edits()
@@ -239,9 +253,9 @@ class BoundUNet:
         self._contents = Contents(places, self._part, self.reader) if self._part else None
 
     def checkpoint(self) -> str:
-        """A digest that tells checkpoints of an architecture apart and is the same under any LoRA that leaves biases
-        and norms as they are: only those are looked at. Copies 3 MB of SDXL's from the device and waits for it, where
-        the weights may be others than when it was asked last."""
+        """The key of measurements: a digest that tells checkpoints of an architecture apart and is the same under any
+        LoRA, as far as that leaves biases and norms as they are: only those are read. Copies 3 MB of SDXL's from the
+        device and waits for it, where the weights may be others than at the last call of this method."""
         state = self._state()
         if self._checkpoint[0] != state:
             vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
@@ -249,7 +263,8 @@ class BoundUNet:
         return self._checkpoint[1]
 
     def identity(self) -> str:
-        """What a verdict belongs to: these weights, what is applied to them, and the sources of the host's forward.
+        """The key of verdicts: a digest of every number of these weights, of what is applied to them, and of the
+        sources of the host's forward.
 
         Read when a sampling begins, and outside of samplings whenever a change was seen. All numbers count, which takes
         13 ms for SDXL on an H200, waits for the device, and takes seconds for one on a CPU. Of weights in main memory
@@ -275,8 +290,10 @@ class BoundUNet:
         return self._identity[1]
 
     def _state(self) -> Hashable:
-        """Within a sampling, LoRAs that others schedule may change what the weights are at each step. What the weights
-        were before they were bound anew is forgotten; see _bind."""
+        """Equal as long as identity() and checkpoint() need not be computed anew. Outside of samplings: the versions of
+        the structure and of the values. Within one: the structure's and the sampling's number, so that both digests
+        hold for the whole sampling, although scheduled LoRAs may edit values at each step. (_bind forgets both
+        digests.)"""
         structure = self.epoch.structure
         return (structure, self.samplings) if self.in_sampling else (structure, -1, self.epoch.values)
 
@@ -297,7 +314,8 @@ class BoundUNet:
         """
         device = call.latent.device
         self._look()
-        traits, binding = self.host_traits, self.binding
+        traits = self.host_traits
+        binding = self.binding
         if traits.sync_lora is not None:
             traits.sync_lora(binding.layers())
             # It notes on the layers what it has merged: no news at the next call.
@@ -305,9 +323,11 @@ class BoundUNet:
                 self._tree = self._tree_now()
         if traits.wanted_lora is not None:
             self._lora = traits.wanted_lora()
-        before, binding.cast_to = binding.cast_to, self.on_the_fly.cast_to(binding, call.latent.dtype)
-        stays = channels_last == self.channels_last and binding.cast_to == before and device == binding.device
-        if not (self.unmoved() and stays and self._look_for_edits()):
+        cast_before = binding.cast_to
+        binding.cast_to = self.on_the_fly.cast_to(binding, call.latent.dtype)
+        stays = channels_last == self.channels_last and binding.cast_to == cast_before and device == binding.device
+        is_bound = self.unmoved() and stays and self._look_for_edits()
+        if not is_bound:
             self._bind(channels_last, call)
         moved = self.on_the_fly.refresh(binding, self.epoch.values == self._refreshed, room, self.reader)
         if moved is not None:
@@ -317,7 +337,8 @@ class BoundUNet:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
 
     def refresh_in_place(self) -> None:
-        """Make the binding true for a call that reads the weights as the host laid them out: nothing is re-pointed.
+        """As refresh, for a call that reads the weights where and as the host laid them out: no parameter is
+        re-pointed.
 
         Edits of values, and weights that lie elsewhere by now, count for identity(). Edits that torch does not count
         are found in the contents at each call, where a reader makes that one launch, or no parameter has a version;
@@ -338,11 +359,15 @@ class BoundUNet:
             self._note_moved()
 
     def _bind(self, channels_last: bool, call: Call | None = None) -> None:
-        """call: whose latent's device computes; None: all weights are where they are needed."""
-        began, binding = time.perf_counter(), self.binding
-        self._parameters = self.streaming = None
-        self._checkpoint = None, self._checkpoint[1]
-        self._identity = None, self._identity[1]
+        """Bind the weights, and watch them where they lie then. call: the device of its latent computes; None: all
+        weights are where they are needed."""
+        began = time.perf_counter()
+        binding = self.binding
+        self._parameters = None
+        self.streaming = None
+        # Both digests are computed anew; see _state. The last ones stay for last_identity.
+        self._checkpoint = (None, self._checkpoint[1])
+        self._identity = (None, self._identity[1])
         copied = binding.bind(channels_last, None if call is None else call.latent.device)
         self.channels_last = channels_last
         if binding.away and call is not None:
@@ -353,20 +378,25 @@ class BoundUNet:
         log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
 
     def bind_anew(self) -> None:
-        """Something failed over these weights: read and bind everything again at the next call."""
-        self._tree = self._parameters = self._contents = self.streaming = None
+        """Forget what was read and bound, so that the next call reads and binds everything again: something failed over
+        these weights."""
+        self._tree = None
+        self._parameters = None
+        self._contents = None
+        self.streaming = None
 
     def _note_moved(self) -> None:
         """Some weights lie elsewhere now."""
         self._raise(addresses=1, values=1)
 
     def _raise(self, structure: int = 0, addresses: int = 0, values: int = 0) -> None:
-        """Raise the versions of the epoch by so much."""
+        """Add these to the versions of the epoch. (It raises no exception.)"""
         now = self.epoch
         self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
 
     def unmoved(self) -> bool:
-        """Whether the parameters that were bound are there, and lie where and as they lay; a millisecond."""
+        """Whether the parameters are the very ones that were bound, at the same addresses and in the same layout. Takes
+        a millisecond."""
         return self._parameters is not None and self._parameters.stand()
 
     def _look(self) -> None:
@@ -377,7 +407,9 @@ class BoundUNet:
             self._new_ones = 0
         else:
             self._raise(structure=1)
-            tree, self._tree, self._refusal = self._tree_now(), None, None
+            tree = self._tree_now()
+            self._tree = None
+            self._refusal = None
             try:
                 self._read(unet, tree)
             except Refusal as refusal:
@@ -385,7 +417,8 @@ class BoundUNet:
                 self._refusal = str(refusal)
             except Exception as error:
                 # A fault of ours. The same tree is not read again within this image.
-                self._tree, self._refusal = tree, f"OneDiff has failed to read this network: {error}"
+                self._tree = tree
+                self._refusal = f"OneDiff has failed to read this network: {error}"
                 self._has_failed = True
                 self._drop_binding()
                 raise
@@ -432,7 +465,8 @@ class BoundUNet:
     def _refuse_stand_ins(self, tree: Tree) -> None:
         """Note who has replaced functions that the network calls. Raises Refusal for one on which no check says
         anything of the next call."""
-        reached, trusted = tree.reached, self.host_traits.trusted
+        reached = tree.reached
+        trusted = self.host_traits.trusted
         if reached is not self._judged:
             self._first = reached.facts if self._first is None else self._first
             found = stand_ins(reached, tree.hosts, self._first, trusted)
@@ -446,7 +480,10 @@ class BoundUNet:
 
     def _drop_binding(self) -> None:
         self.undo_channels_last()
-        self._binding = self._parameters = self._contents = self.streaming = None
+        self._binding = None
+        self._parameters = None
+        self._contents = None
+        self.streaming = None
         self.drop_applied()
 
     def undo_channels_last(self) -> bool:
@@ -454,7 +491,8 @@ class BoundUNet:
         if not self.channels_last or self._binding is None:
             return False
         self._binding.turn_convolutions_back()
-        self._parameters, self.channels_last = None, False
+        self._parameters = None
+        self.channels_last = False
         self._note_moved()
         return True
 
@@ -463,10 +501,15 @@ class BoundUNet:
         self._memory = MainMemory()
         if self._binding is not None:
             self._binding.unbind()
-        self._tree = self._parameters = self._contents = self._binding = self.streaming = None
+        self._tree = None
+        self._parameters = None
+        self._contents = None
+        self._binding = None
+        self.streaming = None
         self._refusal = None
         self._digest = None
-        self.channels_last = self.in_sampling = False
+        self.channels_last = False
+        self.in_sampling = False
         self._part = 0
         self.drop_applied()
         self._note_moved()

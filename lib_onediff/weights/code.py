@@ -62,9 +62,10 @@ class Code:
     """Everything that some code reaches by name, and what our own code finds in torch. It keeps all of that alive: drop
     it.
 
-    kinds: the classes whose methods are called, and their bases. functions: the Python functions reached. named: the
-    names that these look up in modules. absent: names that a module lacks and could hide something by: builtins, and
-    what its __getattr__ finds. names: all that the code names outside of torch.
+    kinds: the classes whose methods are called, and their bases. functions: the Python functions reached. named: each
+    look-up of a name in a namespace, with that namespace, by both. absent: by namespace, names that code looks up there
+    and finds elsewhere: a builtin, or what a module's __getattr__ returns. If such a name is defined there later, the
+    code means something else. names: all names that code outside of torch uses, attributes included.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -73,7 +74,7 @@ class Code:
         self.functions: dict[int, types.FunctionType] = {}
         self.named: dict[tuple[int, str], Named] = {}
         self.absent: dict[int, tuple[Space, set[str]]] = {}
-        # Methods that no code has named yet.
+        # Members of known classes and objects whose names no code has used yet, by name.
         self._unnamed: dict[str, list[Any]] = {}
         self.names: set[str] = set()
         # By identity, and alive as long as this is.
@@ -123,6 +124,7 @@ class Code:
                     self._look_up_in(vars(module), module.__name__, names)
 
     def _read(self, function: types.FunctionType) -> None:
+        """Add a function, and follow the names in its bytecode."""
         space = function.__globals__
         owner = str(space.get("__name__", "?"))
         self.functions[id(function)] = function
@@ -141,6 +143,8 @@ class Code:
         self._look_up_in(space, owner, names)
 
     def _look_up_in(self, space: Space, owner: str, names: frozenset[str]) -> None:
+        """Add to named those of these names that a namespace has and that may compute, and look in its modules too.
+        owner: the name of the module whose namespace it is."""
         reads_data = package(owner) not in NOT_READ
         waiting = [(space, owner)]
         seen = {id(space)}
@@ -163,6 +167,7 @@ class Code:
                 self.named.setdefault((id(space), name), Named(space, owner, name))
 
     def _note_absent(self, space: Space, names: Collection[str]) -> None:
+        """Add these names to absent for a namespace."""
         if names:
             self.absent.setdefault(id(space), (space, set()))[1].update(names)
 
@@ -179,7 +184,7 @@ class Code:
             self._add_members({name: vars(base)[name] for name in MAKERS & vars(base).keys()})
 
     def _add_members(self, space: Space) -> None:
-        """Those of a class or an object are reached where code has their names, now or later."""
+        """Follow the members of a class or an object whose names code uses; keep the others until code uses theirs."""
         for name, value in space.copy().items():
             if name in self.names:
                 self._waiting.append(value)
@@ -187,7 +192,7 @@ class Code:
                 self._unnamed.setdefault(name, []).append(value)
 
     def _name(self, names: Collection[str]) -> None:
-        """Code has these names: methods that are called so are reached."""
+        """Note that code uses these names, and follow every known member that has one of them."""
         for name in frozenset(names) - self.names:
             self.names.add(name)
             self._waiting.extend(self._unnamed.pop(name, ()))

@@ -23,15 +23,17 @@ Namespace = Mapping[str, Any]
 # Annotations do not affect computation and are slow to compare.
 ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-# Plain values whose repr is the same in any process.
-SAME_IN_ANY_PROCESS = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
+# The types of plain values that count for Names.digest, by their repr. A torch.device is none of them: where a network
+# lies says nothing of what it computes. (values.SAME_IN_ANY_PROCESS is a longer list, for values that code names.)
+IN_DIGEST = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
 
 
 class Alike(NamedTuple):
     """Namespaces of which the same names are compared, in one go.
 
-    places: which namespaces. pick: takes these from all of them. values: takes the names' values from one. known: the
-    values of each, as they were; of a single name, the value itself.
+    places: the indices of these namespaces. pick: of all namespaces, those at places. values: of one namespace, the
+    values of names. known: what values returned for each of them when this was made: a tuple, or for a single name the
+    value itself.
     """
 
     names: tuple[str, ...]
@@ -85,7 +87,7 @@ class Names:
                 values = row if len(alike.names) > 1 else (row,)
                 pairs: list[tuple[str, str]] = []
                 for name, value in zip(alike.names, values, strict=True):
-                    if name not in left_out and isinstance(value, SAME_IN_ANY_PROCESS):
+                    if name not in left_out and isinstance(value, IN_DIGEST):
                         pairs.append((name, repr(value)))
                 found[place] = sorted(pairs)
         return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
@@ -118,6 +120,7 @@ class Bodies:
         self._known = list(map(body_of, self._plain))
 
     def stand(self) -> bool:
+        """Whether all of them are what they were, and none is gone."""
         if list(map(body_of, self._plain)) != self._known:
             return False
         for reference, known in self._others:
@@ -145,7 +148,7 @@ def snapshot_of_body(function: types.FunctionType) -> tuple[Any, ...]:
 class Reached:
     """The code that some classes and functions run, all that they reach by name, and what of torch's state they read.
 
-    sources: the classes. names: all names in that code outside of torch.
+    sources: the classes that it was made of. names: all names in that code outside of torch.
     """
 
     def __init__(self, sources: Sequence[type], functions: Sequence[Any], tokens: Tokens) -> None:
@@ -198,8 +201,8 @@ class Reached:
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """Digests of what the names stand for, equal in any process. They hold as long as stands() is true. Takes tens
-        of milliseconds."""
+        """By each name ("torch.nn.functional.linear"), a digest of its value, equal in any process; and of torch's
+        state. They hold as long as stands() is true. Takes tens of milliseconds."""
         digests = Digests(self._tokens)
         found = {named.label: digests.of_data(named.value) for named in self.named()}
         found["torch's default dtype"] = repr(torch.get_default_dtype())

@@ -58,7 +58,7 @@ def same(value: Any) -> Any:
 
 
 def no_object() -> None:
-    """In the place of a weak reference: to nothing yet."""
+    """A stand-in for a weakref.ref that has no object yet: returns None."""
     return None
 
 

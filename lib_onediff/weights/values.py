@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..core.origins import beneath_ours, content_of, package
 
+# Values of these types have a repr that is the same in any process, and are known by it.
 SAME_IN_ANY_PROCESS = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format,
     torch.layout, range, slice, re.Pattern,
@@ -33,9 +34,10 @@ CONTAINERS = (dict, list, tuple, set, frozenset)
 MOST_BYTES = 1 << 16
 # A container with more entries is known by its length alone.
 MOST_ENTRIES = 256
-# Containers within containers, as snapshot.DEEPEST; what lies deeper has no digest by value.
+# The depth of containers within containers, as snapshot.DEEPEST has it; what lies deeper has no digest by value.
 MOST_WITHIN = 4
-# Anything within anything; what lies deeper has no digest by value.
+# The depth of any values within each other, such as a partial of a function with defaults; what lies deeper has no
+# digest by value.
 DEEPEST = 32
 KNOWN_BY_NAME = sys.stdlib_module_names | {"torch"}
 LOCAL = "<locals>"
@@ -171,6 +173,8 @@ class Digests:
         return self._of_many(kind, (name, *methods), True)
 
     def _of_many(self, value: Any, parts: Iterable[str], are_sorted: bool = False) -> str:
+        """The digest of a value that consists of parts. parts: their digests. are_sorted: their order does not
+        count."""
         if hasattr(value, "__len__") and len(value) > MOST_ENTRIES:
             self.unseen.append(value)
             return f"{name_of(type(value))} of {len(value)}"

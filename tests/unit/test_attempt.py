@@ -2,6 +2,7 @@
 the host's own to raise is raised."""
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,20 @@ def test_an_exception_is_one_of_three_outcomes(error: Exception, outcome: Outcom
     with pytest.raises(type(error)):
         tried.given()
     assert attempted(lambda: 3).given() == 3
+
+
+@pytest.mark.parametrize(("error", "again"), [
+    (Refusal("not here"), Refusal), (OUT_OF_MEMORY, torch.cuda.OutOfMemoryError), (KeyError("ours"), RuntimeError),
+], ids=repr)
+def test_what_stands_in_the_way_is_said_each_time(error: Exception, again: type[Exception]) -> None:
+    """The exception itself is let go as it is raised."""
+    tried = attempted(raises(error))
+    with pytest.raises(type(error)):
+        tried.given()
+    for _ in range(2):
+        with pytest.raises(again, match=re.escape(tried.reason)) as raised:
+            tried.given()
+        assert type(raised.value) is again and tried.error is None
 
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), OUT_OF_MEMORY, KeyboardInterrupt()], ids=repr)

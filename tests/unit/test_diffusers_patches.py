@@ -23,7 +23,7 @@ from own_forward import own_forward
 from torch import Tensor
 
 import lib_onediff
-from lib_onediff.core.inputs import bytes_of, copy_inputs, own_inputs
+from lib_onediff.core.inputs import bytes_of, cloned_inputs, copy_inputs
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.runtime.runtime import runtime
@@ -156,7 +156,7 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
     (first, _), (second, expected) = calls
     assert first.additions == second.additions and len(second.additions) == 2
     binding = runtime.services.networks.get(unet).bound.binding
-    inputs = own_inputs(first)
+    inputs = cloned_inputs(first)
     copy_inputs(second, inputs)
     with torch.no_grad():
         output = compute(binding.layout, binding.weights(), torch_ops, inputs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lib_onediff.core.call import Call, half_of
 from lib_onediff.core.fields import LEFT_OUT, tensors_of
-from lib_onediff.core.inputs import copy_inputs, own_inputs, take_rows
+from lib_onediff.core.inputs import cloned_inputs, copy_inputs, take_rows
 from lib_onediff.core.key import ShapeKey
 
 
@@ -51,7 +51,7 @@ def test_new_fields_are_inputs_with_rows_and_copies() -> None:
     assert taken.reference is not None
     assert torch.equal(taken.reference.latents[1], call.reference.latents[1][rows])
     assert torch.equal(taken.mask, call.mask[rows])
-    own = own_inputs(call)
+    own = cloned_inputs(call)
     copy_inputs(a_call(), own)
     assert own.reference is not None and own.mask is not None
     assert not torch.equal(own.mask, call.mask) and own.signature == call.signature

@@ -97,6 +97,16 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(cap
     assert vae.owner().forward(1) == -1
 
 
+def test_a_fault_outside_of_any_hook_leaves_nothing_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    """A call that is made without hooks ends nobody's generation, nor does the next hook that goes well."""
+    guard, told = Guard(), []
+    guard.resume()
+    sentence = guard.give_up("the route", KeyError("ours"))
+    module = patched(lambda original, module, x: -x, guard, told).owner()
+    assert module.forward(1) == module.forward(1) == -1
+    assert guard.faults == [sentence] and not guard.suspended and told == []
+
+
 def test_somebody_elses_later_patch_survives_and_ours_sleeps_below_it() -> None:
     class Owner:
         def forward(self, x: int) -> int:

@@ -14,7 +14,7 @@ from test_patch_points import CASES, CLOSE, PATCHES, Options, copied, ours
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lib_onediff.core.inputs import own_inputs
+from lib_onediff.core.inputs import cloned_inputs
 from lib_onediff.devices.cuda.graphs.segments import GraphRecording, GraphRunner, record
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
@@ -27,7 +27,7 @@ SEED = 7
 def recorded(unet: Any, call: UNetCall) -> tuple[GraphRunner, TapeRecording]:
     bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(call)
-    inputs, recording = own_inputs(call), TapeRecording()
+    inputs, recording = cloned_inputs(call), TapeRecording()
     weights = bound.binding.weights()
     runner = record(recording, inputs, None, lambda call: compute(bound.layout, weights, torch_ops, call))
     return runner, recording

@@ -21,7 +21,7 @@ from ...core.call import Call
 from ...core.device import Device, Traits
 from ...core.family import Output
 from ...core.fields import mapped, tensors_of
-from ...core.inputs import own_inputs
+from ...core.inputs import cloned_inputs
 from ...core.key import ShapeKey
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.operators import Operators
@@ -203,7 +203,7 @@ def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
 
 def contiguous(call: Call) -> list[Tensor]:
     """What a graph takes."""
-    return tensors_of(own_inputs(call, torch.contiguous_format))
+    return tensors_of(cloned_inputs(call, torch.contiguous_format))
 
 
 def present(weights: Weights) -> Weights:

@@ -14,13 +14,13 @@ from torch import nn
 from ...core.attempt import HostError
 from ...core.call import Call
 from ...core.guard import Guard
-from ...core.inputs import own_inputs
+from ...core.inputs import cloned_inputs
 from ...core.key import LATENT_PIXEL, ShapeKey
 from ...core.operators import Operators
 from ...core.table import Entry, ShapeTable, State
 from ...core.weak_dictionary import WeakDictionary
 from ..network import Network
-from ..verify import state_of
+from ..verify import rewinder_of_all
 from .accounting import SMALL_THINGS, Holdings, PoolKey, fits, memory_of, needs_of, too_large
 
 log = logging.getLogger("onediff")
@@ -123,7 +123,7 @@ class GraphCache:
         before = self._now.made.bytes(key.device, key.architecture)
         operators = self._operators_of(key.backend, network.has_wide_norms)
         runner = self._now.made.prepare(
-            key.architecture, network.source(key.lossy, call), operators, own_inputs(call), entry.needs
+            key.architecture, network.source(key.lossy, call), operators, cloned_inputs(call), entry.needs
         )
         log.debug("captured %s", key)
         grown = max(0, runner.memory.bytes - before)
@@ -255,7 +255,7 @@ class MemoryPressure:
         Network.make_room."""
         devices = self._now.made.devices()
         may_retry = bool(devices) or make_room is not None
-        rewinds = [state_of(device) for device in devices or {torch.device("cpu")}] if may_retry else []
+        rewinds = [rewinder_of_all(device) for device in devices or {torch.device("cpu")}] if may_retry else []
         try:
             return host()
         except (torch.cuda.OutOfMemoryError, HostError) as error:

@@ -82,8 +82,8 @@ class CudaGraphs:
     def prepare(
         self, architecture: str, binding: Source, ops: Operators, inputs: Call, needs: int = 0
     ) -> GraphRunner:
-        """Capture the forward for calls of this shape, with own_inputs of one. Such a call must have been made in this
-        thread before, by the same operators: it loaded kernels and chose algorithms, which a capture must not do.
+        """Capture the forward for calls of this shape, with cloned_inputs of one. Such a call must have been made in
+        this thread before, by the same operators: it loaded kernels and chose algorithms, which a capture must not do.
         Where functions of other extensions run within it, it is computed and they are called.
 
         needs: what the graph will take of the pool. A new pool gets that in one piece: with less waste than in many,
