@@ -38,7 +38,7 @@ def walked_names(kind: type) -> tuple[str, ...]:
 
 @cache
 def settable_names(kind: type) -> tuple[str, ...]:
-    """Those that the class's constructor takes; the others follow from these."""
+    """The names of the walked fields that the class's constructor takes; the others are computed in __post_init__."""
     return tuple(one.name for one in walked_fields(kind) if one.init)
 
 
@@ -133,5 +133,6 @@ def signature_source(field: Field[Any], hint: Any) -> str:
     if hint in PLAIN_TYPES:
         return read
     if get_origin(hint) is tuple:
+        # An empty tuple is its own signature.
         return f"{read} and signature_of({read})"
     return f"None if (one := {read}) is None else signature_of(one)"

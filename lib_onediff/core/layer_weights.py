@@ -66,7 +66,8 @@ def merged(layer: LayerWeights) -> LayerWeights:
     weight = layer.weight.detach().flatten(1)
     down = low_rank.down.to(weight.dtype).flatten(1)
     ups = low_rank.scaled_ups(weight.dtype)
-    # Several LoRAs of their own types may have the same rows.
+    # If the ups cover every row once, the sum can be written without copying the weight first. LoRAs that have scales
+    # may cover the same rows several times.
     is_whole = not low_rank.scales and sum(len(up) for _, up in ups) == len(weight)
     together = torch.empty_like(weight) if is_whole else weight.clone()
     before = weight if is_whole else together
@@ -82,7 +83,7 @@ Weights = Mapping[str, LayerWeights]
 
 
 def bias_of(weights: Weights, path: str) -> Tensor | None:
-    """weights[path].bias, without the weight where that would have to be cast."""
+    """weights[path].bias. weights.operands.Operands, which have a method for it, do not make the weight then."""
     bias: Callable[[str], Tensor | None] | None = getattr(weights, "bias", None)
     return weights[path].bias if bias is None else bias(path)
 
@@ -91,8 +92,8 @@ def bias_of(weights: Weights, path: str) -> Tensor | None:
 class Source:
     """What a forward reads of a network.
 
-    layout: the network's. dtype: which is computed in. weights: gives every layer's tensors by path, and every fused
-    layer's by its name; drop what it returns after the call.
+    layout: the network's. dtype: which is computed in. weights: a function, because its result must not outlive the
+    call; it returns every layer's tensors by path, and every fused layer's by its name.
     """
 
     layout: Any

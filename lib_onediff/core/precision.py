@@ -62,8 +62,9 @@ class MatmulSwitch:
     def write(self, value: bool | None) -> None:
         setattr(torch.backends.cuda.matmul, self.attribute, value)
 
-    # What restore() takes, and puts back.
-    state, restore = read, write
+    # The interface of Tf32Switch: restore() puts back what state() has returned.
+    state = read
+    restore = write
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Tf32Switch:
             older.allow_tf32 = allowed
         if newer is None or newer.fp32_precision == precision:
             return
-        # It may have stood at what a wider setting says; torch does not tell which of the two.
+        # It may have been "none", which takes a wider setting's value, and torch reads that value then. So "none" is
+        # tried first, and the value itself only if it reads otherwise.
         newer.fp32_precision = "none"
         if newer.fp32_precision != precision:
             newer.fp32_precision = precision
@@ -146,7 +148,8 @@ def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_at
     flags = []
     with _TURN:
         for name in names:
-            found, chosen = SWITCHES[name].read(), wanted(settings, name)
+            found = SWITCHES[name].read()
+            chosen = wanted(settings, name)
             if found is not None:
                 flags.append((name, found if chosen is None else chosen))
     return tuple(flags)

@@ -119,7 +119,8 @@ class Sampling:
     times: called at the first UNet call. Returns the timesteps, as the UNet gets them, at which the steps begin, in any
         order; None if unknown.
     why_not: why every step must compute the whole network, in one line for the user; "" if policies may decide.
-    read: the timestep of a call, as time_of, without waiting for the GPU.
+    read: returns the timestep of a call, from the call's tensor of it. A host that knows the number gives a function
+        that does not wait for the GPU; the default, time_of, waits.
     why_no_forecast: called at each UNet call. Returns why an output cannot be extrapolated from those before it, in one
         line; "" for samplers of the first order without added noise.
     guidance_scale: its CFG scale; 1 if it is built into the network; None if unknown.

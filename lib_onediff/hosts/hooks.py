@@ -38,8 +38,10 @@ def note_host(unet: Any, reason: str) -> None:
 class Link:
     """One function of ours in a class, and the function that stood there before it.
 
-    active: whether it may serve; else it hands every call through. is_in_chain: whether calls of the class may still
-    reach it, directly or through a function that somebody has put above it.
+    active: whether it may serve; else it passes every call on to original. is_in_chain: whether calls of the class may
+    still reach it, directly or through a function that somebody has put above it. function: what is set on the class;
+    link_of recognises it by its closure, which names this link. untraced: does the work of function, and is replaced by
+    one that torch.compile steps over once somebody has imported the compiler.
     """
 
     def __init__(self, patch: ClassPatch, original: Callable[..., Any]) -> None:
@@ -102,8 +104,8 @@ class ClassPatch:
         return None if self._link is None else self._link.function
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """What answers a call of this very object, and the host's own answer to it; None where the call is none of
-        ours. Must not raise: the guard is within."""
+        """The function that answers calls of this object, and the host's own function, which it may call; None where
+        the host's is called at once. Must not raise: it is called outside of the guard."""
         return self._replacement, original
 
     def apply(self) -> None:
@@ -139,7 +141,8 @@ class ClassPatch:
                 self._without_sleepers()
 
     def _without_sleepers(self) -> Callable[..., Any]:
-        """The function that stands in the class, once those of ours that serve no longer are off its top."""
+        """Take our inactive functions off the top of the class, and mark their links as out of the chain. Returns the
+        function that the class has then. An inactive one below somebody else's patch stays."""
         found: Callable[..., Any] = self.owner.__dict__[self.method]
         while (link := link_of(found)) is not None and not link.active:
             link.is_in_chain = False
@@ -148,7 +151,8 @@ class ClassPatch:
         return found
 
     def _is_the_classs_own(self, function: Any) -> bool:
-        """Whether a function is what the class was defined with: who puts that back takes ours off."""
+        """Whether a function is the method that the class was defined with. Where that is found in the class, somebody
+        has put it back, and taken our patch off so."""
         is_named_so = getattr(function, "__qualname__", "") == f"{self.owner.__qualname__}.{self.method}"
         return is_named_so and package(origin(function)) == package(self.owner.__module__)
 
@@ -184,7 +188,7 @@ class StandIn(Protocol):
     """What a TablePatch keeps for one object. Must not keep that object alive."""
 
     def stands(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """See ClassPatch.look_up."""
+        """What answers a call of this object, and the host's own function; None: the host's. As ClassPatch.look_up."""
 
 
 class TablePatch(ClassPatch):
@@ -311,7 +315,7 @@ class UNetHooks(ForwardPatches):
             self._announced = None if unet is None else (generation, second_pass, runtime.call_stats.total)
 
     def end_sampling(self) -> None:
-        """Say so if the sampling that was announced went past us."""
+        """Note, for the user, if no UNet call of the announced sampling has reached OneDiff."""
         announced, self._announced = self._announced, None
         bypassed = announced is not None and announced[2] == runtime.call_stats.total and not runtime.guard.suspended
         if bypassed and not was_interrupted():

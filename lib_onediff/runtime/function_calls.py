@@ -32,7 +32,8 @@ class FunctionCalls(EveryPoint):
 
     def at(self, point: str, *arguments: Any) -> Any:
         if self._rewind is None and self.stands(point, *arguments):
-            # Not before: the GPU is computing the first part of a replay meanwhile.
+            # A function is about to be called at this point, the first of the call. The states are taken no earlier:
+            # the GPU is computing the first part of a replay meanwhile.
             self._rewind = rewinder_of_all(self._device, self.functions)
         try:
             return super().at(point, *arguments)
@@ -50,8 +51,8 @@ class FunctionCalls(EveryPoint):
 
     @contextlib.contextmanager
     def rewound_on_failure(self) -> Iterator[None]:
-        """What fails inside is computed by somebody else, who calls the functions again. The host's own exception ends
-        the call: nobody does."""
+        """Rewind if the code inside fails: another backend, or the host, computes the call then, and calls the
+        functions again. Not after a HostError, unless of lack of memory: that ends the call."""
         try:
             yield
         except BaseException as error:

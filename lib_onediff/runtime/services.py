@@ -33,8 +33,8 @@ TRAINING = "gradients are being recorded (training?)"
 class Services:
     """Made once. Whoever computes or captures does it inside computing().
 
-    is_between_graphs: whether a function of another extension is being called between two graphs of a UNet: what
-    another call computes would lie over what the second is to read.
+    is_between_graphs: whether a function of another extension is being called between two graphs of a UNet. The replay
+    of another call would then overwrite memory that the second graph reads.
     """
 
     def __init__(self, devices: Iterable[Device] | None = None, families: Iterable[Family] | None = None) -> None:

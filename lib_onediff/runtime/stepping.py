@@ -128,7 +128,7 @@ class Stepping:
         """sampling_of: the sampling in progress of a UNet."""
         self._services, self._sampling_of = services, sampling_of
         self.policies = tuple(policies)
-        # The settings and policies that were asked for last, and which of these are on.
+        # The settings and policies of the last question, and the names of those that are on.
         self._asked: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
 
     def _names_on(self, settings: Settings) -> frozenset[str]:

@@ -66,8 +66,9 @@ class Binding:
         self.away: frozenset[str] = frozenset()
 
     def follow(self, module: nn.Module, layout: Any) -> bool:
-        """Take what has been put around the layers of a module, and taken from there; returns whether they are the same
-        layers, in the same order. layout: the module's as it is now."""
+        """Note anew which wrappers (LoRA layers) are around the layers of a module. Returns False, and changes nothing,
+        where the layout or any layer itself is another one: then the module needs a new Binding. layout: the module's
+        as it is now."""
         if layout != self.layout:
             return False
         called = [module.get_submodule(path) for path in self._leaves]
@@ -110,19 +111,22 @@ class Binding:
         for leaf in self._leaves.values():
             for parameter in () if leaf() is None else self._parameters(leaf):
                 if parameter is not None and shares_storage(parameter):
-                    # Where the card is full, it goes on sharing: the host does not mind.
-                    full = suppress(torch.cuda.OutOfMemoryError)
-                    with full, torch.no_grad(), torch.inference_mode(parameter.is_inference()):
+                    # Where the card is full, it goes on sharing, which the host can compute with as well.
+                    with (
+                        suppress(torch.cuda.OutOfMemoryError), torch.no_grad(),
+                        torch.inference_mode(parameter.is_inference()),
+                    ):
                         parameter.data = copy_of(parameter)
 
     def turn_convolutions_back(self) -> int:
-        """Let what we have turned lie as it did; a host may hold others channels-last by itself. Returns the bytes
-        copied."""
+        """Put the convolutions' weights that we have laid out channels-last back into torch's usual memory format;
+        others may be channels-last by the host's choice. Returns the bytes copied."""
         copied = sum(self._turn(path, torch.contiguous_format) for path in list(self._turned))
         self._turned.clear()
         return copied
 
     def _turn(self, path: str, memory_format: torch.memory_format) -> int:
+        """Lay a convolution's weight out in a memory format, unless it is. Returns the bytes copied."""
         leaf = self._leaves[path]
         if leaf() is None:
             return 0
@@ -252,7 +256,7 @@ def lies_away(parameter: Tensor, device: torch.device) -> bool:
 
 
 def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
-    """These layers. Raises Refusal if one is gone."""
+    """The layers, all of which are alive. Raises Refusal if one is None: the host has unloaded or replaced it."""
     found = list(layers)
     if None in found:
         raise Refusal(LAYERS_GONE)
@@ -285,8 +289,8 @@ def of_kind(piece: Tensor, is_inference: bool) -> Tensor:
 
 
 def mend(parameter: Tensor) -> None:
-    """Let views be made of a parameter of inference mode that was moved outside of it: torch makes none of a tensor
-    that is neither of that mode nor counts edits."""
+    """Make a parameter that was created in inference mode, and moved outside of it, a tensor of inference mode again.
+    After such a move it neither is one nor counts edits, and torch makes no views of it."""
     if not parameter.is_inference() and edit_count(parameter) == UNCOUNTED:
         with torch.no_grad():
             parameter.data = of_kind(parameter.detach(), is_inference=True)
@@ -316,7 +320,8 @@ def joined(parameters: list[Tensor]) -> Tensor | None:
 
 
 def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """The same values, (out, in, height, width), in this order; in the memory that they have where the card is full."""
+    """A convolution's weight, (out, in, height, width), in a memory format: a new tensor. Where the card is full, the
+    values are rewritten within the storage that they have, by way of main memory."""
     try:
         return copy_of(weight, memory_format)
     except torch.cuda.OutOfMemoryError:

@@ -17,10 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 WORD = 4
 # How many words torch's operators take at once, by the type of device: what is made of them takes 16 bytes a word.
-CHUNKS, CHUNK = {"cpu": 1 << 17}, 1 << 20
+CHUNKS = {"cpu": 1 << 17}
+# For other devices.
+CHUNK = 1 << 20
 EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
-# Words that are read together; of so many such pieces one, where not all are read.
-PIECE, PART = 8, 17
+# A piece: words that are read together.
+PIECE = 8
+# One of so many pieces is read, where not all are.
+PART = 17
 # Every row of a larger matrix is touched all the same.
 SMALLEST_PARTLY_READ = 1 << 16
 
@@ -67,7 +71,7 @@ class Place(NamedTuple):
         return found
 
     def step(self, part: int) -> int:
-        """One in how many pieces of its words is read, where one in so many (part) is wanted of large matrices."""
+        """One of how many pieces of its words is read: part for large matrices, 1 for all else."""
         return part if self.is_matrix and self.nbytes > SMALLEST_PARTLY_READ * WORD else 1
 
 
@@ -78,8 +82,8 @@ Reader = Callable[[Sequence[Place], int], "Callable[[], Tensor] | None"]
 class Contents:
     """What lay in some places when it was asked for last. They may be on several devices.
 
-    part: one in so many pieces of a matrix is read; 1: all. reader: where there is something better than torch's
-    operators. known: the sums, (places,) in int64 on the CPU, in the order of the places.
+    part: every part-th piece of a large matrix is read; 1: all. reader: launches the sums, where a device has something
+    better than torch's operators. known: the sums, (places,) in int64 on the CPU, in the order of the places.
     """
 
     def __init__(self, places: Sequence[Place], part: int = 1, reader: Reader | None = None) -> None:

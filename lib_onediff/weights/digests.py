@@ -32,7 +32,7 @@ class WeightsDigest:
                 places.append(Place.of(parameter))
 
     def read(self, label: str, parameters: Sequence[Tensor]) -> str:
-        """The digest now. label: told apart besides the numbers. parameters: those that this was made of. Waits for
+        """The digest now. label: a text that is part of the digest. parameters: those that this was made of. Waits for
         their devices."""
         layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in parameters]
         strided = [copy_of(one, torch.contiguous_format) for one in parameters if not is_dense(one)]

@@ -38,15 +38,17 @@ State = dict[str, Any]
 class Tree:
     """A module tree as it computed when this was made. Keeps no module alive.
 
-    reached: the code that it runs. hosts: the packages of its classes.
+    reached: the code that it runs. hosts: the packages that the classes of its modules come from, such as "diffusers",
+    "torch", or an extension's.
     """
 
     def __init__(
         self, root: nn.Module, ignored: Collection[str], placed: Collection[str], tokens: Tokens | None = None,
         before: Tree | None = None,
     ) -> None:
-        """ignored: names of attributes that are compared elsewhere. placed: names that its digest leaves out. tokens:
-        name what has no digest by value. before: an earlier tree of this root; code that stands is not read again."""
+        """ignored: names of attributes that are compared elsewhere. placed: names of attributes that are compared, but
+        are no part of the digest. tokens: give names to objects that have no digest by value. before: an earlier tree
+        of this root: its code is taken over where it is still the same."""
         modules = list(root.modules())
         states: list[State] = list(map(state_of, modules))
         self._modules = list(map(weakref.ref, modules))
@@ -68,7 +70,8 @@ class Tree:
                     self._foreign[place] = same(state[PROCESSOR])
         self._attributes = Names(states, [self._compared(place, state) for place, state in enumerate(states)])
         self._sizes = list(map(len, states))
-        # The places of the modules that have children, and of each child; behind the last stands None.
+        # The indices of the modules that have children, and of each child. A child may be None: its index is the one
+        # after the last module's.
         places = {id(one): place for place, one in enumerate((*modules, None))}
         self._parents = places_with(of_children, states)
         self._children = [places[id(child)] for child in members_of(of_children, states)]
@@ -154,8 +157,9 @@ class Tree:
         return name == PROCESSOR and place in self._foreign
 
     def _is_read(self, name: str, value: Any) -> bool:
-        """Whether an attribute of a module is a function, an object or a plain container, and the network's code has
-        its name. Containers of other classes (diffusers' configurations) note where a network is from."""
+        """Whether an attribute of a module goes into the digest: a function, an object or a plain container whose name
+        the network's code uses. Containers of other classes (diffusers' configurations) only note where a network is
+        from."""
         if name not in self.reached.names or name in self._ignored or name in self._placed or name in FORWARDS:
             return False
         if isinstance(value, CONTAINERS):

@@ -34,9 +34,11 @@ from .streaming import Streaming, Units
 
 
 class Step(ABC):
-    """One step from a stored parameter to an operand, for one forward.
+    """One step from a stored parameter to an operand, for one forward. (Not a step of a sampling.)
 
-    replaced: the layers whose weight this step brings by itself. Steps before it need not copy or decode theirs.
+    replaced: the layers whose weight this step makes by itself, whatever the steps before it return. What the
+    constructors of Streamed and Cast take as replaced are those of later steps: layers whose weight they need not copy
+    or cast.
     """
 
     replaced: frozenset[str] = frozenset()
@@ -89,7 +91,8 @@ class Streamed(Step):
     """
 
     def __init__(self, streaming: Streaming, stored: Weights, units: Units, replaced: frozenset[str]) -> None:
-        """units: the order in which the forward reads its layers. replaced: layers whose weight is not copied."""
+        """units: the order in which the forward reads its layers. replaced: layers whose weight is not copied, because
+        a later step makes it."""
         self._forward = streaming.forward(units, replaced)
         self._stored = stored
         self._members = streaming.members

@@ -97,8 +97,8 @@ class Parts:
     tensors: list[Tensor] = field(default_factory=list)
 
     def mark(self) -> list[object]:
-        """Equal for the same parts, as long as those that it was made of are alive: else something other may have
-        their identities. Of tensors, what is in them is not among it."""
+        """A list that is equal for the same parts, as long as those that it was made of are alive: else another object
+        may have the id of one. Of tensors it covers addresses, layouts and counted edits, not the contents."""
         tensors = self.tensors
         where = [list(map(look, tensors)) for look in (Tensor.data_ptr, layout_of, Tensor.stride)]
         return [self.places, self.facts, list(map(id, self.objects)), where, edit_counts(tensors)]
@@ -123,10 +123,12 @@ class HostTraits:
     """What a host adapter knows of its host's ways with a UNet.
 
     trusted: Python modules whose class-level patches change nothing that the adapter does not see to.
-    inert: whether the forwards set on a module's instance (unet, module) do now just what its class's would.
+    inert: inert(unet, module) returns whether the forward set on this module's instance computes now what its class's
+        does.
     sync_lora: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
     wanted_lora: what sync_lora brings them up to; equal as long as nothing has to be done.
-    brought: whether every call brings what is set on the instance of the module at a path (unet, path) as patches.
+    brought: brought(unet, path) returns whether the adapter knows the forward set on the instance of the module at this
+        path, and hands its functions over with each call, as Call.patches.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     casts: how the host casts its layers' weights at each use; None where it never does.
@@ -199,9 +201,9 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
 def stand_ins(
     reached: Reached, hosts: Collection[str], before: Mapping[str, str], trusted: Collection[str]
 ) -> list[Named]:
-    """What the code of a network finds by a name that should stand for something else.
+    """The names in a network's code whose values somebody has replaced.
 
-    hosts: the host's own packages. before: the facts of its code when its network was first seen.
+    hosts: the packages of the network's classes. before: Reached.facts of the code when the network was first seen.
 
     What has changed since was replaced, whoever did it. Of what stood there already, these are found: functions in
     torch that are not torch's, and functions of extensions in the host's files.
@@ -231,7 +233,8 @@ def may_compute(value: Any) -> bool:
 
 def has_unseen_state(stand_in: Named, hosts: Collection[str]) -> bool:
     """Whether a function in the place of another one may depend on more than its arguments and what can be watched
-    (plain values in its closure, its globals and its objects): a check would hold for one call of it alone."""
+    (plain values in its closure, its globals and its objects). A check would hold for one call of it alone, so the
+    caller refuses such a network."""
     digests = Digests(Tokens())
     known = {*NOT_READ, *hosts, OURS}
     digests.of(stand_in.value)
@@ -256,8 +259,8 @@ def told(stand_in: Named) -> str:
 def refuse_replaced(
     kind: type, method: str = "forward", trusted: Collection[str] = (), below: object = None
 ) -> None:
-    """Raise Refusal if somebody who is not trusted has replaced a class's own method. below: the function that a hook
-    of ours hands its calls to; by default, the one that stands in the class, beneath ours."""
+    """Raise Refusal if somebody who is not trusted has replaced a class's own method. below: the function to judge, by
+    default the class's, beneath our own patch; a hook of ours gives the one that it calls as the host's."""
     owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
     if owner is None:
         return

@@ -31,9 +31,9 @@ class ImagePrompt:
     """What an IP-Adapter (Ye et al. 2023, arXiv 2308.06721) adds to cross attentions: a second attention, from the same
     queries to the tokens of an image.
 
-    key_values: (batch, tokens, sum of the widths of all parts); of each part keys, then values. The adapter's scale is
-    a factor of the values.
-    parts: first column and width of each cross attention's part, by the path of its query.
+    key_values: (batch, tokens, columns): side by side, for each cross attention that the adapter changes, its keys and
+    then its values. The adapter's scale is a factor of the values.
+    parts: the first column and the number of columns of each of these cross attentions, by the path of its query.
     structure: what is added where, in words; equal for image prompts that are computed the same way.
     """
 

@@ -24,7 +24,8 @@ PROMPT_NOISE = 0.1
 class UNets:
     """See core.family.Family."""
 
-    layout, first_timestep = UNetLayout, 1000.0
+    layout = UNetLayout
+    first_timestep = 1000.0
     readers = ((is_ldm_unet, read_ldm),)
     usual_sizes = (
         UsualSizes("SD 1.5", ("SD1", "SD 1.x"), (
@@ -74,7 +75,7 @@ class UNets:
         return UNetCall(latent, timestep, context, label)
 
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-        """A call with patches is computed whole."""
+        """See core.family.Family. The cut of a call with patches is ignored: such a call is computed whole."""
         cut = call.cut if call.patches is None else None
         depth = 0 if cut is None else min(cut.depth, self.deepest(layout))
         if cut is not None and cut.reads:
@@ -93,7 +94,8 @@ class UNets:
 
     def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
         """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""
-        (batch, _, height, width), tokens = call.latent.shape, call.context.shape[1]
+        batch, _, height, width = call.latent.shape
+        tokens = call.context.shape[1]
         found: dict[AttentionShapes, None] = {}
         for layer, size in layout.sized_layers(height, width):
             for block in descriptions(layer, TransformerBlock):

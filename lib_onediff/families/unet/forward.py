@@ -77,7 +77,8 @@ class Pass:
             hidden_states = add_residual(hidden_states, self.control.input, index)
             skip = self.patches.after_stage(INPUT, index, hidden_states)
             hidden_states = self.patches.after_skip(index, skip)
-            # A function may have written to what the skip is: operators must not use what they know of it.
+            # A function may have written into the tensor. A new tensor object keeps operators from using facts that
+            # they have kept about it.
             skips.append(skip if hidden_states is skip else skip.detach())
         return hidden_states, skips
 
@@ -93,8 +94,8 @@ class Pass:
     ) -> Tensor:
         """Run these output stages, each of which takes the last of skips.
 
-        remaining is the skip that the stage after the last of these will take, if there is one and it is not in
-        skips: the last stage must end at its size.
+        remaining: the skip of the stage after the last of these, whose size the last one's output must have; None if
+        these end the network.
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
@@ -117,7 +118,8 @@ class Pass:
 
     def finish(self, hidden_states: Tensor) -> Tensor:
         """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
-        hidden_states, out = self.patches.before_stage(LAST, 0, hidden_states), self.layout.out_convolution
+        hidden_states = self.patches.before_stage(LAST, 0, hidden_states)
+        out = self.layout.out_convolution
         normed = self.layers.norm(self.layout.out_norm, hidden_states)
         output = self.ops.convolution(normed, self.weights[out.path], out)
         return self.patches.after_stage(LAST, 0, output).to(self.call.latent.dtype)
@@ -126,12 +128,13 @@ class Pass:
 def full_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """The whole UNet's output as finish gives it, for latents of any size, and the deep feature (Ma et al. 2023): the
-    image that enters the last output stages.
+    """The whole UNet's output as finish gives it, and the deep feature (Ma et al. 2023): the hidden states that enter
+    the last output stages.
 
-    depth: how many output stages, and as many input stages, run at every step; 0 where none is apart.
+    depth: how many output stages, and as many input stages, run at every step; 0: the network is not cut.
     """
-    running, stages = Pass(layout, weights, ops, call), len(layout.output_stages)
+    running = Pass(layout, weights, ops, call)
+    stages = len(layout.output_stages)
     image, skips = running.encode(stages)
     deep_skips = skips[depth:]
     # Each goes with the stage that takes it.
@@ -144,7 +147,8 @@ def cached_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
 ) -> Tensor:
     """The outer stages alone, around a deep feature from an earlier step."""
-    running, stages = Pass(layout, weights, ops, call), len(layout.output_stages)
+    running = Pass(layout, weights, ops, call)
+    stages = len(layout.output_stages)
     _, skips = running.encode(depth)
     return running.finish(running.decode(deep, skips, range(stages - depth, stages), None))
 

@@ -40,8 +40,8 @@ class Layers:
     patches: PatchPoints
 
     def stage(self, stage: Stage, image: Image, following: Tensor | None, place: tuple[str, int]) -> Tensor:
-        """Run one stage. following: the skip that the next stage takes, whose size the image must end at. place: in
-        which part it is which stage."""
+        """Run one stage. following: the skip that the next stage takes, whose size the image must end at. place: the
+        part of the UNet (INPUT, MIDDLE or OUTPUT), and the index of the stage in it."""
         for layer in stage:
             if isinstance(layer, ResidualBlock):
                 image = self._residual_block(layer, image)
@@ -124,10 +124,20 @@ class Layers:
 
     def _patched_attention(self, name: str, block: TransformerBlock, tokens: Tensor) -> Tensor:
         """What an attention adds to the tokens (batch, tokens, width). name: SELF_ATTENTION or CROSS_ATTENTION."""
-        weights, ops, patches, is_self = self.weights, self.ops, self.patches, name == SELF_ATTENTION
-        own, cross = block.self_attention, block.cross_attention
-        attention, norm = (own, block.self_norm) if is_self else (cross, block.cross_norm)
-        reader = weights[own.query_key_value.name if is_self else cross.query.path]
+        weights = self.weights
+        ops = self.ops
+        patches = self.patches
+        own = block.self_attention
+        cross = block.cross_attention
+        is_self = name == SELF_ATTENTION
+        if is_self:
+            attention: SelfAttention | CrossAttention = own
+            norm = block.self_norm
+            reader = weights[own.query_key_value.name]
+        else:
+            attention = cross
+            norm = block.cross_norm
+            reader = weights[cross.query.path]
         _, normed = ops.residual_norm(Residual(tokens), weights[norm.path], norm, reader)
         replaced = patches.whole_attention(name, block, normed, self.context)
         if replaced is not None:

@@ -131,6 +131,7 @@ class UNetLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
+        """See core.family.Layout: the leaves, and the cross attentions, whose sizes decide which kernels are needed."""
         return [*self.leaves(), *self.layers(CrossAttention)]
 
     def units(self, depth: int | None) -> list[tuple[str, ...]]:
@@ -143,6 +144,7 @@ class UNetLayout(Layout):
                 parts += ((layer.norm, layer.project_in), *layer.blocks, layer.project_out)
             else:
                 parts.append(layer)
+        # The fused time projections are read as one, in the first unit, and not with the layers that take their rows.
         apart = {member.path for member in self.embeddings.members}
         return [names_of(part, apart) for part in (*parts, (self.out_norm, self.out_convolution))]
 
@@ -154,7 +156,8 @@ class UNetLayout(Layout):
     def model_name(self) -> str:
         """A name for people; nothing depends on it."""
         known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
-        kind, size = "SDXL" if self.y_width else "SD 1.x", "small" if self.context_width < 768 else "unusual"
+        kind = "SDXL" if self.y_width else "SD 1.x"
+        size = "small" if self.context_width < 768 else "unusual"
         other = f"{kind} UNet, {size} (prompt width {self.context_width})"
         name = known.get((self.context_width, self.y_width), other)
         return f"{name} inpainting" if self.in_channels == 9 else name

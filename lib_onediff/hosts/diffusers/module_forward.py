@@ -37,8 +37,8 @@ COMPILED = "_torchdynamo_orig_callable"
 class ModuleForward(abc.ABC):
     """Answers the calls of one module in place of its class's forward. Holds no reference to the module.
 
-    kind: the module's class when this was made. follows: the function to which what others keep of the module's forward
-    was bound last.
+    kind: the module's class when this was made. follows: the class's function that the references kept by others were
+    bound to last (lead_to_ours). Where the class has another one by now, they are bound anew (stay_on).
     """
 
     # What it does, in words that complete "a fault of OneDiff in ...".
@@ -51,7 +51,8 @@ class ModuleForward(abc.ABC):
         self._turn = threading.local()
 
     def stands(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """See hooks.StandIn."""
+        """What answers a call of this module, and the host's own forward, a function of (module, *args); None where
+        that forward of this module is running in this thread already. Mends hooks that call a front; see _beneath."""
         if getattr(self._turn, "is_hosts", False):
             return None
         present = module.__dict__.get("forward")
@@ -66,8 +67,8 @@ class ModuleForward(abc.ABC):
         return functools.partial(self._answer, original), host
 
     def _beneath(self, module: nn.Module, host: Callable[..., Any]) -> Callable[..., Any]:
-        """The host's own forward of a call that hooks have passed on to us: through those that we stood in front of
-        before these were registered."""
+        """The host's own forward, where hooks of diffusers were registered over our front (stand_in_front): has them
+        call again what was below the front, and returns that. The given host where no hook calls a front."""
         for reference in hooks_of(module):
             if is_front(reference.forward):
                 reference.forward = reference.forward.__wrapped__
@@ -107,7 +108,7 @@ class ModuleForward(abc.ABC):
 def by_name(
     module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by their names. original: what the class's forward is beneath ours.
+    """The arguments of a call by their names. original: the class's forward beneath our patch.
 
     Raises Refusal if somebody has replaced the class's forward, above ours or beneath it, and for arguments that the
     forward does not take, which the host is to refuse. (Signature.bind does the same in a tenth of a millisecond.)
@@ -199,8 +200,9 @@ def refuse_foreign(module: nn.Module, whose: str) -> None:
 
 
 def lead_to_ours(module: nn.Module) -> None:
-    """Bind to our function what others have kept of the module's own forward, and go in front of what only moves its
-    weights, or was compiled from it."""
+    """Make every kept reference to this module's forward reach our function: bind kept methods (places_of) to it anew,
+    and put a front (stand_in_front) before forwards on the instance that only move weights or that torch.compile made.
+    """
     patch = patch_of(type(module))
     patch.get(module).follows = patch.function
     for holder, name in places_of(module):
@@ -215,10 +217,12 @@ def lead_to_ours(module: nn.Module) -> None:
 
 
 def stand_in_front(module: nn.Module, slot: str) -> None:
-    """Have a forward of the host's, on a module's instance, called by ours alone.
+    """Replace the forward in a slot of a module's instance by a front: a functools.partial of the class's function,
+    whose __wrapped__ is the forward that was there. So a call reaches ours first, which runs the wrapped one as the
+    host's.
 
-    As the host itself would: by a functools.partial of the class's function, so that nothing of ours lies there and a
-    copy leads where the host's would.
+    diffusers' hooks put such a partial there, too. So nothing of ours lies on the instance, and a copy of the module
+    leads where the host's would.
     """
     present: Any = module.__dict__[slot]
     below = present.__wrapped__ if is_front(present) else present
@@ -255,8 +259,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def only_moves(module: nn.Module) -> bool:
-    """Whether a module has hooks of diffusers, none of which changes what it computes. Weights that wait on the disk
-    have no values in main memory meanwhile, so hooks that move them there are none of these."""
+    """Whether a module has hooks of diffusers, all of which only move weights between memories. False with offloading
+    to the disk, where weights have no values in main memory in between."""
     hooks = module.__dict__[HOOKS].hooks if hooks_of(module) else {}
     groups = (getattr(hook, "group", None) for hook in hooks.values())
     on_disk = any(getattr(group, "offload_to_disk_path", None) is not None for group in groups)

@@ -63,7 +63,7 @@ def is_served(network: Any) -> bool:
 
 @dataclass(eq=False)
 class HostsAnswer:
-    """Makes the host's own answer to a call, as often as it is asked for, and keeps the last one untouched.
+    """Makes the host's own answer to a call, each time that it is called, and keeps what the host returned last.
 
     Calling it returns the sample alone, (batch, channels, h, w), which is what others compare with. answer: what the
     host returned last; None before. sample: the sample in it.
