@@ -423,7 +423,7 @@ class BoundUNet:
                 self._drop_binding()
                 raise
             self._tree = tree
-            facts = tree.reached.facts
+            facts = tree.reached.facts_of_ours
             if self._code and facts != self._code:
                 # Our operators call torch's functions by name too: what was captured or made of the weights while
                 # others stood there is of those.

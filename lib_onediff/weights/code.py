@@ -65,7 +65,8 @@ class Code:
     kinds: the classes whose methods are called, and their bases. functions: the Python functions reached. named: each
     look-up of a name in a namespace, with that namespace, by both. absent: by namespace, names that code looks up there
     and finds elsewhere: a builtin, or what a module's __getattr__ returns. If such a name is defined there later, the
-    code means something else. names: all names that code outside of torch uses, attributes included.
+    code means something else. names: all names that code outside of torch uses, attributes included. named_by_ours,
+    kinds_of_ours: the part of named and of kinds that OneDiff's own code reaches.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -80,13 +81,19 @@ class Code:
         # By identity, and alive as long as this is.
         self._seen: dict[int, Any] = {}
         self._waiting: list[Any] = list(TENSORS)
+        self._name(CALLED_BY_PYTHON)
+        self._read_ours()
+        self._follow_all()
+        self.named_by_ours = list(self.named.values())
+        self.kinds_of_ours = list(self.kinds)
         for root in roots:
             if isinstance(root, type):
                 self._add_class(root)
             else:
                 self._waiting.append(root)
-        self._name(CALLED_BY_PYTHON)
-        self._read_ours()
+        self._follow_all()
+
+    def _follow_all(self) -> None:
         while self._waiting:
             self._follow(self._waiting.pop())
 

@@ -145,6 +145,10 @@ def snapshot_of_body(function: types.FunctionType) -> tuple[Any, ...]:
     return function.__code__, snapshot(function.__defaults__), len(cells), held
 
 
+# How facts call torch's state.
+TORCH_STATE = ("torch's default dtype", "torch's modes")
+
+
 class Reached:
     """The code that some classes and functions run, all that they reach by name, and what of torch's state they read.
 
@@ -159,6 +163,8 @@ class Reached:
         self._tokens = tokens
         self._kinds = list(code.kinds)
         self._named = list(code.named.values())
+        self._named_by_ours = code.named_by_ours
+        self._kinds_of_ours = code.kinds_of_ours
         self._class_spaces = list(map(vars, self._kinds))
         self._sizes = list(map(len, self._class_spaces))
         by_space: dict[int, list[Named]] = {}
@@ -193,11 +199,7 @@ class Reached:
     def named(self) -> Iterator[Named]:
         """Everything that the code reaches by name, in modules and in classes."""
         yield from self._named
-        for kind in self._kinds:
-            space = vars(kind)
-            for name in list(space):
-                if name not in ANNOTATIONS:
-                    yield Named(space, name_of(kind), name)
+        yield from members_of_classes(self._kinds)
 
     @cached_property
     def facts(self) -> dict[str, str]:
@@ -205,9 +207,18 @@ class Reached:
         state. They hold as long as stands() is true. Takes tens of milliseconds."""
         digests = Digests(self._tokens)
         found = {named.label: digests.of_data(named.value) for named in self.named()}
-        found["torch's default dtype"] = repr(torch.get_default_dtype())
-        found["torch's modes"] = repr([*map(digests.of_data, function_modes()), self._torch_state[-1]])
+        default_dtype, modes = TORCH_STATE
+        found[default_dtype] = repr(torch.get_default_dtype())
+        found[modes] = repr([*map(digests.of_data, function_modes()), self._torch_state[-1]])
         return found
+
+    @property
+    def facts_of_ours(self) -> dict[str, str]:
+        """The part of facts that OneDiff's own operators read. A graph, and what was made of the weights, is good as
+        long as these are the same: the host's own code, such as that of its LoRAs, does not run in a graph."""
+        named = [*self._named_by_ours, *members_of_classes(self._kinds_of_ours)]
+        labels = [one.label for one in named]
+        return {label: self.facts[label] for label in (*labels, *TORCH_STATE)}
 
     def changed(self, before: Mapping[str, str]) -> list[Named]:
         """The names that stand for something else than before. before: facts of earlier code."""
@@ -217,6 +228,15 @@ class Reached:
     @cached_property
     def digest(self) -> str:
         return short(repr(sorted(self.facts.items())))
+
+
+def members_of_classes(kinds: Sequence[type]) -> Iterator[Named]:
+    """The names in the bodies of classes."""
+    for kind in kinds:
+        space = vars(kind)
+        for name in list(space):
+            if name not in ANNOTATIONS:
+                yield Named(space, name_of(kind), name)
 
 
 def torch_state() -> tuple[Any, ...]:

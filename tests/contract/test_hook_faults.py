@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "reading a call": Fault(lambda host: (forge, "unet_call"), FAMILY, UNET, ALL),
+    "reading a call": Fault(lambda host: (forge, "image_prompts_of"), FAMILY, UNET, ALL),
     "looking at the UNet": Fault(lambda host: (host.adapter, "_check"), FAMILY, UNET, ALL),
     "looking at a call": Fault(lambda host: (host.adapter, "_check_state"), ("a1111",), UNET, ALL),
     "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),

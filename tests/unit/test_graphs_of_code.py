@@ -1,6 +1,7 @@
 """A graph holds what torch's functions were when it was captured, so it belongs to the code that stood then."""
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -57,3 +58,22 @@ def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyP
     assert replaced != before and generation() == replaced
     monkeypatch.undo()
     assert generation() not in (before, replaced)
+
+
+def test_a_graph_outlives_changes_of_the_hosts_own_code(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As A1111 changes what its LoRA code reads with each prompt: another check, and the same graph."""
+    unet = diffusers_unet(**SMALL_XL)
+    lib_onediff.compile_unet(unet, backend="cudagraph")
+    embeddings: Any = importlib.import_module("diffusers.models.embeddings")
+    real = embeddings.get_timestep_embedding
+    with torch.no_grad():
+        for _ in range(4):
+            assert error(unet, a_call(unet)) < CLOSE
+        bound = runtime.services.networks.get(unet).bound
+        before = bound.epoch.addresses
+        digest = bound.sources()
+        for number in range(3):
+            monkeypatch.setattr(
+                embeddings, "get_timestep_embedding", lambda *given, of=number, **named: real(*given, **named))
+            assert error(unet, a_call(unet)) < CLOSE
+            assert bound.sources() != digest and bound.epoch.addresses == before
