@@ -442,7 +442,8 @@ class BoundUNet:
 
     def _tree_now(self) -> Tree:
         traits = self.host_traits
-        return Tree(self.module, traits.written.union(APPLIED_AT_CALL), traits.placed, self._tokens, self._tree)
+        ignored = traits.written.union(APPLIED_AT_CALL)
+        return Tree(self.module, ignored, traits.placed, self._tokens, self._tree, traits.synced)
 
     def _read(self, unet: nn.Module, tree: Tree) -> None:
         """Find out what the module tree is. Where layers and layout are what they were, weights and graphs stay as they

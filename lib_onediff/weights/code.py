@@ -37,8 +37,9 @@ OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch._C", "torch._VF", "t
 # The parts of our own package whose code computes.
 OF_OURS = tuple(f"{OURS}.{room}." for room in ("core", "families", "weights", "devices", "steps"))
 STANDARD_LIBRARY = sys.stdlib_module_names
-# torch reasons about shapes by the last two, and computes nothing of an image with them.
-NOT_READ = STANDARD_LIBRARY | {TORCH, "sympy", "mpmath"}
+# torch reasons about shapes by sympy and mpmath, and networks keep their configuration in omegaconf's lists: neither
+# computes anything of an image.
+NOT_READ = STANDARD_LIBRARY | {TORCH, "sympy", "mpmath", "omegaconf"}
 Space = dict[str, Any] | types.MappingProxyType[str, Any]
 
 
@@ -69,8 +70,10 @@ class Code:
     kinds_of_ours: the part of named and of kinds that OneDiff's own code reaches.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
-        """roots: classes, whose code is read in whole, and functions."""
+    def __init__(self, roots: Iterable[Any], left_out: Collection[str] = ()) -> None:
+        """roots: classes, whose code is read in whole, and functions. left_out: names that are not followed where code
+        looks them up, each with its Python module ("networks.loaded_networks")."""
+        self._left_out = frozenset(left_out)
         self.kinds: dict[type, None] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self.named: dict[tuple[int, str], Named] = {}
@@ -158,6 +161,8 @@ class Code:
         while waiting:
             space, owner = waiting.pop()
             for name in names & space.keys():
+                if f"{owner}.{name}" in self._left_out:
+                    continue
                 value = space[name]
                 if isinstance(value, types.ModuleType):
                     inner = vars(value)

@@ -44,17 +44,18 @@ class Tree:
 
     def __init__(
         self, root: nn.Module, ignored: Collection[str], placed: Collection[str], tokens: Tokens | None = None,
-        before: Tree | None = None,
+        before: Tree | None = None, synced: Collection[str] = (),
     ) -> None:
         """ignored: names of attributes that are compared elsewhere. placed: names of attributes that are compared, but
         are no part of the digest. tokens: give names to objects that have no digest by value. before: an earlier tree
-        of this root: its code is taken over where it is still the same."""
+        of this root: its code is taken over where it is still the same. synced: see HostTraits."""
         modules = list(root.modules())
         states: list[State] = list(map(state_of, modules))
         self._modules = list(map(weakref.ref, modules))
         self._classes = list(map(type, modules))
         self._ignored = BOOKKEEPING.union(ignored)
         self._placed = placed
+        self._synced = synced
         self._tokens = tokens or Tokens()
         # An attention's processor is no module. One of another package is called as it is, at every call: which object
         # it is counts, and neither its code nor what it remembers between calls is part of what was proved.
@@ -106,7 +107,7 @@ class Tree:
         known = None if before is None or functions else before.reached
         if known is not None and known.sources == sources and known.stands():
             return known
-        return Reached(sources, functions, self._tokens)
+        return Reached(sources, functions, self._tokens, self._synced)
 
     def stands(self, root: nn.Module) -> bool:
         """Whether it computes as it did. A millisecond for SDXL's UNet."""

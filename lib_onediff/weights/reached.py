@@ -155,9 +155,11 @@ class Reached:
     sources: the classes that it was made of. names: all names in that code outside of torch.
     """
 
-    def __init__(self, sources: Sequence[type], functions: Sequence[Any], tokens: Tokens) -> None:
+    def __init__(
+        self, sources: Sequence[type], functions: Sequence[Any], tokens: Tokens, left_out: Collection[str] = (),
+    ) -> None:
         """tokens: name objects that have no digest by value."""
-        code = Code([*sources, *functions])
+        code = Code([*sources, *functions], left_out)
         self.sources = sources
         self.names = code.names
         self._tokens = tokens

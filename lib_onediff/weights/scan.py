@@ -127,6 +127,8 @@ class HostTraits:
         does.
     sync_lora: brings the parameters of these layers up to date, where the host does that lazily in each one's forward.
     wanted_lora: what sync_lora brings them up to; equal as long as nothing has to be done.
+    synced: names that the host's forward looks up for what sync_lora does, each with its Python module
+    ("networks.loaded_networks"). They count as weights, not as code.
     brought: brought(unet, path) returns whether the adapter knows the forward set on the instance of the module at this
         path, and hands its functions over with each call, as Call.patches.
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
@@ -150,6 +152,7 @@ class HostTraits:
     placed: frozenset[str] = frozenset()
     movers: Collection[str] = ()
     make_room: Callable[[nn.Module, int], int] = lambda unet, size: 0
+    synced: frozenset[str] = frozenset()
 
 
 def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:

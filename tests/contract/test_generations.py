@@ -138,6 +138,20 @@ def test_loras_are_merged_and_taken_out(host: Host, in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_a_lora_counts_as_weights_and_not_as_code(host: Any) -> None:
+    """Each LoRA that is loaded is another object, which no other process knows."""
+    host.start()
+    digests = []
+    for strength in (0.0, 0.5, 0.0, 0.5):
+        host.set_lora(strength)
+        assert calls_of(host.generate)[1] == OURS
+        bound = runtime.services.networks.get(host.unet).bound
+        digests.append((bound.sources(), bound.identity(), bound.code_changes))
+    assert len({sources for sources, _, _ in digests}) == 1 and digests[-1][2] == digests[0][2]
+    assert digests[0] == digests[2] and digests[1] == digests[3] != digests[0]
+
+
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_loras_are_computed_beside_their_layers(host: Any) -> None:
     sequence, expected = ((0.5, False), (0.5, True), (0.25, True), (0.5, True), (0.0, False)), []
     for strength, online in sequence:

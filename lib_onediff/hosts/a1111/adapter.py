@@ -24,14 +24,16 @@ from ..changed_modules import ChangedModules, foreign_forward, forward_above, is
 from ..contract import BYPASSED, Need, WebUI, check_needs, random_state_kept
 from ..hooks import ForwardPatches, UNetHooks, VaeHooks, serve_call
 from ..sampler_schedule import sampling_of
-from .layers import CASTS, LorasOnTheFly, apply_wanted_networks, check_layers, wanted_networks
+from .layers import CASTS, NOTED, SYNCED, WRITTEN, LorasOnTheFly, apply_wanted_networks, check_layers, wanted_networks
 from .patches import TRUSTED, does_nothing_now, patches_of, replaced_concatenation
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
 # Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
 # Its decoders note the latent's shape at every decode.
-VAE_TRAITS = HostTraits((*TRUSTED, "ldm.modules.diffusionmodules.model"), written=frozenset({"last_z_shape"}))
+VAE_TRAITS = HostTraits(
+    (*TRUSTED, "ldm.modules.diffusionmodules.model"), written=frozenset({"last_z_shape"}), synced=SYNCED,
+)
 NEEDS = (
     # The WebUI's own patch, modules.sd_unet's, stands there: it hands on what follows the context as it comes.
     *(Need(module, "UNetModel.forward", ("x", "timesteps", "context")) for module in UNET_MODULES),
@@ -77,7 +79,8 @@ class A1111(WebUI):
         self._unet: Callable[[], Any] = no_object
         self._host_traits = HostTraits(
             TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS,
-            functions=LorasOnTheFly(), movers=("modules.lowvram",),
+            functions=LorasOnTheFly(), movers=("modules.lowvram",), written=WRITTEN,
+            placed=NOTED, synced=SYNCED,
         )
         modules = [importlib.import_module(name) for name in VAE_MODULES]
         parts = [part for module in modules for part in (module.Decoder, module.Encoder)]

@@ -17,6 +17,13 @@ from ...weights.scan import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN_LORA = "NetworkModuleLora"
+# The networks that the patched forwards of layers merge into weights. apply_wanted_networks merges them before each
+# call, so they count as weights; each LoRA that is loaded puts new objects there.
+SYNCED = frozenset({"networks.loaded_networks"})
+# What the WebUI notes on a layer of the LoRAs that are merged into it.
+NOTED = frozenset({"network_current_names", "network_weights_backup", "network_bias_backup"})
+# What token merging notes on the UNet at each call: size, hooks and a random generator.
+WRITTEN = frozenset({"_tome_info"})
 # The module by which a1111-sd-webui-lycoris patches the classes of torch's layers.
 LYCORIS = "lyco_patches"
 # What network_apply_weights compares a layer's network_current_names with: a tuple for each network.
