@@ -34,6 +34,9 @@ CALLED_BY_PYTHON = frozenset({
 MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 # Where functions of torch that compute are; what else torch's functions name is loaded when it is first used.
 OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch._C", "torch._VF", "torch.fft", "torch.linalg")
+# Functions of torch that read and write files. No forward pass calls them, and Forge Neo replaces torch.load; other
+# methods of the same names are called.
+OF_FILES = frozenset({"load", "save"})
 # The parts of our own package whose code computes.
 OF_OURS = tuple(f"{OURS}.{room}." for room in ("core", "families", "weights", "devices", "steps"))
 STANDARD_LIBRARY = sys.stdlib_module_names
@@ -161,7 +164,7 @@ class Code:
         while waiting:
             space, owner = waiting.pop()
             for name in names & space.keys():
-                if f"{owner}.{name}" in self._left_out:
+                if f"{owner}.{name}" in self._left_out or (package(owner) == TORCH and name in OF_FILES):
                     continue
                 value = space[name]
                 if isinstance(value, types.ModuleType):
