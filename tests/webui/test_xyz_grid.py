@@ -74,7 +74,7 @@ def test_interval_and_preset(webui: WebUI) -> None:
         assert_cell(grid, cell, expected)
         seen.add(onediff_in(expected))
     assert seen == {
-        "on", "on; deepcache_interval 3", "on; deepcache_interval 3; deepcache_depth 3", "off",
+        "on", "on; deepcache_interval 3", "on; speed Balanced", "off",
         "off; deepcache_interval 3",
     }
     assert not numpy.array_equal(grid.arrays[1], grid.arrays[2])
