@@ -61,7 +61,7 @@ class OnTheFly:
         refresh. room: how many bytes copies of weights may take; None: any number.
 
         Returns whether the weights that the host computes with lie elsewhere than at the last refresh, or are others;
-        None if nothing changed. Raises Refusal if the copies do not fit.
+        None if nothing changed. Raises Refusal if the copies do not fit, or if a LoRA has no numbers.
         """
         reader = self._reader
         if reader is None and self._casts is None:
@@ -75,6 +75,8 @@ class OnTheFly:
             return self.drop() or None
         if stand and self._was_made_of(parts, binding):
             return None
+        if any(tensor.is_meta for tensor in parts.tensors):
+            raise Refusal("a LoRA's numbers are not there (they are on the meta device)")
         paths = binding.paths()
         functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in parts.places}
         casts_norms = self._casts is None or self._casts.norms

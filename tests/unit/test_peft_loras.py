@@ -314,3 +314,19 @@ def test_loras_of_several_types_in_one_layer_are_the_hosts_and_so_is_a_cast_that
     with helpers.disable_input_dtype_casting(unet), pytest.raises(RuntimeError, match="same dtype"):
         served(unet, a_call(unet))
     is_ours(unet, seed=2)
+
+
+def test_a_lora_without_numbers_is_the_hosts() -> None:
+    """Added while torch's default device is meta."""
+    from peft import LoraConfig
+
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    is_ours(unet)
+    with torch.device("meta"):
+        unet.add_adapter(LoraConfig(r=4, target_modules=QUERY_AND_KEY), "a")
+    unet.requires_grad_(False)
+    for _ in range(2):
+        served(unet, a_call(unet))
+        assert lib_onediff.status()["reason"] == "a LoRA's numbers are not there (they are on the meta device)"
+    unet.unload_lora()
+    is_ours(unet)
