@@ -21,8 +21,8 @@ from .operators import Operators
 from .settings import Settings
 
 Result = TypeVar("Result")
-# Reads the contents of many tensors in one launch: see weights.contents.Reader.
-Reader = Callable[[Sequence[Any], int], Callable[[], Tensor] | None]
+# Reads the contents of many tensors in one launch: see weights.contents.ContentsReader.
+ContentsReader = Callable[[Sequence[Any], int], Callable[[], Tensor] | None]
 # How long work takes in milliseconds, for a device that measures which of its ways is the fastest.
 TimeMs = Callable[[Callable[[], object]], float]
 
@@ -168,7 +168,7 @@ class Device(abc.ABC):
         Raises Refusal where the device has runners, and none for this call. is_warm_up: see refuse.
         """
 
-    def contents_reader(self, device: torch.device) -> Reader | None:
+    def contents_reader(self, device: torch.device) -> ContentsReader | None:
         """A function that sums the contents of many tensors in one launch; None: torch's operators do."""
         return None
 

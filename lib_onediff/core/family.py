@@ -15,7 +15,7 @@ from .operators import Operators
 AttentionShapes = tuple[tuple[int, ...], tuple[int, ...]]
 # A pair of functions: matches(module) returns whether a module is a network of some kind, by its class and the package
 # of that; read(module) returns its layout, and raises Refusal with the reason for anything unknown in the module.
-Reader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
+LayoutReader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
 
 
 # The output of a call, of a layout, its weights, operators and the call; see Family.output.
@@ -73,7 +73,7 @@ class DecoderFamily(Protocol):
         are one pixel of its output, in width."""
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[LayoutReader, ...]:
         """Of its decoders and encoders in several hosts; a host hands in others (see families.registry)."""
 
     def refuse_latent(self, layout: Any, latent: Tensor) -> None:
@@ -107,7 +107,7 @@ class Family(Protocol):
         """Of each kind of model."""
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[LayoutReader, ...]:
         """Of its networks in several hosts; a host hands in others (see families.registry)."""
 
     def refuse_call(self, layout: Any, call: Any) -> None:

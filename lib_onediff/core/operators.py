@@ -145,16 +145,16 @@ class Operators(Protocol):
 
     def group_norm(
         self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: LayerWeights | None = None,
+        consumer: LayerWeights | None = None,
     ) -> Image:
-        """Group norm of image + shift (batch, channels), followed by SiLU if silu. reader: the convolution that it is
+        """Group norm of image + shift (batch, channels), followed by SiLU if silu. consumer: the convolution that it is
         for, where there is one."""
 
     def residual_norm(
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
-        reader: LayerWeights, modulation: Modulation | None = None,
+        consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """The same residual, and its norm in the dtype of reader, the linear layer that reads it. layer: the norm's
+        """The same residual, and its norm in the dtype of consumer, the linear layer that reads it. layer: the norm's
         weight and bias, or None for an AdaptiveNorm."""
 
     def rms_norm(self, x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
@@ -184,14 +184,14 @@ class Operators(Protocol):
         True where a query sees a key. A query that sees no key gives zeros.
         """
 
-    def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Rows:
-        """A gated linear unit: (..., 2 n) -> (..., n). reader: as in residual_norm."""
+    def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
+        """A gated linear unit: (..., 2 n) -> (..., n). consumer: as in residual_norm."""
 
-    def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Rows:
-        """gated(linear(x, layer), unit, reader)."""
+    def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
+        """gated(linear(x, layer), unit, consumer)."""
 
-    def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, reader: LayerWeights) -> Rows:
-        """activation(linear(x, layer)). reader: as in residual_norm."""
+    def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Rows:
+        """activation(linear(x, layer)). consumer: as in residual_norm."""
 
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""

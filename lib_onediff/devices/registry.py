@@ -17,7 +17,7 @@ from ..core.operators import Operators
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.version import NEWEST_TORCH, release
-from ..weights.contents import Reader
+from ..weights.contents import ContentsReader
 from .cuda.graphs.capture import CudaGraphs as GraphsOfCuda
 from .cuda.native import Native
 from .oneflow.route import OneFlow
@@ -102,7 +102,7 @@ class Devices:
         why = f": {found.reason}" if settings.enabled and found.reason else ""
         return f"{way} on {card_name(device)} with {here}{why}"
 
-    def contents_reader(self, device: torch.device) -> Reader | None:
+    def contents_reader(self, device: torch.device) -> ContentsReader | None:
         """Of the first that has one."""
         return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
 

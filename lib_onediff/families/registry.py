@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.call import Call
-from ..core.family import DecoderFamily, Family, Reader, UsualSizes
+from ..core.family import DecoderFamily, Family, LayoutReader, UsualSizes
 from ..core.layer_weights import Weights
 from ..core.operators import Operators
 from ..core.origins import package
@@ -27,7 +27,7 @@ class Families:
         self.all = tuple(families)
         self._readers = [reader for family in self.all for reader in family.readers]
 
-    def take_reader(self, reader: Reader) -> None:
+    def take_reader(self, reader: LayoutReader) -> None:
         """Register the reader of one host's modules: hosts know the families, and families know no host."""
         self._readers.append(reader)
 
@@ -60,7 +60,7 @@ class DecoderFamilies:
         self.all = tuple(families)
         self._readers = [reader for family in self.all for reader in family.readers]
 
-    def take_reader(self, reader: Reader) -> None:
+    def take_reader(self, reader: LayoutReader) -> None:
         """As of Families."""
         self._readers.append(reader)
 
@@ -83,7 +83,7 @@ FAMILIES = Families((UNets(), Animas()))
 DECODERS = DecoderFamilies((Autoencoders(),))
 
 
-def read(module: nn.Module, what: str, readers: Iterable[Reader]) -> Any:
+def read(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
     """The layout by the first of these that knows the module. Raises Refusal for another network, and what is a fault
     of ours as it is."""
     kind = type(module)

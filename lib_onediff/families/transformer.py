@@ -40,12 +40,12 @@ class TransformerLayers:
     upcast_attention: bool
 
     def norm(
-        self, residual: Residual, norm: LayerNorm | RMSNorm | AdaptiveNorm, reader: Linear | FusedLinear,
+        self, residual: Residual, norm: LayerNorm | RMSNorm | AdaptiveNorm, consumer: Linear | FusedLinear,
         modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
         """The residual, and its norm as the linear layer that reads it wants it."""
         layer = None if isinstance(norm, AdaptiveNorm) else self.weights[norm.path]
-        return self.ops.residual_norm(residual, layer, norm, self._weights_of(reader), modulation)
+        return self.ops.residual_norm(residual, layer, norm, self._weights_of(consumer), modulation)
 
     def add(
         self, residual: Residual, x: Rows, layer: Linear, gate: Tensor | None = None, norm: RMSNorm | None = None
@@ -57,13 +57,13 @@ class TransformerLayers:
     def linear(self, x: Rows, layer: Linear | FusedLinear) -> Tensor:
         return self.ops.linear(x, self._weights_of(layer))
 
-    def activated_linear(self, x: Rows, layer: Linear, activation: Activation, reader: Linear) -> Rows:
-        """The first half of a feed-forward layer: activation(linear(x)), as its second half, the reader, wants it."""
-        return self.ops.activated_linear(x, self._weights_of(layer), activation, self._weights_of(reader))
+    def activated_linear(self, x: Rows, layer: Linear, activation: Activation, consumer: Linear) -> Rows:
+        """The first half of a feed-forward layer: activation(linear(x)), as its second half, the consumer, wants it."""
+        return self.ops.activated_linear(x, self._weights_of(layer), activation, self._weights_of(consumer))
 
-    def gated_linear(self, x: Rows, layer: Linear | FusedLinear, unit: GatedUnit, reader: Linear) -> Rows:
-        """The first half of a feed-forward layer with a gated unit, as its second half, the reader, wants it."""
-        return self.ops.gated_linear(x, self._weights_of(layer), unit, self._weights_of(reader))
+    def gated_linear(self, x: Rows, layer: Linear | FusedLinear, unit: GatedUnit, consumer: Linear) -> Rows:
+        """The first half of a feed-forward layer with a gated unit, as its second half, the consumer, wants it."""
+        return self.ops.gated_linear(x, self._weights_of(layer), unit, self._weights_of(consumer))
 
     def self_attention(
         self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | None = None

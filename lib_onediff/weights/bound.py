@@ -16,7 +16,7 @@ from ..core.epoch import Epoch
 from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
-from .contents import PART, Contents, Place, Reader
+from .contents import PART, Contents, ContentsReader, Place
 from .digests import WeightsDigest, digest_of_values
 from .main_memory import MainMemory
 from .module_tree import Tree
@@ -67,7 +67,7 @@ class BoundUNet:
         self._read_layout, self._units_of = read, units_of
         self._unet = weakref.ref(unet)
         self.host_traits = host_traits
-        self.reader: Reader | None = None
+        self.reader: ContentsReader | None = None
         self._tree: Tree | None = None
         self._tokens = Tokens()
         # The facts of the host's code when the network was seen first.

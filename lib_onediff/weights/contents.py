@@ -76,7 +76,7 @@ class Place(NamedTuple):
 
 
 # Makes ready what launches the sums of places on one device, (places,) in int64; None where it cannot read them.
-Reader = Callable[[Sequence[Place], int], "Callable[[], Tensor] | None"]
+ContentsReader = Callable[[Sequence[Place], int], "Callable[[], Tensor] | None"]
 
 
 class Contents:
@@ -86,7 +86,7 @@ class Contents:
     better than torch's operators. known: the sums, (places,) in int64 on the CPU, in the order of the places.
     """
 
-    def __init__(self, places: Sequence[Place], part: int = 1, reader: Reader | None = None) -> None:
+    def __init__(self, places: Sequence[Place], part: int = 1, reader: ContentsReader | None = None) -> None:
         by_device: dict[torch.device, list[int]] = {}
         for number, place in enumerate(places):
             if place.device.type != "meta":
@@ -127,7 +127,7 @@ class Contents:
 class Sums:
     """Reads places of one device. part, reader: see Contents."""
 
-    def __init__(self, places: Sequence[Place], part: int, reader: Reader | None) -> None:
+    def __init__(self, places: Sequence[Place], part: int, reader: ContentsReader | None) -> None:
         self._places = places
         self._part = part
         self._device = places[0].device

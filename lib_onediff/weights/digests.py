@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .contents import PART, Contents, Place, Reader, is_dense
+from .contents import PART, Contents, ContentsReader, Place, is_dense
 from .exact_copy import copy_of
 
 
@@ -20,7 +20,9 @@ class WeightsDigest:
     computes with, one part in contents.PART.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device, reader: Reader | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], device: torch.device, reader: ContentsReader | None = None
+    ) -> None:
         """device: which computes. reader: see Contents. Make it anew where parameters lie elsewhere by now."""
         self._near: list[Place] = []
         self._far: list[Place] = []

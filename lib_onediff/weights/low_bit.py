@@ -53,7 +53,7 @@ FEWEST_PIXELS = 32 * 32
 
 class LowBitLayer(NamedTuple):
     """A layer that may be in eight bits. width, rows: of its weight. source: what makes what it reads. layer_class: a
-    Reader's role, or CONVOLUTIONS. norm: as Reader's."""
+    TokenLinear's role, or CONVOLUTIONS. norm: see TokenLinear."""
 
     name: str
     width: int

@@ -17,7 +17,7 @@ from ..core.layer_weights import LowRank, Weights
 from ..core.refusal import Refusal
 from ..core.units import MEBIBYTE
 from .binding import BOUND_DTYPES, Binding
-from .contents import Contents, Place, Reader
+from .contents import Contents, ContentsReader, Place
 from .digests import digest_of_values
 from .scan import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
@@ -55,7 +55,7 @@ class OnTheFly:
         return binding.cast_to is not None and self._casts is not None and not self._casts.norms
 
     def refresh(
-        self, binding: Binding, stand: bool, room: Callable[[], int] | None, contents_reader: Reader | None
+        self, binding: Binding, stand: bool, room: Callable[[], int] | None, contents_reader: ContentsReader | None
     ) -> bool | None:
         """Apply what the host would apply now. stand: whether the parameters are known to be what they were at the last
         refresh. room: how many bytes copies of weights may take; None: any number.

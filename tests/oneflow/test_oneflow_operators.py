@@ -43,6 +43,6 @@ def test_gated_units(activation: Activation, gate_first: bool) -> None:
     from lib_onediff.devices.oneflow.operators import OneFlowOperators
 
     tokens, unit = random(3, 10), GatedUnit(activation, gate_first)
-    reader = LayerWeights(random(5, 5), None)
-    output = to_torch(OneFlowOperators().gated(from_torch(tokens), unit, reader))
+    consumer = LayerWeights(random(5, 5), None)
+    output = to_torch(OneFlowOperators().gated(from_torch(tokens), unit, consumer))
     assert relative_error(output, torch_ops.gated(tokens, unit)) < CLOSE

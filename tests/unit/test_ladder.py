@@ -74,7 +74,7 @@ def test_where_every_backend_fails_the_host_serves(
 
 
 def test_a_backend_that_disagrees_with_the_host_is_left_for_the_next(unet: nn.Module, weather: Weather) -> None:
-    weather.gated_by = lambda tokens, unit, reader: tokens.chunk(2, dim=-1)[0]
+    weather.gated_by = lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
     assert now()[1] == "host" and reason().startswith("it differs from the model's own forward by ")

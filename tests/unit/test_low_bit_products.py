@@ -182,11 +182,11 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
         for shape in ((16, channels, 3, 3), (channels,), (channels,), (2, channels))
     )
     layer, norm = LayerWeights(vectors[0], vectors[1]), GroupNorm("norm", channels, 4, 1e-5)
-    reader = LayerWeights(weight, None, (rounded_weight(weight, kind),))
+    consumer = LayerWeights(weight, None, (rounded_weight(weight, kind),))
     operators = NativeOperators(
         Launches(TuningCache()), torch_ops.attention, lambda *given: torch.float32, lambda *given: kind
     )
-    rounded = operators.group_norm(given, layer, norm, True, shift, reader)
+    rounded = operators.group_norm(given, layer, norm, True, shift, consumer)
     assert isinstance(rounded, products.QuantizedImage)
     together = torch.cat(given, 1) if isinstance(given, VirtualConcatenation) else given
     wide = LayerWeights(*(vector.float() for vector in vectors))
@@ -200,14 +200,14 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
         # Triton's interpreter rounds what is just below a power of two to half of it.
         carries = (torch.frexp(ratio).mantissa.abs() > 0.968) & (DEVICE.type == "cpu")
         assert relative_error(torch.where(carries, ratio, rounded.values.float()), ratio) < 3.2e-2
-    output = operators.convolution(rounded, reader, Convolution("", channels, 16, 3, 1, 1))
+    output = operators.convolution(rounded, consumer, Convolution("", channels, 16, 3, 1, 1))
     assert output.shape == (2, 16, 32, 32)
     # Small images stay as they are.
-    small = operators.group_norm(image(1, 32, 8, 8), LayerWeights(layer.weight[:32], None), norm, True, None, reader)
+    small = operators.group_norm(image(1, 32, 8, 8), LayerWeights(layer.weight[:32], None), norm, True, None, consumer)
     assert isinstance(small, Tensor)
     first_half[0, 3, 5, 7] = float("nan")
     output = operators.convolution(
-        operators.group_norm(given, layer, norm, True, None, reader), reader, Convolution("", channels, 16, 3, 1, 1)
+        operators.group_norm(given, layer, norm, True, None, consumer), consumer, Convolution("", channels, 16, 3, 1, 1)
     )
     assert bool(output[0].isnan().all() and output[1].isfinite().all()), "eight bits hide no NaN"
 

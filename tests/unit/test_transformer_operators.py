@@ -153,9 +153,9 @@ def test_norms_with_modulation(ops: str, norm: str, vectors: int, dtype: torch.d
         expected = expected + shift.double()[:, None]
     residual = Residual(tokens.clone(), update=update, gate=gate) if owes else Residual(tokens.clone())
     weights = None if isinstance(description, AdaptiveNorm) else layer
-    reader = LayerWeights(random(WIDTH, WIDTH, dtype=dtype), None)
+    consumer = LayerWeights(random(WIDTH, WIDTH, dtype=dtype), None)
     implementation = operators(ops)
-    standing, normed = implementation.residual_norm(residual, weights, description, reader, modulation)
+    standing, normed = implementation.residual_norm(residual, weights, description, consumer, modulation)
     assert normed.dtype == dtype and relative_error(normed, expected) < 3 * CLOSE[dtype]
     assert relative_error(implementation.materialize(standing), total) < CLOSE[dtype]
 
@@ -168,8 +168,8 @@ def test_a_residual_in_float32_is_normed_for_a_layer_in_half_precision(ops: str,
     layer = LayerWeights(random(WIDTH).half(), None)
     weights = None if norm == "adaptive" else layer
     scale, shift = random(BATCH, 2 * WIDTH).half().chunk(2, dim=-1)
-    reader = LayerWeights(random(WIDTH, WIDTH).half(), None)
-    given = Residual(tokens.clone()), weights, description, reader, Modulation(scale, shift)
+    consumer = LayerWeights(random(WIDTH, WIDTH).half(), None)
+    given = Residual(tokens.clone()), weights, description, consumer, Modulation(scale, shift)
     standing, normed = operators(ops).residual_norm(*given)
     expected = exact_norm(description, tokens, layer) * scale.double()[:, None] + shift.double()[:, None]
     assert standing.tokens.dtype == torch.float32 and normed.dtype == torch.float16
@@ -214,10 +214,10 @@ def test_gated_units(ops: str, activation: Activation, gate_first: bool, dtype: 
     if gate_first:
         value, gate = gate, value
     expected = value * exact_activation(activation, gate)
-    reader = LayerWeights(random(WIDTH, 32, dtype=dtype), None)
-    output = operators(ops).gated_linear(x, into, GatedUnit(activation, gate_first), reader)
+    consumer = LayerWeights(random(WIDTH, 32, dtype=dtype), None)
+    output = operators(ops).gated_linear(x, into, GatedUnit(activation, gate_first), consumer)
     assert output.dtype == dtype and relative_error(output, expected) < CLOSE[dtype]
-    alone = operators(ops).activated_linear(x, into, activation, reader)
+    alone = operators(ops).activated_linear(x, into, activation, consumer)
     expected = exact_activation(activation, functional.linear(x.double(), into.weight.double()))
     assert alone.dtype == dtype and relative_error(alone, expected) < CLOSE[dtype]
 

@@ -193,7 +193,7 @@ def test_the_host_finds_an_adapters_residuals_whole_however_often_it_runs(monkey
     residuals = scene.adapter()
     expected = scene.output(down_intrablock_additional_residuals=residuals)
     lib_onediff.compile_unet(scene.unet)
-    monkeypatch.setattr(torch_ops, "gated", lambda tokens, unit, reader: tokens.chunk(2, dim=-1)[0])
+    monkeypatch.setattr(torch_ops, "gated", lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0])
     assert torch.equal(scene.output(down_intrablock_additional_residuals=residuals), expected)
     assert lib_onediff.status()["route"] == "host"
 

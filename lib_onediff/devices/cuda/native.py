@@ -20,7 +20,7 @@ from ...core.leaves import LayerNorm
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ...weights.contents import PIECE, WORD, Place, Reader
+from ...weights.contents import PIECE, WORD, ContentsReader, Place
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention
 from ..torch.device import refuse_without_gpu
@@ -36,7 +36,7 @@ WORDS, BLOCK, WARPS = 1 << 13, 1024, 4
 
 
 def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
-    """See weights.contents.Reader."""
+    """See weights.contents.ContentsReader."""
     try:
         sums = sums_of(places, part)
         if sums is not None:
@@ -107,7 +107,7 @@ class Native(Device):
         """Why a choice of settings.low_bit changes nothing for a model of this dtype on a device; None if it does."""
         return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
-    def contents_reader(self, device: torch.device) -> Reader | None:
+    def contents_reader(self, device: torch.device) -> ContentsReader | None:
         return None if self.why_not(device) is not None else read_contents
 
     def operators(self, wide_norms: bool = False) -> Operators:

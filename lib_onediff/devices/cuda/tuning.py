@@ -211,8 +211,8 @@ def way_of(
     product: Product, dtype: torch.dtype, device: torch.device, kind: Kind
 ) -> Callable[[Operators], object]:
     """What computes a product by any operators, with what makes its tokens and the norm after it; the weights are there
-    in this kind too. Of a GEGLU's reader, what makes its tokens begins at the norm before; of a convolution, the group
-    norm comes with it."""
+    in this kind too. Of a GEGLU's consumer, what makes its tokens begins at the norm before; of a convolution, the
+    group norm comes with it."""
     random = random_on(device, dtype)
     if product.size is not None:
         return way_of_convolution(product, product.size, random, kind)

@@ -59,7 +59,7 @@ class OneFlowOperators:
 
     def group_norm(
         self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: LayerWeights | None = None,
+        consumer: LayerWeights | None = None,
     ) -> Tensor:
         if shift is not None:
             image = image + shift.reshape(*shift.shape, 1, 1)
@@ -74,7 +74,7 @@ class OneFlowOperators:
         return functional.silu(normed) if silu else normed
 
     def residual_norm(
-        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
+        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
     ) -> tuple[Residual, Tensor]:
         tokens = self.materialize(residual)
         return Residual(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
@@ -102,17 +102,17 @@ class OneFlowOperators:
         mixed = flow.matmul(weights, value).to(dtype)
         return mixed if key_heads == heads else mixed.reshape(batch, heads, queries, -1)
 
-    def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Tensor:
+    def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
         value, gate = tokens.chunk(2, dim=-1)
         if unit.gate_first:
             value, gate = gate, value
         return value * activated(gate, unit.activation)
 
-    def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Tensor:
-        return self.gated(self.linear(x, layer), unit, reader)
+    def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
+        return self.gated(self.linear(x, layer), unit, consumer)
 
     def activated_linear(
-        self, x: Tensor, layer: LayerWeights, activation: Activation, reader: LayerWeights
+        self, x: Tensor, layer: LayerWeights, activation: Activation, consumer: LayerWeights
     ) -> Tensor:
         return activated(self.linear(x, layer), activation)
 

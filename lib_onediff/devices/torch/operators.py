@@ -103,7 +103,7 @@ def convolution(image: Tensor, layer: LayerWeights, shape: Convolution) -> Tenso
 
 def group_norm(
     image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-    reader: LayerWeights | None = None,
+    consumer: LayerWeights | None = None,
 ) -> Tensor:
     if shift is not None:
         image = image + shift[:, :, None, None]
@@ -112,7 +112,7 @@ def group_norm(
 
 
 def residual_norm(
-    residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm, reader: LayerWeights,
+    residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm, consumer: LayerWeights,
     modulation: Modulation | None = None,
 ) -> tuple[Residual, Tensor]:
     tokens = materialize(residual)
@@ -127,7 +127,7 @@ def residual_norm(
         normed = normed * modulation.scale[:, None]
         if modulation.shift is not None:
             normed = normed + modulation.shift[:, None]
-    return Residual(tokens), normed.to(reader.weight.dtype)
+    return Residual(tokens), normed.to(consumer.weight.dtype)
 
 
 def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
@@ -234,18 +234,18 @@ def repeated(heads: Tensor, count: int) -> Tensor:
     return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
-def gated(tokens: Tensor, unit: GatedUnit, reader: LayerWeights | None = None) -> Tensor:
+def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None) -> Tensor:
     value, gate = tokens.chunk(2, dim=-1)
     if unit.gate_first:
         value, gate = gate, value
     return value * activated(gate, unit.activation)
 
 
-def gated_linear(x: Tensor, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Tensor:
-    return gated(linear(x, layer), unit, reader)
+def gated_linear(x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
+    return gated(linear(x, layer), unit, consumer)
 
 
-def activated_linear(x: Tensor, layer: LayerWeights, activation: Activation, reader: LayerWeights) -> Tensor:
+def activated_linear(x: Tensor, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Tensor:
     return activated(linear(x, layer), activation)
 
 
@@ -299,7 +299,7 @@ class WideNorms:
 
     def group_norm(
         self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: LayerWeights | None = None,
+        consumer: LayerWeights | None = None,
     ) -> Tensor:
         if shift is not None:
             image = image + shift[:, :, None, None]

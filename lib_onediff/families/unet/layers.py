@@ -56,11 +56,11 @@ class Layers:
         return stage_output
 
     def norm(
-        self, norm: GroupNorm, image: Image, shift: Tensor | None = None, reader: LayerWeights | None = None
+        self, norm: GroupNorm, image: Image, shift: Tensor | None = None, consumer: LayerWeights | None = None
     ) -> Image:
-        """Group norm of image + shift (batch, channels), and SiLU. reader: the convolution that it is for."""
+        """Group norm of image + shift (batch, channels), and SiLU. consumer: the convolution that it is for."""
         if self.patches.norm is None:
-            return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, reader=reader)
+            return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, consumer=consumer)
         return self.ops.silu(self.patches.norm(norm.path, image if shift is None else image + shift[:, :, None, None]))
 
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
@@ -133,12 +133,12 @@ class Layers:
         if is_self:
             attention: SelfAttention | CrossAttention = own
             norm = block.self_norm
-            reader = weights[own.query_key_value.name]
+            consumer = weights[own.query_key_value.name]
         else:
             attention = cross
             norm = block.cross_norm
-            reader = weights[cross.query.path]
-        _, normed = ops.residual_norm(Residual(tokens), weights[norm.path], norm, reader)
+            consumer = weights[cross.query.path]
+        _, normed = ops.residual_norm(Residual(tokens), weights[norm.path], norm, consumer)
         replaced = patches.whole_attention(name, block, normed, self.context)
         if replaced is not None:
             return replaced
@@ -147,7 +147,7 @@ class Layers:
         else:
             given, *others = patches.cross_attention_inputs(normed, self.context)
             is_plain = all(other is self.context for other in others)
-            query = ops.linear(given, reader)
+            query = ops.linear(given, consumer)
             projected = query, *(self._key_value(cross) if is_plain else self._each(cross.key_value.members, others))
         mixed = patches.attend(name, *projected)
         if mixed is None:

@@ -160,11 +160,11 @@ class NativeOperators:
 
     def group_norm(
         self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
-        reader: LayerWeights | None = None,
+        consumer: LayerWeights | None = None,
     ) -> Any:
         first, second = halves(image)
-        kind = self._image_kind(image.shape, norm.groups, reader)
-        if reader is not None:
+        kind = self._image_kind(image.shape, norm.groups, consumer)
+        if consumer is not None:
             self._exact_norms = 0 if kind is not None else self._exact_norms + 1
         # Statistics that the addition before has measured.
         measured = self._strips.get(first), None if second is None else self._strips.get(second)
@@ -175,35 +175,35 @@ class NativeOperators:
 
     def residual_norm(
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
-        reader: LayerWeights, modulation: Modulation | None = None,
+        consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
         if isinstance(norm, AdaptiveNorm) and modulation is not None and rounding.has_kernel(modulation):
-            return self._adaptive_norm(residual, modulation, norm, reader)
+            return self._adaptive_norm(residual, modulation, norm, consumer)
         if isinstance(norm, LayerNorm) and layer is not None and modulation is None:
-            return self._layer_norm(residual, layer, norm, reader)
+            return self._layer_norm(residual, layer, norm, consumer)
         whole = Residual(self.materialize(residual))
-        _, normed = torch_ops.residual_norm(whole, layer, norm, reader, modulation)
-        return whole, self._rounded(normed, reader)
+        _, normed = torch_ops.residual_norm(whole, layer, norm, consumer, modulation)
+        return whole, self._rounded(normed, consumer)
 
     def _adaptive_norm(
-        self, residual: Residual, modulation: Modulation, norm: AdaptiveNorm, reader: LayerWeights
+        self, residual: Residual, modulation: Modulation, norm: AdaptiveNorm, consumer: LayerWeights
     ) -> tuple[Residual, Rows]:
-        kind = self._kind(residual.tokens, reader, NORMED)
+        kind = self._kind(residual.tokens, consumer, NORMED)
         # The kernel adds an update with a gate, and no vectors.
         if residual.gate is None:
             residual = Residual(self.materialize(residual))
         residual = residual._replace(tokens=residual.tokens.contiguous())
-        return rounding.adaptive_norm(residual, modulation, norm.eps, reader.weight.dtype, kind)
+        return rounding.adaptive_norm(residual, modulation, norm.eps, consumer.weight.dtype, kind)
 
     def _layer_norm(
-        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, reader: LayerWeights
+        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
     ) -> tuple[Residual, Rows]:
-        kind = self._kind(residual.tokens, reader, NORMED)
+        kind = self._kind(residual.tokens, consumer, NORMED)
         # The kernel that gives eight bits adds an update, without a gate.
         if kind is None or residual.gate is not None:
             residual = updated(residual)
         residual = residual._replace(tokens=residual.tokens.contiguous())
-        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), reader.weight.dtype)
+        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), consumer.weight.dtype)
         if kind is not None:
             return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
@@ -261,27 +261,27 @@ class NativeOperators:
                 return native_tokens.attention(query, key, value, config)
         return self._attention(query, key, value, upcast, mask)
 
-    def gated(self, tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Rows:
+    def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
         if unit != GEGLU:
-            return self._rounded(torch_ops.gated(tokens, unit), reader)
-        kind = self._kind(tokens, reader, GATED)
+            return self._rounded(torch_ops.gated(tokens, unit), consumer)
+        kind = self._kind(tokens, consumer, GATED)
         if kind is not None:
             return rounding.geglu(tokens.contiguous(), kind)
         config = self._launches.of(cuts.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return native_tokens.geglu(tokens.contiguous(), config)
 
-    def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Rows:
+    def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
         if unit != GEGLU:
-            return self.gated(self.linear(x, layer), unit, reader)
+            return self.gated(self.linear(x, layer), unit, consumer)
         dtype = layer.weight.dtype
         scale = layer.gated_scale
         if isinstance(x, QuantizedTokens):
             count = len(x.values)
             config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(count, *layer.weight.shape), dtype)
-            both = x.values.dtype == FP8.dtype and self._kind_of(count, reader, GATED) is FP8
+            both = x.values.dtype == FP8.dtype and self._kind_of(count, consumer, GATED) is FP8
             if both and config != cuts.LIBRARY and scale is not None and layer.bias is not None:
                 return products.gated_product(x, weight_like(x, layer), layer.bias, scale, config)
-        elif not reader.low_bit:
+        elif not consumer.low_bit:
             width = x.shape[-1]
             shape_class = products.product_class(x.numel() // width, *layer.weight.shape)
             config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, dtype)
@@ -291,13 +291,13 @@ class NativeOperators:
             if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():
                 tokens = x.contiguous().view(-1, width)
                 return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
-        return self.gated(self.linear(x, layer), unit, reader)
+        return self.gated(self.linear(x, layer), unit, consumer)
 
-    def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, reader: LayerWeights) -> Rows:
+    def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Rows:
         product = self.linear(x, layer)
         if activation is not Activation.GELU:
-            return self._rounded(torch_ops.activated(product, activation), reader)
-        kind = self._kind(product, reader, PLAIN_INPUT)
+            return self._rounded(torch_ops.activated(product, activation), consumer)
+        kind = self._kind(product, consumer, PLAIN_INPUT)
         return native_tokens.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
@@ -330,36 +330,36 @@ class NativeOperators:
 
     # --- in eight bits --------------------------------------------------------------------------------------------
 
-    def _image_kind(self, shape: torch.Size, groups: int, reader: LayerWeights | None) -> Kind | None:
-        """The kind of eight bits in which a group norm writes an image for its reader, a convolution; None: the model's
-        dtype."""
+    def _image_kind(self, shape: torch.Size, groups: int, consumer: LayerWeights | None) -> Kind | None:
+        """The kind of eight bits in which a group norm writes an image for its consumer, a convolution; None: the
+        model's dtype."""
         batch, channels, height, width = shape
         pixels = height * width
-        if reader is None or not reader.low_bit or pixels < FEWEST_PIXELS or groups > native_images.MOST_GROUPS:
+        if consumer is None or not consumer.low_bit or pixels < FEWEST_PIXELS or groups > native_images.MOST_GROUPS:
             return None
-        product = Product(batch * pixels, KERNEL**2 * channels, len(reader.weight), GROUP_NORMED, (height, width))
-        return self._choose(product, reader.weight.dtype, kinds_of(reader))
+        product = Product(batch * pixels, KERNEL**2 * channels, len(consumer.weight), GROUP_NORMED, (height, width))
+        return self._choose(product, consumer.weight.dtype, kinds_of(consumer))
 
-    def _rounded(self, x: Rows, reader: LayerWeights) -> Rows:
-        """Tokens in the kind of eight bits in which they are multiplied with the reader's weight, or as they are."""
+    def _rounded(self, x: Rows, consumer: LayerWeights) -> Rows:
+        """Tokens in the kind of eight bits in which they are multiplied with the consumer's weight, or as they are."""
         if isinstance(x, QuantizedTokens):
             return x
-        kind = self._kind(x, reader, PLAIN_INPUT)
+        kind = self._kind(x, consumer, PLAIN_INPUT)
         return x if kind is None else rounding.rounded(x, kind)
 
-    def _kind(self, tokens: Tensor, reader: LayerWeights, source: str) -> Kind | None:
-        return self._kind_of(tokens.numel() // tokens.shape[-1], reader, source)
+    def _kind(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
+        return self._kind_of(tokens.numel() // tokens.shape[-1], consumer, source)
 
-    def _kind_of(self, rows: int, reader: LayerWeights, source: str) -> Kind | None:
-        """The kind of eight bits in which so many rows are multiplied with the reader's weight; None: the model's
+    def _kind_of(self, rows: int, consumer: LayerWeights, source: str) -> Kind | None:
+        """The kind of eight bits in which so many rows are multiplied with the consumer's weight; None: the model's
         dtype."""
-        if not reader.low_bit:
+        if not consumer.low_bit:
             return None
-        there = kinds_of(reader)
-        if reader.weight.is_meta:
+        there = kinds_of(consumer)
+        if consumer.weight.is_meta:
             return there[0]
-        out, width = reader.weight.shape
-        return self._choose(Product(rows, width, out, source), reader.weight.dtype, there)
+        out, width = consumer.weight.shape
+        return self._choose(Product(rows, width, out, source), consumer.weight.dtype, there)
 
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """A product as a Residual's update, and its update_scales."""

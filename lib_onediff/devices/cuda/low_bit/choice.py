@@ -233,7 +233,7 @@ class LowBit:
         way = way_of(product, dtype, device, kind)
 
         def plainly(one: Product, *given: Any) -> Kind | None:
-            # What makes the tokens of a GEGLU's reader is in eight bits both ways.
+            # What makes the tokens of a GEGLU's consumer is in eight bits both ways.
             return kind if product.source == GATED and one.source == NORMED else None
 
         plain, rounded = (
