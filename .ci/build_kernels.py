@@ -83,7 +83,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
     )
     from lib_onediff.devices.cuda import native, tuning
     from lib_onediff.devices.cuda.kernels import launch_config, rounding, tokens
-    from lib_onediff.weights.contents import Place
+    from lib_onediff.weights.contents import MemorySpan
     from lib_onediff.weights.low_bit import ALIGNED, FP8, GROUP_NORMED, INT8, KERNEL, Product
 
     others: list[Any] = [
@@ -102,7 +102,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         def of(self, kernel: Any, *given: Any) -> Any:
             return kernel.candidates[self.number % len(kernel.candidates)]
 
-    yield native.sums_of([Place.of(torch.empty(1 << 10, device=meta))], 1)
+    yield native.sums_of([MemorySpan.of(torch.empty(1 << 10, device=meta))], 1)
     tunable = [one for one in vars(launch_config).values() if isinstance(one, launch_config.Kernel)]
     for dtype in dtypes:
         make = lambda *shape: torch.empty(shape, device=meta, dtype=dtype)  # noqa: B023, E731

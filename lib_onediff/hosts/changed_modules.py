@@ -26,9 +26,12 @@ WEBUIS = "modules"
 Changed = dict[str, dict[str, Any]]
 
 
-class Place(NamedTuple):
-    """A transformer block, an attention of a UNet or a projection of one: the path of its block, the name within it of
-    what is called in its place, that, and itself."""
+class BlockModule(NamedTuple):
+    """A transformer block, an attention of a UNet, or a projection of one.
+
+    block: the path of its block. name: of the attention in the block; "" for the block itself. called, module: weak
+    references to the module of that name, which the block calls, and to this module: the same, or a projection of it.
+    """
 
     block: str
     name: str
@@ -36,10 +39,10 @@ class Place(NamedTuple):
     module: Callable[[], Any]
 
 
-def places_of(unet: nn.Module) -> list[Place]:
+def block_modules_of(unet: nn.Module) -> list[BlockModule]:
     blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
     return [
-        Place(path, name, weakref.ref(called), weakref.ref(module)) for path, block in blocks
+        BlockModule(path, name, weakref.ref(called), weakref.ref(module)) for path, block in blocks
         for name, called in (("", block), *((name, getattr(block, name)) for name in ATTENTIONS)) if called is not None
         for module in with_projections(called)
     ]
@@ -57,26 +60,26 @@ class ChangedModules:
 
     def __init__(self, inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False) -> None:
         self._inert = inert
-        self._places: weakref.WeakKeyDictionary[nn.Module, list[Place]] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[nn.Module, list[BlockModule]] = weakref.WeakKeyDictionary()
 
     def look_again(self, unet: nn.Module) -> None:
         """A sampling begins: somebody may have put other modules into the UNet."""
-        self._places.pop(unet, None)
+        self._watched.pop(unet, None)
 
     def at_call(self, unet: nn.Module) -> Changed:
         """What stands on its modules now."""
-        places = self._places.get(unet, [])
-        modules = [place.module() for place in places]
-        if unet not in self._places or None in modules:
-            places = self._places[unet] = places_of(unet)
-            modules = [place.module() for place in places]
+        watched = self._watched.get(unet, [])
+        modules = [one.module() for one in watched]
+        if unet not in self._watched or None in modules:
+            watched = self._watched[unet] = block_modules_of(unet)
+            modules = [one.module() for one in watched]
         derived = set(filter(is_derived_block, set(map(type, modules))))
         changed: Changed = {}
-        for place, module in zip(places, modules, strict=True):
+        for one, module in zip(watched, modules, strict=True):
             state = module.__dict__
             touched = "forward" in state or "_forward" in state or type(module) in derived
             if touched and self._is_foreign(unet, module):
-                changed.setdefault(place.block, {})[place.name] = place.called()
+                changed.setdefault(one.block, {})[one.name] = one.called()
         return changed
 
     def _is_foreign(self, unet: nn.Module, module: Any) -> bool:

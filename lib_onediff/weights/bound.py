@@ -16,7 +16,7 @@ from ..core.epoch import Epoch
 from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
-from .contents import PART, Contents, ContentsReader, Place
+from .contents import PART, Contents, ContentsReader, MemorySpan
 from .digests import WeightsDigest, digest_of_values
 from .main_memory import MainMemory
 from .module_tree import Tree
@@ -246,11 +246,11 @@ class BoundUNet:
         binding = self.binding
         self._parameters = Parameters(binding.layers())
         self._edits = self._parameters.edits()
-        places = [
-            Place.of(parameter) for name in binding.groups if self._part and name not in binding.away
+        spans = [
+            MemorySpan.of(parameter) for name in binding.groups if self._part and name not in binding.away
             for parameter in chain(*binding.parts(name))
         ]
-        self._contents = Contents(places, self._part, self.reader) if self._part else None
+        self._contents = Contents(spans, self._part, self.reader) if self._part else None
 
     def checkpoint(self) -> str:
         """The key of measurements: a digest that tells checkpoints of an architecture apart and is the same under any

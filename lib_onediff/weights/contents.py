@@ -29,12 +29,12 @@ PART = 17
 SMALLEST_PARTLY_READ = 1 << 16
 
 
-class Place(NamedTuple):
-    """Where a tensor lies. Keeps neither it nor its memory alive, and is no weak reference to the tensor itself: one
-    that has any cannot be swapped, which is how peft exchanges a LoRA.
+class MemorySpan(NamedTuple):
+    """The memory of a tensor. Keeps neither the tensor nor the memory alive, and is no weak reference to the tensor: a
+    tensor that has any cannot be swapped, which is how peft exchanges a LoRA.
 
-    storage: its memory. start, nbytes: which bytes of that. address: of the first. is_matrix: whether it has rows.
-    layout: how it lies there.
+    storage: the memory. start, nbytes: the bytes of the storage, from the start on. address: of the first byte.
+    is_matrix: whether the tensor has rows. layout: its shape, stride, dtype and device.
     """
 
     storage: StorageWeakRef
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     layout: tuple[Any, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
+    def of(cls, tensor: Tensor) -> MemorySpan:
         start = int(tensor.storage_offset()) * tensor.element_size()
         layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         return cls(
@@ -70,39 +70,39 @@ class Place(NamedTuple):
         found: Tensor = empty.set_(storage, self.start, (self.nbytes,))
         return found
 
-    def step(self, part: int) -> int:
+    def stride(self, part: int) -> int:
         """One of how many pieces of its words is read: part for large matrices, 1 for all else."""
         return part if self.is_matrix and self.nbytes > SMALLEST_PARTLY_READ * WORD else 1
 
 
-# Makes ready what launches the sums of places on one device, (places,) in int64; None where it cannot read them.
-ContentsReader = Callable[[Sequence[Place], int], "Callable[[], Tensor] | None"]
+# Returns a function that launches the sums of spans on one device, (spans,) in int64; None if it cannot read them.
+ContentsReader = Callable[[Sequence[MemorySpan], int], "Callable[[], Tensor] | None"]
 
 
 class Contents:
-    """What lay in some places when it was asked for last. They may be on several devices.
+    """The contents of some spans of memory when they were read last. The spans may be on several devices.
 
     part: every part-th piece of a large matrix is read; 1: all. reader: launches the sums, where a device has something
-    better than torch's operators. known: the sums, (places,) in int64 on the CPU, in the order of the places.
+    better than torch's operators. known: the sums, (spans,) in int64 on the CPU, in the order of the spans.
     """
 
-    def __init__(self, places: Sequence[Place], part: int = 1, reader: ContentsReader | None = None) -> None:
+    def __init__(self, spans: Sequence[MemorySpan], part: int = 1, reader: ContentsReader | None = None) -> None:
         by_device: dict[torch.device, list[int]] = {}
-        for number, place in enumerate(places):
-            if place.device.type != "meta":
-                by_device.setdefault(place.device, []).append(number)
+        for number, span in enumerate(spans):
+            if span.device.type != "meta":
+                by_device.setdefault(span.device, []).append(number)
         self._devices = [
-            Sums([places[number] for number in numbers], part, reader) for numbers in by_device.values()
+            Sums([spans[number] for number in numbers], part, reader) for numbers in by_device.values()
         ]
         order = list(chain.from_iterable(by_device.values()))
-        # Where in the sums of one device after the other each place's is.
+        # The index of each span's sum in the sums of one device after the other.
         self._order = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64, device="cpu")
         self.known = self._begin()()
 
     def begin(self, are_alive: bool = False) -> Callable[[], bool]:
         """Start the reading; main memory is read when the returned function is called. That waits for it, for nothing
         launched after it, and returns whether anything has other values than when this was read last. are_alive: the
-        memory of all places is known to be there."""
+        memory of all spans is known to be there."""
         try:
             read = self._begin(are_alive)
         except ReferenceError:
@@ -125,24 +125,24 @@ class Contents:
 
 
 class Sums:
-    """Reads places of one device. part, reader: see Contents."""
+    """Reads spans of one device. part, reader: see Contents."""
 
-    def __init__(self, places: Sequence[Place], part: int, reader: ContentsReader | None) -> None:
-        self._places = places
+    def __init__(self, spans: Sequence[MemorySpan], part: int, reader: ContentsReader | None) -> None:
+        self._spans = spans
         self._part = part
-        self._device = places[0].device
-        self._launch = reader(places, part) if reader is not None and self._device.type == "cuda" else None
+        self._device = spans[0].device
+        self._launch = reader(spans, part) if reader is not None and self._device.type == "cuda" else None
         words = 0 if self._launch is not None else CHUNKS.get(self._device.type, CHUNK)
         self._odd = torch.arange(1, 2 * words + 1, 2, dtype=torch.int64, device=self._device)
 
     def begin(self, are_alive: bool) -> Callable[[], Tensor]:
-        """Start the reading. The returned function waits for it, (places,) in int64 on the CPU. Both raise
-        ReferenceError where the memory of a place is gone."""
+        """Start the reading. The returned function waits for it, (spans,) in int64 on the CPU. Both raise
+        ReferenceError where the memory of a span is gone."""
         if self._device.type != "cuda":
             return lambda: self._read().cpu()
         if self._launch is None:
             found = self._read()
-        elif are_alive or all(place.is_alive for place in self._places):
+        elif are_alive or all(span.is_alive for span in self._spans):
             found = self._launch()
         else:
             raise ReferenceError("a tensor's memory is gone")
@@ -159,15 +159,15 @@ class Sums:
 
     @torch.no_grad()
     def _read(self) -> Tensor:
-        """By torch's operators, (places,) in int64 on their device."""
-        return torch.stack([self._sum_of(place) for place in self._places])
+        """By torch's operators, (spans,) in int64 on their device."""
+        return torch.stack([self._sum_of(span) for span in self._spans])
 
-    def _sum_of(self, place: Place) -> Tensor:
+    def _sum_of(self, span: MemorySpan) -> Tensor:
         """(), in int64: of the words of 32 bits, or of bytes where the memory does not come out even."""
-        words = place.bytes()
-        if place.nbytes % WORD == 0 and place.start % WORD == 0:
+        words = span.bytes()
+        if span.nbytes % WORD == 0 and span.start % WORD == 0:
             words = words.view(torch.int32)
-        step = place.step(self._part)
+        step = span.stride(self._part)
         if step > 1:
             whole = len(words) // (PIECE * step) * (PIECE * step)
             words = words[:whole].view(-1, step, PIECE)[:, 0]

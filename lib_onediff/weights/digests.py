@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .contents import PART, Contents, ContentsReader, Place, is_dense
+from .contents import PART, Contents, ContentsReader, MemorySpan, is_dense
 from .exact_copy import copy_of
 
 
@@ -24,14 +24,14 @@ class WeightsDigest:
         self, parameters: Sequence[Tensor], device: torch.device, reader: ContentsReader | None = None
     ) -> None:
         """device: which computes. reader: see Contents. Make it anew where parameters lie elsewhere by now."""
-        self._near: list[Place] = []
-        self._far: list[Place] = []
+        self._near: list[MemorySpan] = []
+        self._far: list[MemorySpan] = []
         self._reader = reader
         self._contents: list[Contents] = []
         for parameter in parameters:
             if is_dense(parameter):
-                places = self._near if parameter.device == device else self._far
-                places.append(Place.of(parameter))
+                spans = self._near if parameter.device == device else self._far
+                spans.append(MemorySpan.of(parameter))
 
     def read(self, label: str, parameters: Sequence[Tensor]) -> str:
         """The digest now. label: a text that is part of the digest. parameters: those that this was made of. Waits for
@@ -53,20 +53,20 @@ def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
     piece for each type, and waits for it."""
     values = [tensor.detach().flatten() for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, one in enumerate(values):
-        alike.setdefault((one.dtype, one.device), []).append(place)
-    for (dtype, _), places in alike.items():
-        found = [values[place] for place in places]
+    for index, one in enumerate(values):
+        alike.setdefault((one.dtype, one.device), []).append(index)
+    for (dtype, _), indices in alike.items():
+        found = [values[index] for index in indices]
         if dtype.itemsize == 1:
             # Not every release of torch joins float8.
             found = [one.view(torch.uint8) for one in found]
         together = torch.cat(found).cpu()
-        for place, one in zip(places, together.split(list(map(len, found))), strict=True):
-            values[place] = one
+        for index, one in zip(indices, together.split(list(map(len, found))), strict=True):
+            values[index] = one
     digest = hashlib.sha256(label.encode())
     for dtype in dict.fromkeys(dtype for dtype, _ in alike):
         digest.update(f" {dtype} ".encode())
-        of_type = [places for (kind, _), places in alike.items() if kind == dtype]
-        for place in sorted(chain.from_iterable(of_type)):
-            digest.update(ctypes.string_at(values[place].data_ptr(), values[place].nbytes))
+        of_type = [indices for (kind, _), indices in alike.items() if kind == dtype]
+        for index in sorted(chain.from_iterable(of_type)):
+            digest.update(ctypes.string_at(values[index].data_ptr(), values[index].nbytes))
     return digest.hexdigest()[:16]

@@ -17,7 +17,7 @@ from ..core.layer_weights import LowRank, Weights
 from ..core.refusal import Refusal
 from ..core.units import MEBIBYTE
 from .binding import BOUND_DTYPES, Binding
-from .contents import Contents, ContentsReader, Place
+from .contents import Contents, ContentsReader, MemorySpan
 from .digests import digest_of_values
 from .scan import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
@@ -69,7 +69,7 @@ class OnTheFly:
         self.begin_contents()()
         layers = binding.called_layers()
         parts = Parts() if reader is None else reader.parts(layers)
-        self._is_needed = bool(parts.places) or binding.cast_to is not None
+        self._is_needed = bool(parts.indices) or binding.cast_to is not None
         self.is_asked = self._is_needed or (reader is not None and reader.could_apply(layers))
         if not self._is_needed:
             return self.drop() or None
@@ -78,7 +78,7 @@ class OnTheFly:
         if any(tensor.is_meta for tensor in parts.tensors):
             raise Refusal("a LoRA's numbers are not there (they are on the meta device)")
         paths = binding.paths()
-        functions = {} if reader is None else {paths[place]: reader.of(layers[place]) for place in parts.places}
+        functions = {} if reader is None else {paths[index]: reader.of(layers[index]) for index in parts.indices}
         casts_norms = self._casts is None or self._casts.norms
         before = self.applied
         self.applied = None
@@ -88,8 +88,8 @@ class OnTheFly:
         self._mark = parts.mark()
         self._facts = parts.facts
         self._references = list(map(weakref.ref, parts.objects))
-        places = list(map(Place.of, parts.tensors))
-        self._contents = Contents(places, reader=contents_reader) if places else None
+        spans = list(map(MemorySpan.of, parts.tensors))
+        self._contents = Contents(spans, reader=contents_reader) if spans else None
         return moved
 
     def stands(self, binding: Binding) -> bool:
@@ -99,7 +99,7 @@ class OnTheFly:
         except Refusal:
             return False
         if self.applied is None:
-            return not parts.places and binding.cast_to is None
+            return not parts.indices and binding.cast_to is None
         return self._was_made_of(parts, binding)
 
     def _was_made_of(self, parts: Parts, binding: Binding) -> bool:

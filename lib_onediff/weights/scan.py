@@ -87,11 +87,11 @@ class Casts:
 class Parts:
     """What a host's functions consist of, as one look finds them. It keeps them alive: drop it after the call.
 
-    places: in the list of layers, of those to which anything is applied. facts: plain data, such as a LoRA's strength.
-    objects: what is the same as long as it is the same object. tensors: what is computed with.
+    indices: of the layers to which anything is applied, in the list of layers. facts: plain data, such as a LoRA's
+    strength. objects: what is the same as long as it is the same object. tensors: what is computed with.
     """
 
-    places: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     facts: list[object] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Parts:
         may have the id of one. Of tensors it covers addresses, layouts and counted edits, not the contents."""
         tensors = self.tensors
         where = [list(map(look, tensors)) for look in (Tensor.data_ptr, layout_of, Tensor.stride)]
-        return [self.places, self.facts, list(map(id, self.objects)), where, edit_counts(tensors)]
+        return [self.indices, self.facts, list(map(id, self.objects)), where, edit_counts(tensors)]
 
 
 class FunctionReader(Protocol):
@@ -115,7 +115,7 @@ class FunctionReader(Protocol):
         Refusal where the host has to compute them."""
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        """What is applied to a layer, at one of those places. Raises Refusal where the host has to compute it."""
+        """What is applied to a layer, at one of those indices. Raises Refusal where the host has to compute it."""
 
 
 @dataclass(frozen=True)

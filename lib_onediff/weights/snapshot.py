@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.edits import edit_count
-from .contents import Place
+from .contents import MemorySpan
 from .values import CONTAINERS, FUNCTIONS, MOST_ENTRIES, as_it_is
 
 # Equal values of these types are the same to any computation.
@@ -87,7 +87,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if isinstance(value, CONTAINERS):
         return snapshot_of_container(value, depth)
     if isinstance(value, Tensor):
-        return Place.of(value), edit_count(value)
+        return MemorySpan.of(value), edit_count(value)
     if isinstance(value, types.MethodType):
         function = snapshot(value.__func__, depth + 1)
         return types.MethodType, function, snapshot(value.__self__, depth + 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.refusal import Refusal
 from .binding import Binding, in_one
-from .contents import Place
+from .contents import MemorySpan
 from .exact_copy import copy_into, copy_of
 from .main_memory import MainMemory, aligned
 
@@ -28,8 +28,8 @@ LEAST_CHUNK = 16 << 20
 RING = 256 << 20
 Units = Sequence[Sequence[str]]
 # From which byte of a room on something is copied to, and from where.
-Copy = tuple[int, Place]
-Copies = Sequence[tuple[Tensor, Place]]
+Copy = tuple[int, MemorySpan]
+Copies = Sequence[tuple[Tensor, MemorySpan]]
 
 
 class CopyStream:
@@ -50,8 +50,8 @@ class CopyStream:
         event = torch.cuda.Event()
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            for target, place in copies:
-                target.copy_(place.bytes(), non_blocking=True)
+            for target, span in copies:
+                target.copy_(span.bytes(), non_blocking=True)
             event.record(self._stream)
         return event
 
@@ -84,13 +84,13 @@ def chunks_of(sizes: Sequence[int], ring: int, least: int = LEAST_CHUNK) -> list
             found[-1] = Chunk(unit, last.start, last.size + size)
         elif size:
             found.append(Chunk(unit, end if end + size <= ring else 0, size))
-    for place, chunk in enumerate(found):
+    for index, chunk in enumerate(found):
         end = chunk.start + chunk.size
         over = [
-            number for number, other in enumerate(found[:place], 1)
+            number for number, other in enumerate(found[:index], 1)
             if other.start < end and chunk.start < other.start + other.size
         ]
-        found[place] = chunk._replace(waits=max(over, default=0))
+        found[index] = chunk._replace(waits=max(over, default=0))
     return found
 
 
@@ -132,17 +132,17 @@ class Streaming:
         for part in chain.from_iterable((*matrices.values(), *vectors.values())):
             pin(part, memory, pinned)
         # Nothing here keeps them alive.
-        self._matrices = {name: list(map(Place.of, parts)) for (name, _), parts in matrices.items()}
+        self._matrices = {name: list(map(MemorySpan.of, parts)) for (name, _), parts in matrices.items()}
         sizes = [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
         self._ring_bytes = max(2 * max(sizes), min(RING, sum(sizes)))
         # Made when a matrix is copied.
         self._ring = room_of(0, self.device)
-        places = {key: list(map(Place.of, parts)) for key, parts in vectors.items()}
-        self._room = room_of(sum(map(size_of, places.values())), self.device)
+        spans = {key: list(map(MemorySpan.of, parts)) for key, parts in vectors.items()}
+        self._room = room_of(sum(map(size_of, spans.values())), self.device)
         self._vectors: dict[tuple[str, str], Tensor] = {}
         copies: list[Copy] = []
         start = 0
-        for key, found in places.items():
+        for key, found in spans.items():
             self._vectors[key] = staged(found, self._room, start, copies)
             start += size_of(found)
         self._copies_of_vectors = joined(copies, self._room)
@@ -170,7 +170,7 @@ class Streaming:
         if any(sizes) and not len(self._ring):
             self._ring = room_of(self._ring_bytes, self.device)
         chunks = chunks_of(sizes, self._ring_bytes)
-        plan = Plan(len(units), {name: place for place, unit in enumerate(units) for name in unit}, chunks, [], {}, {})
+        plan = Plan(len(units), {name: index for index, unit in enumerate(units) for name in unit}, chunks, [], {}, {})
         first = 0
         for number, chunk in enumerate(chunks):
             start = chunk.start
@@ -196,9 +196,9 @@ class Streaming:
         first row of each; some milliseconds for SDXL's."""
         found = 0
         for name in names:
-            for place in self._matrices.get(name, ()):
-                if place.device.type == "cpu" and place.is_alive:
-                    found = zlib.crc32(ctypes.string_at(place.address, place.nbytes // place.layout[0][0]), found)
+            for span in self._matrices.get(name, ()):
+                if span.device.type == "cpu" and span.is_alive:
+                    found = zlib.crc32(ctypes.string_at(span.address, span.nbytes // span.layout[0][0]), found)
         return found
 
     def alone(self, name: str) -> Tensor:
@@ -277,41 +277,41 @@ def room_of(size: int, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def size_of(places: Sequence[Place]) -> int:
+def size_of(spans: Sequence[MemorySpan]) -> int:
     """The bytes that they take one after the other, so that what follows is aligned."""
-    return aligned(sum(place.nbytes for place in places))
+    return aligned(sum(span.nbytes for span in spans))
 
 
-def staged(places: Sequence[Place], room: Tensor, start: int, copies: list[Copy]) -> Tensor:
+def staged(spans: Sequence[MemorySpan], room: Tensor, start: int, copies: list[Copy]) -> Tensor:
     """Where tensors, (rows, ...) each, are one after the other in a room of bytes, from a start on; with what has to be
     copied for that."""
-    (_, *shape), stride, dtype, _ = places[0].layout
+    (_, *shape), stride, dtype, _ = spans[0].layout
     end = start
-    for place in places:
-        copies.append((end, place))
-        end += place.nbytes
-    rows = sum(place.layout[0][0] for place in places)
+    for span in spans:
+        copies.append((end, span))
+        end += span.nbytes
+    rows = sum(span.layout[0][0] for span in spans)
     return room[start:end].view(dtype).as_strided((rows, *shape), stride)
 
 
-def tensor_at(place: Place) -> Tensor:
+def tensor_at(span: MemorySpan) -> Tensor:
     """Raises ReferenceError if its memory is gone."""
-    shape, stride, dtype, _ = place.layout
-    return place.bytes().view(dtype).as_strided(shape, stride)
+    shape, stride, dtype, _ = span.layout
+    return span.bytes().view(dtype).as_strided(shape, stride)
 
 
-def joined(copies: Sequence[Copy], room: Tensor) -> list[tuple[Tensor, Place]]:
+def joined(copies: Sequence[Copy], room: Tensor) -> list[tuple[Tensor, MemorySpan]]:
     """The same copies, in one where they lie one after the other at both ends."""
     found: list[Copy] = []
-    for start, place in copies:
+    for start, span in copies:
         if found:
             before, other = found[-1]
-            is_beside = place.address - other.address == start - before == aligned(other.nbytes)
-            if is_beside and place.storage.cdata == other.storage.cdata:
-                found[-1] = before, other._replace(nbytes=start - before + place.nbytes)
+            is_beside = span.address - other.address == start - before == aligned(other.nbytes)
+            if is_beside and span.storage.cdata == other.storage.cdata:
+                found[-1] = before, other._replace(nbytes=start - before + span.nbytes)
                 continue
-        found.append((start, place))
-    return [(room[start:start + place.nbytes], place) for start, place in found]
+        found.append((start, span))
+    return [(room[start:start + span.nbytes], span) for start, span in found]
 
 
 def pin(parameter: Tensor, memory: MainMemory, pinned: bool) -> None:

@@ -9,27 +9,27 @@ from builders import SMALL_XL, a_call, diffusers_unet, served
 
 import lib_onediff
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.contents import CHUNKS, PART, Contents, Place, is_dense
+from lib_onediff.weights.contents import CHUNKS, PART, Contents, MemorySpan, is_dense
 
 
-def on_device(place: Place, device: str) -> Place:
+def on_device(span: MemorySpan, device: str) -> MemorySpan:
     """The same memory, as if it lay on another device of the processor's."""
-    return place._replace(layout=(*place.layout[:-1], torch.device(device)))
+    return span._replace(layout=(*span.layout[:-1], torch.device(device)))
 
 
 def test_sums_are_as_the_kernel_has_them() -> None:
     count = CHUNKS["cpu"] * 2 + 5
     numbers = torch.randint(-2**31, 2**31 - 1, (count,), dtype=torch.int32)
     expected = (numbers * torch.arange(1, 2 * count, 2)).sum()
-    assert torch.equal(Contents([Place.of(numbers)]).known, expected[None])
+    assert torch.equal(Contents([MemorySpan.of(numbers)]).known, expected[None])
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu:0", "cpu"), ("cpu:0", "cpu", "cpu"), ("cpu", "cpu", "cpu")])
-def test_places_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> None:
+def test_spans_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> None:
     tensors = [torch.randn(50 + number) for number in range(3)]
-    places = [on_device(Place.of(tensor), device) for tensor, device in zip(tensors, devices, strict=True)]
-    contents = Contents(places)
-    assert torch.equal(contents.known, torch.cat([Contents([Place.of(tensor)]).known for tensor in tensors]))
+    spans = [on_device(MemorySpan.of(tensor), device) for tensor, device in zip(tensors, devices, strict=True)]
+    contents = Contents(spans)
+    assert torch.equal(contents.known, torch.cat([Contents([MemorySpan.of(tensor)]).known for tensor in tensors]))
     assert not contents.begin()()
     for tensor in tensors:
         tensor[-1] += 1
@@ -38,7 +38,7 @@ def test_places_on_several_devices_keep_their_order(devices: tuple[str, ...]) ->
 
 def test_of_a_part_every_row_is_read() -> None:
     matrix = torch.randn(512, 1024)
-    contents = Contents([Place.of(matrix)], PART)
+    contents = Contents([MemorySpan.of(matrix)], PART)
     for row in (0, 255, 511):
         matrix[row] *= 2
         assert contents.begin()()
@@ -86,7 +86,7 @@ def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
 
 def test_each_change_is_told_once() -> None:
     tensors = [torch.arange(12.0).reshape(3, 4), torch.ones(5), torch.ones(3, dtype=torch.uint8)]
-    contents = Contents([Place.of(tensor) for tensor in tensors])
+    contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     assert not contents.begin()()
     for tensor in tensors:
         for row in tensor:
@@ -94,23 +94,23 @@ def test_each_change_is_told_once() -> None:
             assert contents.begin()() and not contents.begin()()
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_memory_that_is_gone_has_changed(place: int) -> None:
+@pytest.mark.parametrize("index", range(3))
+def test_memory_that_is_gone_has_changed(index: int) -> None:
     tensors = [torch.ones(4), torch.ones(5), torch.ones(6)]
-    contents = Contents([Place.of(tensor) for tensor in tensors])
+    contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     begun = contents.begin()
-    del tensors[place]
+    del tensors[index]
     assert begun() is True
     assert contents.begin()() is True, "and it stays so"
 
 
 def test_two_words_that_change_places_are_a_change() -> None:
     tensor = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    contents = Contents([Place.of(tensor)])
+    contents = Contents([MemorySpan.of(tensor)])
     tensor.data[:2] = tensor[:2].flip(0).clone()
     assert contents.begin()()
 
 
-def test_no_places_never_change() -> None:
-    contents = Contents([Place.of(torch.ones(2, device="meta"))])
+def test_no_spans_never_change() -> None:
+    contents = Contents([MemorySpan.of(torch.ones(2, device="meta"))])
     assert contents.begin()() is False

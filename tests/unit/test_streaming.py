@@ -237,12 +237,12 @@ def test_a_chunk_is_written_once_what_it_lies_over_was_read() -> None:
         found = chunks_of(sizes, ring, least=20)
         assert sum(chunk.size for chunk in found) == sum(sizes)
         assert all(chunk.start + chunk.size <= ring for chunk in found)
-        for place, chunk in enumerate(found):
-            for number, other in enumerate(found[:place], 1):
+        for index, chunk in enumerate(found):
+            for number, other in enumerate(found[:index], 1):
                 apart = other.start + other.size <= chunk.start or chunk.start + chunk.size <= other.start
                 assert apart or number <= chunk.waits
             # What it waits for is over before its own units begin.
-            assert chunk.waits <= place and (not place or found[place - 1].last_unit < chunk.last_unit)
+            assert chunk.waits <= index and (not index or found[index - 1].last_unit < chunk.last_unit)
 
 
 # --- in eight bits ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ...core.leaves import LayerNorm
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...core.settings import Settings
-from ...weights.contents import PIECE, WORD, ContentsReader, Place
+from ...weights.contents import PIECE, WORD, ContentsReader, MemorySpan
 from ...weights.low_bit import KINDS_OF, Kind
 from ..torch.attention import Attention
 from ..torch.device import refuse_without_gpu
@@ -35,10 +35,10 @@ log = logging.getLogger("onediff")
 WORDS, BLOCK, WARPS = 1 << 13, 1024, 4
 
 
-def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
+def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
     """See weights.contents.ContentsReader."""
     try:
-        sums = sums_of(places, part)
+        sums = sums_of(spans, part)
         if sums is not None:
             # It is loaded now.
             sums()
@@ -51,21 +51,21 @@ def read_contents(places: Sequence[Place], part: int) -> Callable[[], Tensor] | 
         return None
 
 
-def sums_of(places: Sequence[Place], part: int) -> Callable[[], Tensor] | None:
-    """Launches the sums of these places, (places,) in int64 on their device, as long as their memory is there; None
+def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
+    """Launches the sums of these spans, (spans,) in int64 on their device, as long as their memory is there; None
     where this kernel cannot read them: on several devices, or not in whole words."""
-    device = places[0].device
-    if any(place.device != device or place.nbytes % WORD or place.address % WORD for place in places):
+    device = spans[0].device
+    if any(span.device != device or span.nbytes % WORD or span.address % WORD for span in spans):
         return None
-    counts, steps = [place.nbytes // WORD for place in places], [place.step(part) for place in places]
+    counts, steps = [span.nbytes // WORD for span in spans], [span.stride(part) for span in spans]
     pieces = [-(-count // (PIECE * step)) * PIECE for count, step in zip(counts, steps, strict=True)]
-    # SDXL's weights make 160,000 stretches: of each, the place to which it belongs and its first word there.
+    # SDXL's weights make 160,000 stretches: of each, the span to which it belongs and its first word there.
     counted, cpu = torch.int64, torch.device("cpu")
     stretches = torch.tensor([-(-count // WORDS) for count in pieces], dtype=counted, device=cpu)
-    index = torch.repeat_interleave(torch.arange(len(places), dtype=counted, device=cpu), stretches)
+    index = torch.repeat_interleave(torch.arange(len(spans), dtype=counted, device=cpu), stretches)
     before = (stretches.cumsum(0) - stretches)[index]
     start = (torch.arange(len(index), dtype=counted, device=cpu) - before) * WORDS
-    addresses = [place.address for place in places]
+    addresses = [span.address for span in spans]
     table = [torch.tensor(numbers, dtype=counted, device=cpu) for numbers in (addresses, counts, steps)]
     table = [one.to(device) for one in (*table, index, start)]
 

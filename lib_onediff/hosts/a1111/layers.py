@@ -86,10 +86,10 @@ class LorasOnTheFly:
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
         parts, wanted = Parts(), networks(on_the_fly=True)
-        for place, layer in enumerate(layers) if wanted else ():
+        for index, layer in enumerate(layers) if wanted else ():
             modules = modules_of(layer, wanted)
             if modules:
-                parts.places.append(place)
+                parts.indices.append(index)
                 parts.objects += modules
                 parts.facts += [module.multiplier() for module in modules]
                 factors = (vars(module).get(name) for module in modules for name in ("up_model", "down_model"))

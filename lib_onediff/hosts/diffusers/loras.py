@@ -45,13 +45,13 @@ class LoraReader:
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
         parts = Parts(facts=[self.scale])
-        for place in around(layers):
-            layer: Any = layers[place]
+        for index in around(layers):
+            layer: Any = layers[index]
             if layer._disable_adapters and layer.merged_adapters:
                 raise Refusal("peft takes a merged LoRA that was disabled out of the weights in this call")
             factors = at_work(layer)
             if factors:
-                parts.places.append(place)
+                parts.indices.append(index)
             for name, down, up, scaling in factors:
                 weights, swapped = up._parameters, isinstance(scaling, Tensor)
                 parts.objects += (down, up)
@@ -93,9 +93,9 @@ class LoraReader:
 
 
 def around(layers: Sequence[nn.Module]) -> list[int]:
-    """The places of LoRAs among these; most often none: 20 microseconds for SDXL."""
+    """The indices of LoRAs among these; most often there are none: 20 microseconds for SDXL."""
     kinds = {kind for kind in set(map(type, layers)) if is_lora(kind)}
-    return [place for place, layer in enumerate(layers) if type(layer) in kinds] if kinds else []
+    return [index for index, layer in enumerate(layers) if type(layer) in kinds] if kinds else []
 
 
 def at_work(layer: Any) -> list[Factors]:

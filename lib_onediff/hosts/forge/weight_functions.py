@@ -37,9 +37,9 @@ class LayerFunctions:
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
         parts = Parts(applied_to(layers))
-        for place in parts.places:
+        for index in parts.indices:
             for name in APPLIED_AT_CALL:
-                take_apart(layers[place].__dict__.get(name), parts)
+                take_apart(layers[index].__dict__.get(name), parts)
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
