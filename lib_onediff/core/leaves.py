@@ -146,16 +146,22 @@ class CrossAttention:
 
 
 class Block:
-    """A block of a transformer, of any family."""
+    """A block of a network, of any family. Its properties name the layers that may have their weights in eight bits,
+    in the order in which they are computed."""
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """The linear layers over the image's tokens, in the order in which they are computed."""
-        raise NotImplementedError
+        """The linear layers over the image's tokens."""
+        return ()
 
     @property
     def prompt_layers(self) -> tuple[FusedLinear, ...]:
         """The linear layers over the prompt's tokens, whose products are computed in the model's dtype."""
+        return ()
+
+    @property
+    def convolutions(self) -> tuple[Convolution, ...]:
+        """The convolutions of images that come from a group norm."""
         return ()
 
 
@@ -163,38 +169,6 @@ def feed_forward_layers(into: Linear, out: Linear, source: str, norm: str = "") 
     """The two layers of a feed-forward. source: GATED if a GEGLU is between them, else PLAIN_INPUT. norm: see
     TokenLinear."""
     return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
-
-
-@dataclass(frozen=True)
-class TransformerBlock(Block):
-    self_norm: LayerNorm
-    self_attention: SelfAttention
-    cross_norm: LayerNorm
-    cross_attention: CrossAttention
-    feed_forward_norm: LayerNorm
-    feed_forward_in: Linear
-    feed_forward_out: Linear
-
-    @property
-    def token_layers(self) -> tuple[TokenLinear, ...]:
-        feed_forward = feed_forward_layers(
-            self.feed_forward_in, self.feed_forward_out, GATED, self.feed_forward_norm.path
-        )
-        return *self.self_attention.token_layers, *self.cross_attention.token_layers, *feed_forward
-
-    @property
-    def prompt_layers(self) -> tuple[FusedLinear, ...]:
-        return (self.cross_attention.key_value,)
-
-
-@dataclass(frozen=True)
-class ResidualBlock:
-    in_norm: GroupNorm
-    in_convolution: Convolution
-    embedding: Linear
-    out_norm: GroupNorm
-    out_convolution: Convolution
-    skip: Linear | None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Read the leaf modules that hold parameters, and keep account of them; and the block that all families have."""
+"""Read the leaf modules that hold parameters, and keep account of them."""
 from __future__ import annotations
 
 import sys
@@ -7,17 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.leaves import (
-    Convolution,
-    CrossAttention,
-    FusedLinear,
-    GroupNorm,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    SelfAttention,
-    TransformerBlock,
-)
+from ..core.leaves import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, RMSNorm
 from ..core.origins import author, is_lora, layer_within, package
 from ..core.refusal import Refusal
 
@@ -147,25 +137,6 @@ class LeafReader:
         if len({member.in_features for member in members}) != 1:
             raise Refusal(f"{name} takes inputs of different widths")
         return FusedLinear(name, members)
-
-    def transformer_block(self, block: Any) -> TransformerBlock:
-        """A block of self attention, cross attention and feed-forward layers, as ldm and diffusers call its parts."""
-        path, own, cross = self.path(block), block.attn1, block.attn2
-        if self.kind(block.ff.net[0]) != "GEGLU":
-            raise Refusal(f"{path} has a feed-forward layer without GEGLU")
-        return TransformerBlock(
-            self_norm=self.layer_norm(block.norm1),
-            self_attention=SelfAttention(
-                self.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v), self.linear(own.to_out[0]), own.heads
-            ),
-            cross_norm=self.layer_norm(block.norm2),
-            cross_attention=CrossAttention(
-                self.linear(cross.to_q), self.fused(f"{path}.attn2", cross.to_k, cross.to_v),
-                self.linear(cross.to_out[0]), cross.heads,
-            ),
-            feed_forward_norm=self.layer_norm(block.norm3),
-            feed_forward_in=self.linear(block.ff.net[0].proj), feed_forward_out=self.linear(block.ff.net[2]),
-        )
 
     def _claim(self, module: nn.Module) -> None:
         """Account for weight and bias, and for a LoRA around them; anything else that the module holds stays unclaimed

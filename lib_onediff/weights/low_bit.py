@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.layer_weights import LayerWeights, QuantizedWeight
-from ..core.leaves import Block, Convolution, FusedLinear, ResidualBlock, descriptions
+from ..core.leaves import Block, Convolution, FusedLinear, descriptions
 
 
 class Kind(NamedTuple):
@@ -90,9 +90,9 @@ def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[
             yield LowBitLayer(name, width, layer.out_features, source, role, norm)
 
 
-def low_bit_convolutions(block: ResidualBlock) -> Iterator[LowBitLayer]:
+def low_bit_convolutions(block: Block) -> Iterator[LowBitLayer]:
     """The convolutions of a block that may be worth it; whether they are, the number of pixels decides."""
-    for layer in (block.in_convolution, block.out_convolution):
+    for layer in block.convolutions:
         if has_kernel(layer):
             width = KERNEL**2 * layer.in_channels
             yield LowBitLayer(layer.path, width, layer.out_channels, GROUP_NORMED, CONVOLUTIONS)
@@ -106,8 +106,9 @@ def has_kernel(layer: Convolution) -> bool:
 
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
     """All that can be in eight bits, large or small."""
-    linear = [one for block in layout.layers(Block) for one in low_bit_layers(block, fewest_weights=0)]
-    return linear + [one for block in layout.layers(ResidualBlock) for one in low_bit_convolutions(block)]
+    blocks = list(layout.layers(Block))
+    linear = [layer for block in blocks for layer in low_bit_layers(block, fewest_weights=0)]
+    return linear + [layer for block in blocks for layer in low_bit_convolutions(block)]
 
 
 def prompt_layers(layout: Any) -> list[str]:
@@ -121,14 +122,14 @@ def low_bit_products(
     """The products of a call that may be in eight bits, by the names of their layers. height, width: of the latent.
     fewest_weights: see low_bit_layers. convolutions: whether they may."""
     found = {}
-    for one, size in layout.sized_layers(height, width):
+    for part, size in layout.sized_layers(height, width):
         pixels = size[0] * size[1]
-        for block in descriptions(one, Block):
+        for block in descriptions(part, Block):
             for layer in low_bit_layers(block, fewest_weights):
                 found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source)
-        if convolutions and pixels >= FEWEST_PIXELS and isinstance(one, ResidualBlock):
-            for layer in low_bit_convolutions(one):
-                found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source, size)
+            if convolutions and pixels >= FEWEST_PIXELS:
+                for layer in low_bit_convolutions(block):
+                    found[layer.name] = Product(batch * pixels, layer.width, layer.rows, layer.source, size)
     return found
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import Weights
-from ...core.leaves import TransformerBlock, descriptions
+from ...core.leaves import descriptions
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from . import forward
 from .call import UNetCall
-from .layout import UNetLayout
+from .layout import TransformerBlock, UNetLayout
 from .read import is_ldm_unet, read_ldm
 
 # How loud the noise is that stands for a prompt: at 1 the softmaxes of some models choose between two tokens that are

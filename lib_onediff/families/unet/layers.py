@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...core.layer_weights import LayerWeights, Weights
-from ...core.leaves import (
-    Convolution,
-    CrossAttention,
-    GroupNorm,
-    Linear,
-    ResidualBlock,
-    SelfAttention,
-    TransformerBlock,
-)
+from ...core.leaves import Convolution, CrossAttention, GroupNorm, Linear, SelfAttention
 from ...core.operators import GEGLU, Image, Operators, Residual
 from .call import ImagePrompt
-from .layout import Downsample, SpatialTransformer, Stage, Upsample
+from .layout import Downsample, ResidualBlock, SpatialTransformer, Stage, TransformerBlock, Upsample
 from .patch_points import CROSS_ATTENTION, SELF_ATTENTION, PatchPoints
 
 

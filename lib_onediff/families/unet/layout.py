@@ -12,19 +12,64 @@ from typing import Any
 
 from ...core.family import Layout
 from ...core.leaves import (
+    GATED,
+    Block,
     Convolution,
     CrossAttention,
     FusedLinear,
     GroupNorm,
+    LayerNorm,
     Linear,
-    ResidualBlock,
+    SelfAttention,
     TimeEmbedding,
-    TransformerBlock,
+    TokenLinear,
     descriptions,
     digest_without,
+    feed_forward_layers,
     names_of,
 )
 from ...core.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class TransformerBlock(Block):
+    """Self attention, cross attention and a feed-forward layer with GEGLU, each behind a layer norm."""
+
+    self_norm: LayerNorm
+    self_attention: SelfAttention
+    cross_norm: LayerNorm
+    cross_attention: CrossAttention
+    feed_forward_norm: LayerNorm
+    feed_forward_in: Linear
+    feed_forward_out: Linear
+
+    @property
+    def token_layers(self) -> tuple[TokenLinear, ...]:
+        feed_forward = feed_forward_layers(
+            self.feed_forward_in, self.feed_forward_out, GATED, self.feed_forward_norm.path
+        )
+        return *self.self_attention.token_layers, *self.cross_attention.token_layers, *feed_forward
+
+    @property
+    def prompt_layers(self) -> tuple[FusedLinear, ...]:
+        return (self.cross_attention.key_value,)
+
+
+@dataclass(frozen=True)
+class ResidualBlock(Block):
+    """Two convolutions, each behind a group norm with SiLU. What embedding makes of the timestep is added between them.
+    skip: the 1x1 convolution of the input that is added at the end, or None for the input itself."""
+
+    in_norm: GroupNorm
+    in_convolution: Convolution
+    embedding: Linear
+    out_norm: GroupNorm
+    out_convolution: Convolution
+    skip: Linear | None
+
+    @property
+    def convolutions(self) -> tuple[Convolution, ...]:
+        return self.in_convolution, self.out_convolution
 
 
 @dataclass(frozen=True)

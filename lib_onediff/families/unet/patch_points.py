@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.leaves import TransformerBlock
 from ...core.points import Points
+from .layout import TransformerBlock
 
 # The parts of a UNet; LAST is its output norm and convolution.
 INPUT, MIDDLE, OUTPUT, LAST = "input", "middle", "output", "last"
 SELF_ATTENTION, CROSS_ATTENTION = "attn1", "attn2"
-# A transformer block: the part, the index of its stage in that part, and its own index in its spatial transformer.
-Block = tuple[str, int, int]
+# Where a transformer block is: the part, the index of its stage in that part, and its own index in its spatial
+# transformer.
+BlockPlace = tuple[str, int, int]
 
 
 class PatchPoints(Points):
@@ -59,7 +60,7 @@ class PatchPoints(Points):
         height, width); None where ours concatenates them."""
         return None
 
-    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
+    def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
         """A transformer block begins. Returns whether anything stands in it."""
         return False
 

@@ -8,11 +8,21 @@ from typing import Any
 
 from torch import nn
 
-from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
+from ...core.leaves import CrossAttention, SelfAttention, TimeEmbedding
 from ...core.origins import package
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
-from .layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, Stage, UNetLayout, Upsample
+from .layout import (
+    Downsample,
+    LabelEmbedding,
+    Layer,
+    ResidualBlock,
+    SpatialTransformer,
+    Stage,
+    TransformerBlock,
+    UNetLayout,
+    Upsample,
+)
 
 BLOCK = "BasicTransformerBlock"
 FORGES_UNET = "IntegratedUNet2DConditionModel"
@@ -20,13 +30,38 @@ UNET_CLASSES = {"UNetModel", FORGES_UNET}
 
 
 def read_transformer(
-    transformer: Any, read_block: Callable[[Any, LeafReader], TransformerBlock], leaves: LeafReader
+    transformer: Any, block_reader: Callable[[Any, LeafReader], TransformerBlock], leaves: LeafReader
 ) -> SpatialTransformer:
+    """A spatial transformer, whose parts have the same names in ldm and diffusers. block_reader: refuses blocks that
+    the host computes in another way, and calls read_block."""
     return SpatialTransformer(
         norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
         # Not by indices: A1111 turns SDXL into SSD-1B by deleting members of the list.
-        blocks=tuple(read_block(block, leaves) for block in transformer.transformer_blocks),
+        blocks=tuple(block_reader(block, leaves) for block in transformer.transformer_blocks),
         project_out=leaves.linear(transformer.proj_out),
+    )
+
+
+def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    """A block of a spatial transformer, whose parts have the same names in ldm and diffusers."""
+    path = leaves.path(block)
+    own = block.attn1
+    cross = block.attn2
+    layers = block.ff.net
+    if leaves.kind(layers[0]) != "GEGLU":
+        raise Refusal(f"{path} has a feed-forward layer without GEGLU")
+    return TransformerBlock(
+        self_norm=leaves.layer_norm(block.norm1),
+        self_attention=SelfAttention(
+            leaves.fused(f"{path}.attn1", own.to_q, own.to_k, own.to_v), leaves.linear(own.to_out[0]), own.heads
+        ),
+        cross_norm=leaves.layer_norm(block.norm2),
+        cross_attention=CrossAttention(
+            leaves.linear(cross.to_q), leaves.fused(f"{path}.attn2", cross.to_k, cross.to_v),
+            leaves.linear(cross.to_out[0]), cross.heads,
+        ),
+        feed_forward_norm=leaves.layer_norm(block.norm3),
+        feed_forward_in=leaves.linear(layers[0].proj), feed_forward_out=leaves.linear(layers[2]),
     )
 
 
@@ -125,4 +160,4 @@ def ldm_block(block: Any, leaves: LeafReader) -> TransformerBlock:
         raise leaves.unknown(block)
     if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
         raise Refusal(f"{path} is a transformer block of another kind")
-    return leaves.transformer_block(block)
+    return read_block(block, leaves)

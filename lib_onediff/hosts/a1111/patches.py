@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.leaves import TransformerBlock
 from ...core.origins import author, origin
-from ...families.unet.patch_points import CROSS_ATTENTION, Block, PatchPoints
+from ...families.unet.layout import TransformerBlock
+from ...families.unet.patch_points import CROSS_ATTENTION, BlockPlace, PatchPoints
 from ..changed_modules import METHODS, SELF_NORM, Changed, functions_of, kinds_of
 
 # The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
@@ -57,7 +57,7 @@ class ModulePatches(PatchPoints):
         joined = self._concatenation([hidden_states.contiguous(), skip.contiguous()], dim=1)
         return joined.to(hidden_states.dtype).detach()
 
-    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
+    def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
         self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
         return bool(self._here)
 

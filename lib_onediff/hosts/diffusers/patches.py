@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.leaves import TransformerBlock
 from ...core.refusal import Refusal
 from ...families.unet.call import ImagePrompt
-from ...families.unet.patch_points import CROSS_ATTENTION, SELF_ATTENTION, Block, PatchPoints
+from ...families.unet.layout import TransformerBlock
+from ...families.unet.patch_points import CROSS_ATTENTION, SELF_ATTENTION, BlockPlace, PatchPoints
 from .read_unet import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
 
 log = logging.getLogger("onediff")
@@ -74,7 +74,7 @@ class UNetPatches(PatchPoints):
         )
         return joined
 
-    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
+    def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
         unet: Any = self._unet()
         paths = block.self_attention.out.path, block.cross_attention.out.path
         modules = (unet.get_submodule(path.removesuffix(OUT)) for path in paths)

@@ -9,12 +9,21 @@ from typing import Any
 
 from torch import nn
 
-from ...core.leaves import ResidualBlock, TimeEmbedding, TransformerBlock
+from ...core.leaves import TimeEmbedding
 from ...core.refusal import Refusal
 from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
-from ...families.unet.layout import Downsample, LabelEmbedding, Layer, SpatialTransformer, UNetLayout, Upsample
-from ...families.unet.read import read_transformer
+from ...families.unet.layout import (
+    Downsample,
+    LabelEmbedding,
+    Layer,
+    ResidualBlock,
+    SpatialTransformer,
+    TransformerBlock,
+    UNetLayout,
+    Upsample,
+)
+from ...families.unet.read import read_block, read_transformer
 
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
@@ -178,7 +187,7 @@ def diffusers_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     leaves.require(block.attn2, is_cross_attention=True)
     for attention in (block.attn1, block.attn2):
         check_attention(attention, leaves)
-    return leaves.transformer_block(block)
+    return read_block(block, leaves)
 
 
 def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:

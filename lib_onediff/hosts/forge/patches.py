@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.leaves import TransformerBlock
 from ...core.origins import author
-from ...families.unet.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, Block, PatchPoints
+from ...families.unet.layout import TransformerBlock
+from ...families.unet.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, BlockPlace, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
@@ -65,7 +65,7 @@ class OptionPatches(PatchPoints):
         self.norm = None if self._norm is None else self._normed
         self._reads_precision = PRECISION in names_read
         self._extra: dict[str, Any] = {}
-        self._block: Block = ("", 0, 0)
+        self._block: BlockPlace = ("", 0, 0)
         self.sees_stages = bool(self._modifiers) or self._norm is not None
         self.places = (
             sorted(self._lists), {name: set(blocks) for name, blocks in self._replaced.items()}, bool(self._modifiers),
@@ -145,7 +145,7 @@ class OptionPatches(PatchPoints):
         unet: Any = self._unet()
         return unet.get_submodule(path)
 
-    def begin_block(self, place: Block, block: TransformerBlock) -> bool:
+    def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
         self._block = place
         self._options["block_index"] = place[2]
         self._here = self._changed_modules.get(block.self_norm.path.removesuffix(SELF_NORM), {})
@@ -232,7 +232,7 @@ def in_turn(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *others:
     return tensor.detach() if functions else tensor
 
 
-def blocks_of(unet: Any) -> list[Block]:
+def blocks_of(unet: Any) -> list[BlockPlace]:
     """The place of every transformer block; an extension may set a function at places that are none."""
     stages = [("input", *one) for one in enumerate(unet.input_blocks)]
     stages += [("middle", 0, unet.middle_block), *(("output", *one) for one in enumerate(unet.output_blocks))]
