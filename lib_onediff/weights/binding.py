@@ -6,7 +6,9 @@ and an unloaded model's memory is freed at once.
 """
 from __future__ import annotations
 
+import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -22,6 +24,7 @@ from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
 from .parameters import present_in
+from .stored import StoredReader, StoredWeight
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -39,11 +42,16 @@ class Binding:
     cast_to: the type to which the host casts them at each use; None where it computes with them as they are stored.
     device: where it is computed. away: the layers, fused ones in the place of their members, of which any parameter is
     not there but in main memory.
+
+    A weight that the host stores in few bits stands here as its values: a plain tensor with the layer's rows, whatever
+    its type; stored has what decodes them.
     """
 
-    def __init__(self, module: nn.Module, layout: Any) -> None:
-        """layout: the module's, a core.family.Layout."""
+    def __init__(self, module: nn.Module, layout: Any, reader: StoredReader | None = None) -> None:
+        """layout: the module's, a core.family.Layout. reader: of the host's weights in few bits; None where it has
+        none."""
         self.layout = layout
+        self.reader = reader
         leaves = layout.leaves()
         called = [module.get_submodule(leaf.path) for leaf in leaves]
         self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
@@ -62,6 +70,9 @@ class Binding:
         self.groups = {path: [path] for path in self._leaves if path not in self.fusion_of}
         self.groups |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
         self.cast_to: torch.dtype | None = None
+        # The paths of layers whose weights are in few bits.
+        self.stored_paths = frozenset[str]()
+        self.look_for_stored()
         self.device = self._first_weight().device
         self.away: frozenset[str] = frozenset()
 
@@ -88,6 +99,7 @@ class Binding:
         other devices than this one and main memory.
         """
         self.device = self._first_weight().device if device is None else device
+        self.look_for_stored()
         self.refuse_mixture()
         for parameter in self.parameters():
             mend(parameter)
@@ -108,8 +120,8 @@ class Binding:
     def unbind(self) -> None:
         """Give every parameter a storage of its own again, and every convolution its usual memory format."""
         self.turn_convolutions_back()
-        for leaf in self._leaves.values():
-            for parameter in () if leaf() is None else self._parameters(leaf):
+        for path, leaf in self._leaves.items():
+            for parameter in () if leaf() is None else self._parameters(path):
                 if parameter is not None and shares_storage(parameter):
                     # Where the card is full, it goes on sharing, which the host can compute with as well.
                     with (
@@ -127,10 +139,9 @@ class Binding:
 
     def _turn(self, path: str, memory_format: torch.memory_format) -> int:
         """Lay a convolution's weight out in a memory format, unless it is. Returns the bytes copied."""
-        leaf = self._leaves[path]
-        if leaf() is None:
+        if self._leaves[path]() is None or path in self.stored_paths:
             return 0
-        weight = self._parameters(leaf)[0]
+        weight = self._parameters(path)[0]
         if weight.is_contiguous(memory_format=memory_format):
             return 0
         with torch.no_grad(), torch.inference_mode(weight.is_inference()):
@@ -152,16 +163,51 @@ class Binding:
         pairs = zip(self._called, self._leaves.values(), strict=True)
         return there(called() or leaf() for called, leaf in pairs)
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Of all layers, in their order. Drop the result after the call. Raises Refusal if a layer is gone."""
-        return present_in(self.layers())
+    def parameters(self) -> list[Tensor]:
+        """The tensors that all layers compute with, in their order: parameters, and in the place of a weight in few
+        bits its values and scales. Drop the result after the call. Raises Refusal if a layer is gone."""
+        layers = self.layers()
+        return present_in(layers) if self.reader is None else self.reader.tensors(layers)
+
+    def stored(self, path: str) -> StoredWeight | None:
+        """The weight of a layer that is in few bits, as it is now; None where it is a plain tensor. Drop the result
+        after the call. Raises Refusal where the layer is gone."""
+        if path not in self.stored_paths or self.reader is None:
+            return None
+        return self.reader.weight(self._layer(path))
+
+    def formats(self) -> list[str]:
+        """The names of the formats of the weights in few bits, the most frequent one first."""
+        names = Counter(stored.format.name for path in self.stored_paths if (stored := self.stored(path)) is not None)
+        return [name for name, _ in names.most_common()]
+
+    def numel(self, path: str) -> int:
+        """The numbers in a layer's weight, decoded."""
+        stored = self.stored(path)
+        return self._parameters(path)[0].numel() if stored is None else math.prod(stored.shape)
+
+    def look_for_stored(self) -> None:
+        """Note anew which weights are in few bits. Raises Refusal for a format that is not known."""
+        reader = self.reader
+        if reader is not None:
+            self.stored_paths = frozenset(
+                path for path in self._leaves if reader.weight(self._layer(path)) is not None
+            )
+
+    def vectors(self) -> list[Tensor]:
+        """The biases, and the weights of norms."""
+        found: list[Tensor] = []
+        for path in self._leaves:
+            weight, bias = self._parameters(path)
+            found += [one for one in (weight, bias) if one is not None and one.dim() == 1]
+        return found
 
     def parts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         """The weights and the biases of a layer's members, in order; of one that is not fused, its own."""
         weights: list[Tensor] = []
         biases: list[Tensor] = []
         for path in self.groups[name]:
-            weight, bias = self._parameters(self._leaves[path])
+            weight, bias = self._parameters(path)
             weights.append(weight)
             if bias is not None:
                 biases.append(bias)
@@ -203,31 +249,46 @@ class Binding:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        return self._first_weight().dtype
+        """Of the first parameter that is not in few bits."""
+        plain = (path for path in self._leaves if path not in self.stored_paths)
+        return self._parameters(next(plain))[0].dtype
 
     def _first_weight(self) -> Tensor:
-        return self._parameters(next(iter(self._leaves.values())))[0]
+        return self._parameters(next(iter(self._leaves)))[0]
 
     def _layer_weights(self) -> dict[str, LayerWeights]:
-        return {path: LayerWeights(*self._parameters(leaf)) for path, leaf in self._leaves.items()}
+        return {path: LayerWeights(*self._parameters(path)) for path in self._leaves}
 
-    @staticmethod
-    def _parameters(leaf: weakref.ref[nn.Module]) -> tuple[nn.Parameter, nn.Parameter | None]:
-        module = leaf()
-        if module is None or (weight := module._parameters["weight"]) is None:
+    def _layer(self, path: str) -> nn.Module:
+        module = self._leaves[path]()
+        if module is None:
             raise Refusal(LAYERS_GONE)
-        return weight, module._parameters.get("bias")
+        return module
+
+    def _parameters(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """A layer's weight, or the values of one in few bits, and its bias."""
+        module = self._layer(path)
+        bias = module._parameters.get("bias")
+        stored = self.stored(path)
+        if stored is not None:
+            return stored.values, bias
+        weight = module._parameters["weight"]
+        if weight is None:
+            raise Refusal(LAYERS_GONE)
+        return weight, bias
 
     def refuse_mixture(self) -> None:
         """Raise Refusal if the parameters are of a dtype that we do not run, or lie neither on the device nor in main
         memory. What is cast to one type may be stored in several, layer by layer."""
         known = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES
         stored = self.stored_dtype
-        device = self.device
         layer_weights = self._layer_weights()
         for path, layer in layer_weights.items():
             for parameter in (layer.weight, layer.bias):
                 if parameter is None:
+                    continue
+                if parameter is layer.weight and path in self.stored_paths:
+                    self._refuse_elsewhere(path, parameter)
                     continue
                 if not isinstance(parameter, nn.Parameter):
                     raise Refusal(f"{path} holds a tensor that is none of its parameters (functional_call?)")
@@ -235,10 +296,7 @@ class Binding:
                 if kind is not Tensor or parameter.dtype not in known:
                     found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
                     raise Refusal(f"{path} is stored as {found}, which OneDiff does not run")
-                if parameter.is_meta:
-                    raise Refusal("its parameters are not loaded (they are on the meta device)")
-                if parameter.device not in (device, MAIN_MEMORY):
-                    raise Refusal(f"the UNet computes on {device}, and {path} is on {parameter.device}")
+                self._refuse_elsewhere(path, parameter)
                 if self.cast_to is None and parameter.dtype != stored:
                     raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")
         for fusion in self.fusions:
@@ -248,6 +306,13 @@ class Binding:
                 raise Refusal(f"the layers of {fusion.name} are stored in several types")
             if len({layer.bias is None for layer in members}) > 1:
                 raise Refusal(f"{fusion.name} has a bias on some of its layers only")
+
+    def _refuse_elsewhere(self, path: str, parameter: Tensor) -> None:
+        """Raise Refusal for a parameter that is neither on the device that computes nor in main memory."""
+        if parameter.is_meta:
+            raise Refusal("its parameters are not loaded (they are on the meta device)")
+        if parameter.device not in (self.device, MAIN_MEMORY):
+            raise Refusal(f"the network computes on {self.device}, and {path} is on {parameter.device}")
 
 
 def lies_away(parameter: Tensor, device: torch.device) -> bool:

@@ -244,7 +244,7 @@ class BoundUNet:
         """Note where the bound parameters lie and how often they were edited; and their contents, where _part says so.
         Later looks compare with this."""
         binding = self.binding
-        self._parameters = Parameters(binding.layers())
+        self._parameters = Parameters(binding.layers(), binding.reader)
         self._edits = self._parameters.edits()
         spans = [
             MemorySpan.of(parameter) for name in binding.groups if self._part and name not in binding.away
@@ -258,7 +258,7 @@ class BoundUNet:
         device and waits for it, where the weights may be others than at the last call of this method."""
         state = self._state()
         if self._checkpoint[0] != state:
-            vectors = [parameter for parameter in self.binding.parameters() if parameter.dim() == 1]
+            vectors = self.binding.vectors()
             self._checkpoint = state, digest_of_values(self.layout.architecture, vectors)
         return self._checkpoint[1]
 
@@ -350,6 +350,7 @@ class BoundUNet:
             self.host_traits.sync_lora(binding.layers())
         parameters = binding.parameters()
         binding.device = parameters[0].device
+        binding.look_for_stored()
         binding.refuse_mixture()
         is_read_each_time = self.reader is not None or any(map(Tensor.is_inference, parameters))
         self._part = 1 if is_read_each_time else 0
@@ -461,7 +462,7 @@ class BoundUNet:
             raise
         if self._binding is None or not self._binding.follow(unet, layout):
             self._drop_binding()
-            self._binding = Binding(unet, layout)
+            self._binding = Binding(unet, layout, self.host_traits.stored)
 
     def _refuse_stand_ins(self, tree: Tree) -> None:
         """Note who has replaced functions that the network calls. Raises Refusal for one on which no check says

@@ -1,4 +1,4 @@
-"""The parameters of some modules: which objects they are, where they lie and how, and how often they were edited."""
+"""The tensors of some modules: which objects they are, where they lie and how, and how often they were edited."""
 from __future__ import annotations
 
 import operator
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.edits import edit_counts
+from .stored import StoredReader
 
 of_parameters = operator.itemgetter("_parameters")
 layout_of = operator.attrgetter("shape", "dtype")
@@ -19,9 +20,13 @@ layout_of = operator.attrgetter("shape", "dtype")
 class Parameters:
     """The parameters of some modules as they were when this was made. Keeps none of them alive."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], reader: StoredReader | None = None) -> None:
+        """reader: of weights in few bits: their values and scales stand in the place of their parameters."""
+        self._tensors_of = present_in if reader is None else reader.tensors
+        self._facts_of = None if reader is None else reader.facts
         self._modules = list(map(weakref.ref, modules))
-        parameters = present_in(modules)
+        self._facts = [] if reader is None else reader.facts(modules)
+        parameters = self._tensors_of(modules)
         self._references = list(map(weakref.ref, parameters))
         self._addresses = list(map(Tensor.data_ptr, parameters))
         self._layouts = list(map(layout_of, parameters))
@@ -34,8 +39,10 @@ class Parameters:
         modules: list[Any] = [reference() for reference in self._modules]
         if None in modules:
             return None
-        parameters = present_in(modules)
+        parameters = self._tensors_of(modules)
         with suppress(RuntimeError, TypeError):
+            if self._facts_of is not None and self._facts_of(modules) != self._facts:
+                return None
             if self._addresses == list(map(Tensor.data_ptr, parameters)):
                 return parameters
         return None

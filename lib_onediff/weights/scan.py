@@ -33,6 +33,7 @@ from .code import NOT_READ, Code, Named, names_in
 from .module_tree import FORWARDS
 from .parameters import layout_of
 from .reached import Reached
+from .stored import StoredReader
 from .values import FUNCTIONS, Digests, Tokens
 
 Change = Callable[[Tensor], Tensor]
@@ -134,6 +135,7 @@ class HostTraits:
     yardstick: the host's forward, with what it only approximates (8-bit attention) computed exactly, to compare with.
     functions: reads what the host applies to its layers' weights at each use; without it, that is the host's.
     casts: how the host casts its layers' weights at each use; None where it never does.
+    stored: reads the weights that the host keeps in few bits; None where it has none.
     written: attributes that the host's forwards write on their modules, and that nothing computes with.
     placed: attributes that say where a host keeps a module's weights; they change nothing that is computed.
     movers: Python modules whose hooks on a network's modules move weights, and change nothing that is computed.
@@ -148,6 +150,7 @@ class HostTraits:
     yardstick: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] = lambda host: host
     functions: FunctionReader | None = None
     casts: Casts | None = None
+    stored: StoredReader | None = None
     written: frozenset[str] = frozenset()
     placed: frozenset[str] = frozenset()
     movers: Collection[str] = ()
