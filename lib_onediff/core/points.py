@@ -11,19 +11,19 @@ from torch import Tensor
 
 class Points:
     """The points of one call at which functions of other extensions may stand. A family that runs such functions has a
-    class of its own, with a method for each point, which its forward calls; it returns what takes the place of its
+    class of its own, with a method for each point, which its forward calls; it returns new values for its
     arguments, which it may have written to.
 
     structure: which points there are and whose; equal for calls that compute the same way.
-    places: where anything stands; equal for calls whose functions are called at the same points.
+    positions: the points at which functions stand, equal for calls whose functions stand at the same points.
     functions: every function that is called in this call; see verify.rewinder_of.
     """
 
     structure: tuple[str, ...] = ()
-    places: object = ()
+    positions: object = ()
     functions: Collection[Any] = ()
 
-    def stands(self, point: str, *arguments: Any) -> bool:
+    def has_function(self, point: str, *arguments: Any) -> bool:
         """Whether the method of this name calls a function, or may, when it is called with these arguments now. Calls
         whose patches do not override this are not captured as CUDA graphs."""
         return True
@@ -37,20 +37,20 @@ class Points:
 
 
 class EveryPoint(Points):
-    """Stands around the points of a call, of any family. at is called at every point, in place of the point's own
-    method."""
+    """Stands around the points of a call, of any family. Calls at() at every point, instead of the
+    point's own method."""
 
     def __init__(self, patches: Any) -> None:
         self._patches = patches
-        self.structure, self.places = patches.structure, patches.places
+        self.structure, self.positions = patches.structure, patches.positions
 
     @property
     def functions(self) -> Collection[Any]:  # type: ignore[override]
         functions: Collection[Any] = self._patches.functions
         return functions
 
-    def stands(self, point: str, *arguments: Any) -> bool:
-        return bool(self._patches.stands(point, *arguments))
+    def has_function(self, point: str, *arguments: Any) -> bool:
+        return bool(self._patches.has_function(point, *arguments))
 
     def begin(self, latent: Tensor) -> None:
         self._patches.begin(latent)

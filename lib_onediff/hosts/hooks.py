@@ -187,7 +187,7 @@ def link_of(function: Any) -> Link | None:
 class StandIn(Protocol):
     """What a TablePatch keeps for one object. Must not keep that object alive."""
 
-    def stands(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
+    def look_up(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
         """What answers a call of this object, and the host's own function; None: the host's. As ClassPatch.look_up."""
 
 
@@ -234,7 +234,7 @@ class TablePatch(ClassPatch):
             stand_in = self._table.get(module)
         except TypeError:  # as in get
             return None
-        return None if stand_in is None else stand_in.stands(module, original)
+        return None if stand_in is None else stand_in.look_up(module, original)
 
     def _undo_if_unused(self) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ class FunctionCalls(EveryPoint):
         self._rewind: Callable[[], None] | None = None
 
     def at(self, point: str, *arguments: Any) -> Any:
-        if self._rewind is None and self.stands(point, *arguments):
+        if self._rewind is None and self.has_function(point, *arguments):
             # A function is about to be called at this point, the first of the call. The states are taken no earlier:
             # the GPU is computing the first part of a replay meanwhile.
             self._rewind = rewinder_of_all(self._device, self.functions)

@@ -1,5 +1,5 @@
 """FP8 on a real GPU: by one scale for each factor as near as with one for every row and column; and our own products,
-a feed-forward's first with its GEGLU, and convolutions, those of other types too, by every cut."""
+a feed-forward's first with its GEGLU, and convolutions, those of other types too, by every launch config."""
 from __future__ import annotations
 
 import pytest

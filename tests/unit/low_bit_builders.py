@@ -81,7 +81,7 @@ def norm_scale(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def layer_norm(
-    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, cut: Any
+    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, config: Any
 ) -> tuple[Residual, QuantizedTokens]:
     tokens = materialize(residual)
     normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
@@ -106,7 +106,7 @@ def int8_product(
 # What exact kernels do, by torch: sums in float32, rounded once.
 def exact_group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
-    shift: Tensor | None, *cuts: Any,
+    shift: Tensor | None, *configs: Any,
 ) -> Tensor:
     image = first if second is None else torch.cat([first, second], 1)
     norm = GroupNorm("norm", image.shape[1], groups, eps)

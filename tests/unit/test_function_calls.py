@@ -61,7 +61,7 @@ class Points(PatchPoints):
     def __init__(self, extension: Extension) -> None:
         self._extension, self.functions = extension, [extension]
 
-    def stands(self, point: str, *arguments: Any) -> bool:
+    def has_function(self, point: str, *arguments: Any) -> bool:
         return point == "after_stage" and arguments[0] in (INPUT, MIDDLE)
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:

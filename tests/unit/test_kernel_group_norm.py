@@ -25,8 +25,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WAYS = [True, False, None]
 Way = bool | None
 CUTS = [
-    *({"statistics_cut": config} for config in ends(STATISTICS.candidates)),
-    *({"application_cut": config} for config in ends(APPLICATION.candidates)),
+    *({"statistics_config": config} for config in ends(STATISTICS.candidates)),
+    *({"application_config": config} for config in ends(APPLICATION.candidates)),
 ]
 # In units of float32's rounding, for values of about 1: a sum over some thousand members and a root.
 CLOSE = 40
@@ -46,7 +46,7 @@ def random_affine(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 def error(
     at_once: Way, first: Tensor, second: Tensor | None, groups: int, eps: float = 1e-5, **others: Any
 ) -> float:
-    """How far the kernels are from float64, for an image or for two side by side. others: silu, shift, cuts."""
+    """How far the kernels are from float64, for an image or for two side by side. others: silu, shift, configs."""
     image = first if second is None else torch.cat([first, second], dim=1)
     weight, bias = random_affine(image.shape[1], first.dtype)
     silu, shift = others.pop("silu", False), others.pop("shift", None)
@@ -117,7 +117,7 @@ def test_more_strips_than_are_joined_at_once(
     image = random_image(1, 32, height, width, mean=mean, deviation=0.1 if mean else 1.0)
     image[:, :, height // 2:] += 0.05 * mean + 2.0  # strips that differ
     close = FAR_FROM_ZERO if mean else CLOSE
-    assert error(False, image, None, 2, statistics_cut=(rows, 4)) < close
+    assert error(False, image, None, 2, statistics_config=(rows, 4)) < close
 
 
 @grid(dtype=list(NEAREST), at_once=WAYS)

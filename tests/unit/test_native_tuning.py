@@ -1,4 +1,4 @@
-"""What is measured to choose how kernels are cut, and what is chosen."""
+"""What is measured to choose launch configs, and what is chosen."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     LaunchConfig,
     Launches,
     Trial,
-    best_cut,
+    best_config,
     random_on,
     row_class,
 )
@@ -30,7 +30,7 @@ LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5
 
 
 class Clock:
-    """Times work without doing it: ms[cut], or the usual."""
+    """Times work without doing it: ms[config], or the usual."""
 
     def __init__(self, **ms: float) -> None:
         self.ms = ms
@@ -58,7 +58,7 @@ def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])
 def test_another_cut_must_be_clearly_faster(other_ms: float, place: int) -> None:
     clock = Clock(**{str(ADDITION.candidates[1]): other_ms})
-    assert best_cut(Trial(ADDITION, SMALL, lambda config: None), clock) == ADDITION.candidates[place]
+    assert best_config(Trial(ADDITION, SMALL, lambda config: None), clock) == ADDITION.candidates[place]
 
 
 def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
@@ -71,7 +71,7 @@ def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
             raise RuntimeError("out of resource: shared memory")
 
     times = iter([1.0, 0.5, 0.7, 0.9])
-    assert best_cut(Trial(GEGLU, "512", run), time_ms) == GEGLU.candidates[2]
+    assert best_config(Trial(GEGLU, "512", run), time_ms) == GEGLU.candidates[2]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")

@@ -197,7 +197,7 @@ class Louder(PatchPoints):
 
     structure = ("middle by somebody",)
 
-    def stands(self, point: str, *arguments: Any) -> bool:
+    def has_function(self, point: str, *arguments: Any) -> bool:
         return point == "after_stage" and arguments[0] == MIDDLE
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:

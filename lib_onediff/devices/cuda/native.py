@@ -178,7 +178,7 @@ class Native(Device):
     def _tune_kernels(self, use: KernelUse, time_ms: TimeMs) -> None:
         """Measure how the kernels are best configured on this GPU, where that is not known: seconds, once on a machine.
 
-        Where that fails, they stay as they are cut.
+        Where that fails, they keep the launch configs that they have.
         """
         began = time.perf_counter()
         try:

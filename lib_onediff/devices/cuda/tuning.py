@@ -1,4 +1,4 @@
-"""The kernels that a network launches: measured at its shapes, for how they are best cut on this GPU, and for whether
+"""The kernels that a network launches: measured at its shapes, for the best launch configs on this GPU and for whether
 products in eight bits gain; and loaded by a launch on a few numbers, before its first call."""
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ...weights import low_bit
 from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
 from ..torch.attention import inputs_of
 from .kernels import images, products, rounding
-from .kernels import launch_config as cuts
+from .kernels import launch_config as configs
 from .kernels import tokens as native_tokens
 from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
 from .kernels.operators import NativeOperators
@@ -49,7 +49,7 @@ GROUPS, EPS = 32, 1e-5
 # Of random numbers in int8.
 SPREAD = 32.0
 # What takes the most time in its class: sides of an image, rows of tokens, queries and keys of a cross attention.
-BATCH, SIDES, ROWS, QUERIES, KEYS = 2, {cuts.SMALL: 32, cuts.LARGE: 64}, 4096, 1024, 77
+BATCH, SIDES, ROWS, QUERIES, KEYS = 2, {configs.SMALL: 32, configs.LARGE: 64}, 4096, 1024, 77
 # Rows of tokens, and sides of an image, that kernels are loaded with: of one for small images, and of each class.
 FEW = 4
 LOADED_SIDES = FEW, 32, 48
@@ -73,16 +73,16 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
     for shape_class, side in SIDES.items() if widest else ():
         image = make(BATCH, widest, side, side).to(memory_format=torch.channels_last)
         given = image, None, vector, vector, GROUPS, EPS, True, None, (None, None)
-        yield Trial(cuts.STATISTICS, shape_class, partial(images.group_norm, *given))
-        measured = partial(images.group_norm, *given, cuts.STATISTICS.candidates[0])
-        yield Trial(cuts.APPLICATION, shape_class, measured)
+        yield Trial(configs.STATISTICS, shape_class, partial(images.group_norm, *given))
+        measured = partial(images.group_norm, *given, configs.STATISTICS.candidates[0])
+        yield Trial(configs.APPLICATION, shape_class, measured)
         added = image, image, vector, torch.empty_like(image)
-        yield Trial(cuts.ADDITION, shape_class, partial(images.add_and_measure, *added))
+        yield Trial(configs.ADDITION, shape_class, partial(images.add_and_measure, *added))
     for width in (norm.width for norm in norms_of(users, LayerNorm)):
-        tokens, hidden, vector = make(ROWS, width), make(ROWS, 2 * cuts.FEED_FORWARD * width), make(width)
+        tokens, hidden, vector = make(ROWS, width), make(ROWS, 2 * configs.FEED_FORWARD * width), make(width)
         normed = partial(native_tokens.layer_norm, Residual(tokens, None, vector), vector, vector, EPS)
-        yield Trial(cuts.LAYER_NORM, row_class(width), normed)
-        yield Trial(cuts.GEGLU, row_class(cuts.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
+        yield Trial(configs.LAYER_NORM, row_class(width), normed)
+        yield Trial(configs.GEGLU, row_class(configs.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
     for query_shape, key_shape in cross_attentions(users, vector.dtype):
         width, attended = query_shape[3], inputs_of(make, query_shape, key_shape)
         yield Trial(attention_kernel(width), str(width), partial(attend, *attended))
@@ -105,7 +105,7 @@ def launches_of(
         layer = LayerWeights(vector, vector)
         residual, _ = ops.residual_norm(Residual(make(FEW, norm.width), None, vector), layer, norm, layer)
         ops.materialize(residual)
-        ops.gated(make(FEW, 2 * cuts.FEED_FORWARD * norm.width), GEGLU, layer)
+        ops.gated(make(FEW, 2 * configs.FEED_FORWARD * norm.width), GEGLU, layer)
 
     def of_blocks(norm: AdaptiveNorm) -> None:
         residual, modulation = adaptive_residual(make, norm.width, FEW)
@@ -157,7 +157,7 @@ def adaptive_residual(
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
     """By our kernel, or by torch's, as the configuration says."""
-    if config == cuts.LIBRARY:
+    if config == configs.LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
     return native_tokens.attention(query, key, value, config)
 
@@ -169,7 +169,8 @@ def trial_of(
     product: Product, make: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, kind: Kind,
     result: torch.dtype,
 ) -> Trial | None:
-    """How a product can be cut; None where a library cuts it. make: a tensor of a shape; a GPU multiplies zeros faster
+    """The launch configs of a product, to measure; None where a library computes it. make: a tensor of a shape; a GPU
+    multiplies zeros faster
     than random numbers. result: see float8.product."""
     rows, width, out = product[:3]
     one = torch.ones((1, 1), dtype=torch.float32, device=device)
@@ -186,13 +187,13 @@ def trial_of(
         weight = QuantizedWeight(values(out, width), columns if kind is INT8 else one)
         run = partial(products.convolution, image, weight, dtype)
         shape_class = products.convolution_class(image.values, out)
-        return Trial(products.of_card(cuts.CONVOLUTIONS[kind.dtype], device), shape_class, run)
+        return Trial(products.of_card(configs.CONVOLUTIONS[kind.dtype], device), shape_class, run)
     if kind is INT8:
         tokens = QuantizedTokens(values(rows, width), one.expand(rows, 1).contiguous(), (rows,))
         weight = QuantizedWeight(values(out, width), columns)
         shape_class = products.product_class(rows, out, width)
         run = partial(products.int8_product, tokens, weight, None, dtype)
-        return Trial(cuts.INT8_PRODUCT, shape_class, run)
+        return Trial(configs.INT8_PRODUCT, shape_class, run)
     if product.source != GATED:
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
@@ -200,11 +201,11 @@ def trial_of(
     bias = make(2 * width)
 
     def gate(config: LaunchConfig) -> object:
-        if config == cuts.LIBRARY:
+        if config == configs.LIBRARY:
             return rounding.geglu(float8.product(tokens, weight, bias, result), FP8)
         return products.gated_product(tokens, weight, bias, one, config)
 
-    return Trial(products.of_card(cuts.GATED_PRODUCT, device), products.product_class(rows, 2 * width, out), gate)
+    return Trial(products.of_card(configs.GATED_PRODUCT, device), products.product_class(rows, 2 * width, out), gate)
 
 
 def way_of(
@@ -263,12 +264,12 @@ def low_bit_launches(
 
     def tokens_of(width: int) -> None:
         tokens, weight = make(FEW, width), make(width)
-        config = launches.of(cuts.LAYER_NORM, row_class(width), dtype)
+        config = launches.of(configs.LAYER_NORM, row_class(width), dtype)
         for update in (make(FEW, width), tokens.to(torch.bfloat16)):
             rounding.layer_norm(Residual(tokens, None, weight, update), weight, weight, EPS, kind, config)
-        hidden = make(FEW, 2 * cuts.FEED_FORWARD * width)
+        hidden = make(FEW, 2 * configs.FEED_FORWARD * width)
         rounding.geglu(hidden, kind)
-        for features in (cuts.FEED_FORWARD * width, width):
+        for features in (configs.FEED_FORWARD * width, width):
             rounding.rounded(hidden[:, :features], kind)
             if kind is FP8:
                 rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
@@ -278,7 +279,8 @@ def low_bit_launches(
         image, vector = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last), make(channels)
         for size in SIDES:
             adding, measuring, applying = (
-                launches.of(kernel, size, dtype) for kernel in (cuts.ADDITION, cuts.STATISTICS, cuts.APPLICATION)
+                launches.of(kernel, size, dtype)
+                for kernel in (configs.ADDITION, configs.STATISTICS, configs.APPLICATION)
             )
             images.measure(image, adding, bounded=True)
             images.group_norm(
@@ -294,7 +296,7 @@ def low_bit_launches(
             residual, modulation = adaptive_residual(make, norm.width, FEW, torch.bfloat16)
             scaled = residual._replace(update_scales=make(BATCH, FEW // BATCH, 1).float())
             rounding.adaptive_norm(scaled, modulation, EPS, dtype, None)
-        for features in (cuts.FEED_FORWARD * norm.width, norm.width):
+        for features in (configs.FEED_FORWARD * norm.width, norm.width):
             rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
 
     norms = {images.join_block(one.channels // one.groups): one for one in users if isinstance(one, GroupNorm)}
@@ -312,8 +314,8 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 ) -> bool:
     """Choose whether a product of so many tokens with a weight (8 width, width) has its GEGLU in it, where that was not
     measured on this GPU; whether it was now."""
-    make, shape_class = random_on(device, dtype), products.product_class(rows, 2 * cuts.FEED_FORWARD * width, width)
-    if launches.chosen(cuts.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
+    make, shape_class = random_on(device, dtype), products.product_class(rows, 2 * configs.FEED_FORWARD * width, width)
+    if launches.chosen(configs.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
         return False
     return tuned(launches, gated_trial(make, rows, width, device, shape_class), dtype, time_ms)
 
@@ -321,14 +323,14 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 def gated_trial(
     make: Callable[..., Tensor], rows: int, width: int, device: torch.device, shape_class: str = ""
 ) -> Trial:
-    tokens, weight, bias = make(rows, width), make(2 * cuts.FEED_FORWARD * width, width), make(8 * width)
+    tokens, weight, bias = make(rows, width), make(2 * configs.FEED_FORWARD * width, width), make(8 * width)
 
     def run(config: LaunchConfig) -> object:
-        if config == cuts.LIBRARY:
+        if config == configs.LIBRARY:
             return native_tokens.geglu(functional.linear(tokens, weight, bias))
         return products.exact_gated_product(tokens, weight, bias, config)
 
-    return Trial(products.of_card(cuts.EXACT_GATED_PRODUCT, device), shape_class, run)
+    return Trial(products.of_card(configs.EXACT_GATED_PRODUCT, device), shape_class, run)
 
 
 # --- a convolution with float16 sums ----------------------------------------------------------------------------------
@@ -337,7 +339,7 @@ def gated_trial(
 def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device, time_ms: TimeMs) -> bool:
     """Choose whether a convolution has float16 sums, where that was not measured on this GPU; whether it was now. size:
     of its image, (batch, height, width, channels), and how many channels come out."""
-    kernel, shape_class = cuts.CONVOLUTIONS[torch.float16], "x".join(map(str, size))
+    kernel, shape_class = configs.CONVOLUTIONS[torch.float16], "x".join(map(str, size))
     if launches.chosen(kernel, shape_class, torch.float16) is not None:
         return False
     return tuned(launches, half_sums_trial(random_on(device, torch.float16), size, device), torch.float16, time_ms)
@@ -351,15 +353,15 @@ def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: to
     )
 
     def run(config: LaunchConfig) -> Tensor:
-        if config == cuts.LIBRARY:
+        if config == configs.LIBRARY:
             return functional.conv2d(image, weight, padding=low_bit.PADDING)
         return products.half_sums_convolution(image, weight, config)
 
     def agrees(output: Tensor) -> bool:
-        exact = run(cuts.LIBRARY).float()
+        exact = run(configs.LIBRARY).float()
         return float((output.float() - exact).norm() / exact.norm()) < float8.WORST_PROBE_ERROR
 
-    kernel = products.of_card(cuts.CONVOLUTIONS[torch.float16], device)
+    kernel = products.of_card(configs.CONVOLUTIONS[torch.float16], device)
     return Trial(kernel, products.convolution_class(image.permute(0, 2, 3, 1), out), run, agrees)
 
 

@@ -39,14 +39,14 @@ class ModulePatches(PatchPoints):
     def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
         self._changed, self._concatenation = changed, concatenation
         self._here: dict[str, Any] = {}
-        self.places = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
+        self.positions = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
         self.structure = kinds_of(changed)
         self.functions = functions_of(changed)
         if concatenation is not None:
             self.structure += (f"skips by {author(concatenation)}",)
             self.functions = [*self.functions, concatenation]
 
-    def stands(self, point: str, *arguments: Any) -> bool:
+    def has_function(self, point: str, *arguments: Any) -> bool:
         if point == "concatenate":
             return self._concatenation is not None
         return point == "whole_block" and "" in self._here or point == "whole_attention" and arguments[0] in self._here

@@ -50,7 +50,7 @@ class ModuleForward(abc.ABC):
         # By thread: whether the host's own forward of this module runs now, through hooks that end in the class's.
         self._turn = threading.local()
 
-    def stands(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
+    def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
         """What answers a call of this module, and the host's own forward, a function of (module, *args); None where
         that forward of this module is running in this thread already. Mends hooks that call a front; see _beneath."""
         if getattr(self._turn, "is_hosts", False):

@@ -48,7 +48,7 @@ class UNetPatches(PatchPoints):
             stage: {name: getattr(block, name) for name in ("resolution_idx", *FREEU_FACTORS)}
             for stage, block in blocks if has_freeu(block) and block.resolution_idx <= 1
         }
-        self.places = tuple(map(self._is_ours, map(type, processors))), tuple(self._freeu)
+        self.positions = tuple(map(self._is_ours, map(type, processors))), tuple(self._freeu)
         self.structure = tuple(sorted(
             f"{kind.__module__}.{kind.__name__} in {count} attentions"
             for kind, count in kinds.items() if not self._is_ours(kind)
@@ -57,7 +57,7 @@ class UNetPatches(PatchPoints):
     def _is_ours(self, kind: type) -> bool:
         return kind in self._known or is_plain(kind)
 
-    def stands(self, point: str, *arguments: Any) -> bool:
+    def has_function(self, point: str, *arguments: Any) -> bool:
         if point == "join":
             return arguments[0] in self._freeu
         return point == "whole_attention" and not self._is_ours(type(self._attentions[arguments[0]].processor))

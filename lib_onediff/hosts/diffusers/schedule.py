@@ -30,7 +30,7 @@ class LoopAnnouncer:
     def __init__(self, pipe: Any, unet: nn.Module) -> None:
         self._pipe, self._unet = reference_to(pipe), reference_to(unet)
 
-    def stands(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]]:
+    def look_up(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]]:
         """See hooks.StandIn."""
         return self._announce, original
 

@@ -67,7 +67,7 @@ class OptionPatches(PatchPoints):
         self._extra: dict[str, Any] = {}
         self._block: BlockPlace = ("", 0, 0)
         self.sees_stages = bool(self._modifiers) or self._norm is not None
-        self.places = (
+        self.positions = (
             sorted(self._lists), {name: set(blocks) for name, blocks in self._replaced.items()}, bool(self._modifiers),
             self._norm is not None, {path: tuple(names) for path, names in changed.items()},
         )
@@ -92,7 +92,7 @@ class OptionPatches(PatchPoints):
         if self._norm is not None:
             yield NORM, self._norm
 
-    def stands(self, point: str, *arguments: Any) -> bool:
+    def has_function(self, point: str, *arguments: Any) -> bool:
         if point in ("before_stage", "after_stage") and self._modifiers:
             return True
         if point == "attend":

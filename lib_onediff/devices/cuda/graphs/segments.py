@@ -23,7 +23,7 @@ from ....core.inputs import bytes_of, copy_inputs
 from ....core.points import DoesNotFit, EveryPoint, PassedPoint, Points
 
 WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5
-# Where the host's options are told of the place, whether anything stands there or not.
+# Points that the host's options are told of, with a function there or without.
 NOTED = ("before_stage", "join", "begin_block", "end_transformer")
 # Bytes of what functions return in a replay. Beyond, a replay that does not fit has its functions called again.
 MOST_KEPT = 256 << 20
@@ -188,19 +188,19 @@ class Returned:
             self.all.append(tuple(map(fresh, returned)) if several else fresh(returned))
 
 
-# Does a part again, with the functions of a call, and keeps what they return.
-Step = Callable[[Any, Returned], object]
+# Replays a part of the forward, or calls the functions of a call at a point and keeps what they return.
+Segment = Callable[[Any, Returned], object]
 
 
 @dataclass(frozen=True)
-class Function:
-    """A point where functions stand. arguments: views in the place of tensors. results: where the next part reads what
-    they return. place: its number among the points of the forward."""
+class FunctionPoint:
+    """A point where functions stand. arguments: views instead of tensors. results: where the next part reads what
+    they return. number: of this point among those of the forward."""
 
     name: str
     arguments: tuple[Any, ...]
     results: tuple[Tensor, ...]
-    place: int
+    number: int
 
     def __call__(self, patches: Points, kept: Returned) -> None:
         given = getattr(patches, self.name)(*map(fresh, self.arguments))
@@ -212,41 +212,41 @@ class Function:
             result.copy_(one)
 
 
-def replaying(replay: Callable[[], None]) -> Step:
+def replaying(replay: Callable[[], None]) -> Segment:
     """What was recorded between two functions."""
     return lambda patches, kept: replay()
 
 
-def noting(name: str, arguments: tuple[Any, ...]) -> Step:
-    """A point where nothing stands; the host's options are told of the place. Nobody reads the tensors."""
-    places = tuple(None if isinstance(one, Tensor) else one for one in arguments)
-    return lambda patches, kept: getattr(patches, name)(*places)
+def noting(name: str, arguments: tuple[Any, ...]) -> Segment:
+    """A point without functions, which the host's options are told of. Nobody reads the tensors."""
+    plain = tuple(None if isinstance(one, Tensor) else one for one in arguments)
+    return lambda patches, kept: getattr(patches, name)(*plain)
 
 
 class RecordedPoints(EveryPoint):
-    """The points of a call whose forward is being recorded. steps: what was done so far. points: which it has passed;
-    what functions have returned is not kept."""
+    """The points of a call whose forward is being recorded. segments: recorded so far. points: those that the forward
+    has passed; what functions have returned is not kept."""
 
     def __init__(self, patches: Points, recording: GraphRecording) -> None:
         super().__init__(patches)
         self._recording = recording
-        self.steps: list[Step] = []
+        self.segments: list[Segment] = []
         self.points: list[PassedPoint] = []
 
     def at(self, point: str, *arguments: Any) -> Any:
         patches, recording = self._patches, self._recording
-        if not patches.stands(point, *arguments):
+        if not patches.has_function(point, *arguments):
             if point in NOTED:
-                self.steps.append(noting(point, arguments))
+                self.segments.append(noting(point, arguments))
             returned = getattr(patches, point)(*arguments)
             says = isinstance(returned, bool)
             self.points.append(PassedPoint(point, says, returned if says else None))
             return returned
-        self.steps.append(replaying(recording.end()))
+        self.segments.append(replaying(recording.end()))
         views = tuple(recording.view(one) if isinstance(one, Tensor) else one for one in arguments)
         returned = getattr(patches, point)(*map(fresh, arguments))
         results = recording.begin(tensors_of(returned))
-        self.steps.append(Function(point, views, tuple(map(recording.view, results)), len(self.points)))
+        self.segments.append(FunctionPoint(point, views, tuple(map(recording.view, results)), len(self.points)))
         self.points.append(PassedPoint(point, True))
         return tuple(results) if isinstance(returned, (tuple, list)) else results[0]
 
@@ -254,45 +254,45 @@ class RecordedPoints(EveryPoint):
 @dataclass
 class GraphRunner:
     """core.device.Runner by the graphs of a forward's parts. output: (batch, out channels, height, width), where the
-    last part writes it. places: see Points; None where no functions run within it. points: see RecordedPoints.
+    last part writes it. positions: see Points; None where no functions run within it. points: see RecordedPoints.
     memory: the pool that the graphs were captured in."""
 
-    steps: list[Step]
+    segments: list[Segment]
     output: Tensor
-    places: object
+    positions: object
     points: list[PassedPoint]
     inputs: Call
     memory: Any
     own_bytes: int
 
     def run(self, call: Call) -> Tensor:
-        """The output for a call, as a new tensor. Raises DoesNotFit, before any function was called where they stand at
-        other places."""
+        """The output for a call, as a new tensor. Raises DoesNotFit, before any function was called, if functions
+        stand at other points."""
         patches, kept = call.patches, Returned()
-        if (None if patches is None else patches.places) != self.places:
-            misfit = DoesNotFit("functions stand at other places than before")
+        if (None if patches is None else patches.positions) != self.positions:
+            misfit = DoesNotFit("functions stand at other points than before")
             misfit.passed = []
             raise misfit
         copy_inputs(call, self.inputs)
         if patches is not None:
             patches.begin(call.latent)
-        for step in self.steps:
+        for segment in self.segments:
             try:
-                step(patches, kept)
+                segment(patches, kept)
             except DoesNotFit as misfit:
-                misfit.passed = self._passed(step, kept)
+                misfit.passed = self._passed(segment, kept)
                 raise
         return self.output.clone()
 
-    def _passed(self, step: Any, kept: Returned) -> list[PassedPoint] | None:
+    def _passed(self, segment: Any, kept: Returned) -> list[PassedPoint] | None:
         """The points up to this function, which is the last that was called."""
         if not kept.is_complete:
             return None
-        functions = {one.place for one in self.steps if isinstance(one, Function)}
+        functions = {one.number for one in self.segments if isinstance(one, FunctionPoint)}
         answers = iter(kept.all)
         return [
-            point._replace(answer=next(answers)) if place in functions else point
-            for place, point in enumerate(self.points[:step.place + 1])
+            point._replace(answer=next(answers)) if number in functions else point
+            for number, point in enumerate(self.points[:segment.number + 1])
         ]
 
 
@@ -303,17 +303,17 @@ def record(
     called. compute: the forward. memory: see GraphRunner."""
     # Whose functions they were must not be kept.
     patches, own = inputs.patches, replace(inputs, patches=None)
-    places: object = None
+    positions: object = None
     passed: list[PassedPoint] = []
     recording.begin()
     if patches is None:
         output = compute(own)
-        steps = [replaying(recording.stop().replay)]
+        segments = [replaying(recording.stop().replay)]
     else:
-        points, places = RecordedPoints(patches, recording), patches.places
+        points, positions = RecordedPoints(patches, recording), patches.positions
         output = compute(replace(inputs, patches=points))
-        steps, passed = [*points.steps, replaying(recording.end())], points.points
-    return GraphRunner(steps, output, places, passed, own, memory, bytes_of(own))
+        segments, passed = [*points.segments, replaying(recording.end())], points.points
+    return GraphRunner(segments, output, positions, passed, own, memory, bytes_of(own))
 
 
 def tensors_of(returned: Any) -> tuple[Tensor, ...]:

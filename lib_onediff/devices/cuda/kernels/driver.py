@@ -68,13 +68,13 @@ class Driver:
 
     def launch(
         self, function: c_void_p, grid: Sequence[int], threads: int, shared: int, stream: int, parameters: bytes,
-        places: Sequence[int],
+        offsets: Sequence[int],
     ) -> None:
-        """parameters: one after the other. places: where each begins."""
+        """parameters: one after the other. offsets: where each begins."""
         down, across, deep = (*grid, 1, 1)[:3]
         memory = ctypes.cast(c_char_p(parameters), c_void_p).value or 0
         # Not as one buffer: then a tensor map is not where the card wants it.
-        pointers = (c_void_p * len(places))(*[memory + place for place in places])
+        pointers = (c_void_p * len(offsets))(*[memory + offset for offset in offsets])
         self.call("cuLaunchKernel", function, down, across, deep, threads, 1, 1, shared, stream, pointers, None)
 
     def tensor_map(

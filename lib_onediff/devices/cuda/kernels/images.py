@@ -83,7 +83,7 @@ def add_and_measure(
 
 
 def wanted_strips(device: torch.device, programs_per_strip: int) -> int:
-    """Into how many strips to cut an image so that every processor of the GPU has work; more only cost joining."""
+    """The number of strips of an image that gives every processor of the GPU work; more only cost joining."""
     return min(MOST_STRIPS, max(1, STRIPS_PER_PROCESSOR * processors(device) // programs_per_strip))
 
 
@@ -95,7 +95,8 @@ def processors(device: torch.device) -> int:
 def group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     shift: Tensor | None, measured: tuple[PartialStatistics | None, PartialStatistics | None] = (None, None),
-    statistics_cut: LaunchConfig = STATISTICS.candidates[0], application_cut: LaunchConfig = APPLICATION.candidates[0],
+    statistics_config: LaunchConfig = STATISTICS.candidates[0],
+    application_config: LaunchConfig = APPLICATION.candidates[0],
     kind: Kind | None = None, at_once: bool | None = None,
 ) -> Any:
     """Group norm of (first beside second) + shift, then SiLU if silu.
@@ -125,8 +126,8 @@ def group_norm(
         )
         return output
     bounded = kind is not None
-    one = measure(first, statistics_cut, bounded, measured[0])
-    other = one if second is None else measure(second, statistics_cut, bounded, measured[1])
+    one = measure(first, statistics_config, bounded, measured[0])
+    other = one if second is None else measure(second, statistics_config, bounded, measured[1])
     # What the norm does to each channel.
     scales = torch.empty((batch, 2, channels), device=first.device, dtype=torch.float32)
     largest = scales if kind is None else scales.new_empty((batch, groups))
@@ -137,7 +138,7 @@ def group_norm(
         added_stride, has_shift, eps, here, there, group_width, int(silu), warps=8, BLOCK=join_block(group_width),
         STRIPS=JOINED_NUMBERS // join_block(group_width), BOUNDED=bounded,
     )
-    rows, warps = application_cut
+    rows, warps = application_config
     output_scales = scales if kind is None else scales.new_empty((batch, 1))
     launch(
         "group_norm.scale_and_shift", (ceil_div(pixels, rows), ceil_div(channels, CHANNEL_BLOCK), batch), *images,

@@ -1,4 +1,4 @@
-"""How each kernel cuts its work into programs, and by whom attention is computed: a choice for each class of shapes,
+"""How each kernel divides its work into programs, and what computes attention: a choice for each class of shapes,
 measured once on a GPU.
 
 This knows no Triton: what was measured lies in the store, by names.
@@ -122,7 +122,7 @@ class Launches:
         self._known = {}
 
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
-        """Cut it so from now on; graphs that were captured before stay as they are."""
+        """Launch it so from now on; graphs that were captured before stay as they are."""
         self._known.pop((kernel.name, shape_class, dtype, current_card()), None)
         self._tuning_cache.set(choice_name(kernel, shape_class, dtype), list(config))
 
@@ -160,11 +160,11 @@ def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs)
     configuration raises, and torch.cuda.OutOfMemoryError."""
     if launches.chosen(trial.kernel, trial.shape_class, dtype) is not None:
         return False
-    launches.choose(trial.kernel, trial.shape_class, dtype, best_cut(trial, time_ms))
+    launches.choose(trial.kernel, trial.shape_class, dtype, best_config(trial, time_ms))
     return True
 
 
-def best_cut(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
+def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
     """The fastest of the kernel's configurations that this GPU can run; the first, unless another is clearly faster."""
     first, *others = trial.kernel.candidates
     best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING

@@ -86,7 +86,7 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
     driver = driver_here()
     variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
     function = driver.load(ptx, variant.name, variant.shared)
-    (layout, places), threads, shared = layout_of(variant), variant.threads, variant.shared
+    (layout, offsets), threads, shared = layout_of(variant), variant.threads, variant.shared
     letters, scratch = variant.arguments.rstrip(SCRATCH), [0] * variant.arguments.count(SCRATCH)
 
     def run(grid: Sequence[int], arguments: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
             else:
                 values.append(aligned(argument, variant.name) if letter == "A" else argument)
         stream = torch.cuda.current_stream(device).cuda_stream
-        driver.launch(function, grid, threads, shared, stream, struct.pack(layout, *values, *scratch), places)
+        driver.launch(function, grid, threads, shared, stream, struct.pack(layout, *values, *scratch), offsets)
 
     return run
 
@@ -120,7 +120,7 @@ def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
 
 def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
     """How its parameters lie in memory, for struct.pack, and where each begins."""
-    layout, places, maps = "@", list[int](), iter(variant.maps)
+    layout, offsets, maps = "@", list[int](), iter(variant.maps)
     for letter in variant.arguments:
         formats: Sequence[str] = FORMATS.get(letter, "")
         if letter == "T":
@@ -129,8 +129,8 @@ def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
             formats = [f"{MAP_BYTES}s", *"i" * rank, *"q" * rank]
         for one in formats:
             layout += one
-            places.append(struct.calcsize(layout) - struct.calcsize(one))
-    return layout, places
+            offsets.append(struct.calcsize(layout) - struct.calcsize(one))
+    return layout, offsets
 
 
 def launch_source(

@@ -40,7 +40,7 @@ from ...torch.attention import FEW_KEYS, sums_in_half
 from ...torch.operators import bias_or_zeros, channels_last
 from ..low_bit import float8
 from . import images as native_images
-from . import launch_config as cuts
+from . import launch_config as configs
 from . import products, rounding
 from . import tokens as native_tokens
 from .launch_config import Kernel, LaunchConfig, Launches, attention_kernel, image_class, row_class
@@ -132,7 +132,7 @@ class NativeOperators:
     def convolution(self, image: Any, layer: LayerWeights, shape: Convolution) -> Tensor:
         if isinstance(image, QuantizedImage):
             shape_class = products.convolution_class(image.values, shape.out_channels)
-            config = self._launches.of(cuts.CONVOLUTIONS[image.values.dtype], shape_class, layer.weight.dtype)
+            config = self._launches.of(configs.CONVOLUTIONS[image.values.dtype], shape_class, layer.weight.dtype)
             # The bias is added with the shift or with the residual.
             assert layer.bias is None
             return products.convolution(image, weight_like(image, layer), layer.weight.dtype, config)
@@ -153,8 +153,8 @@ class NativeOperators:
             pixels = image.permute(0, 2, 3, 1)
             self._launches.convolutions.add((*pixels.shape, len(weight)))
             shape_class = products.convolution_class(pixels, len(weight))
-            config = self._launches.of(cuts.CONVOLUTIONS[image.dtype], shape_class, image.dtype)
-            if config != cuts.LIBRARY:
+            config = self._launches.of(configs.CONVOLUTIONS[image.dtype], shape_class, image.dtype)
+            if config != configs.LIBRARY:
                 return products.half_sums_convolution(image, weight, config)
         return torch_ops.convolution(image, layer, shape)
 
@@ -170,7 +170,7 @@ class NativeOperators:
         measured = self._strips.get(first), None if second is None else self._strips.get(second)
         return native_images.group_norm(
             first, second, layer.weight, bias_or_zeros(layer), norm.groups, norm.eps, silu, shift,
-            measured, self._cut(cuts.STATISTICS, first), self._cut(cuts.APPLICATION, first), kind,
+            measured, self._config(configs.STATISTICS, first), self._config(configs.APPLICATION, first), kind,
         )
 
     def residual_norm(
@@ -203,7 +203,7 @@ class NativeOperators:
         if kind is None or residual.gate is not None:
             residual = updated(residual)
         residual = residual._replace(tokens=residual.tokens.contiguous())
-        config = self._launches.of(cuts.LAYER_NORM, row_class(norm.width), consumer.weight.dtype)
+        config = self._launches.of(configs.LAYER_NORM, row_class(norm.width), consumer.weight.dtype)
         if kind is not None:
             return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config)
         return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
@@ -246,7 +246,7 @@ class NativeOperators:
         return Residual(tokens, residual.deferred_bias, layer.bias)
 
     def materialize(self, residual: Residual) -> Tensor:
-        config = self._launches.of(cuts.LAYER_NORM, row_class(residual.tokens.shape[-1]), residual.tokens.dtype)
+        config = self._launches.of(configs.LAYER_NORM, row_class(residual.tokens.shape[-1]), residual.tokens.dtype)
         return native_tokens.materialize(updated(residual), config)
 
     def attention(
@@ -257,7 +257,7 @@ class NativeOperators:
         is_plain = mask is None and key.shape[1] == query.shape[1] and width in native_tokens.ATTENTION_WIDTHS
         if few and is_plain and all(map(native_tokens.heads_lie_beside, (query, key, value))):
             config = self._launches.of(attention_kernel(width), str(width), query.dtype)
-            if config != cuts.LIBRARY:
+            if config != configs.LIBRARY:
                 return native_tokens.attention(query, key, value, config)
         return self._attention(query, key, value, upcast, mask)
 
@@ -267,7 +267,7 @@ class NativeOperators:
         kind = self._kind(tokens, consumer, GATED)
         if kind is not None:
             return rounding.geglu(tokens.contiguous(), kind)
-        config = self._launches.of(cuts.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
+        config = self._launches.of(configs.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return native_tokens.geglu(tokens.contiguous(), config)
 
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
@@ -277,16 +277,16 @@ class NativeOperators:
         scale = layer.gated_scale
         if isinstance(x, QuantizedTokens):
             count = len(x.values)
-            config = self._launches.of(cuts.GATED_PRODUCT, products.product_class(count, *layer.weight.shape), dtype)
+            config = self._launches.of(configs.GATED_PRODUCT, products.product_class(count, *layer.weight.shape), dtype)
             both = x.values.dtype == FP8.dtype and self._kind_of(count, consumer, GATED) is FP8
-            if both and config != cuts.LIBRARY and scale is not None and layer.bias is not None:
+            if both and config != configs.LIBRARY and scale is not None and layer.bias is not None:
                 return products.gated_product(x, weight_like(x, layer), layer.bias, scale, config)
         elif not consumer.low_bit:
             width = x.shape[-1]
             shape_class = products.product_class(x.numel() // width, *layer.weight.shape)
-            config = self._launches.of(cuts.EXACT_GATED_PRODUCT, shape_class, dtype)
+            config = self._launches.of(configs.EXACT_GATED_PRODUCT, shape_class, dtype)
             weight, bias = layer.weight, layer.bias
-            is_plain = config != cuts.LIBRARY and layer.low_rank is None and not weight.is_meta
+            is_plain = config != configs.LIBRARY and layer.low_rank is None and not weight.is_meta
             # The kernel reads the weight row after row; a host may hold a view that is not contiguous.
             if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():
                 tokens = x.contiguous().view(-1, width)
@@ -319,13 +319,13 @@ class NativeOperators:
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """Writes image + update + bias into output, and measures it for the group norm that follows."""
-        config = self._cut(cuts.ADDITION, output)
+        config = self._config(configs.ADDITION, output)
         bounded = self._exact_norms < SOON
         measured = native_images.add_and_measure(image, update, bias, output, config, bounded)
         if output.shape[2] * output.shape[3] > native_images.SMALL_IMAGE_PIXELS:
             self._strips[output] = measured
 
-    def _cut(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
+    def _config(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
 
     # --- in eight bits --------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class NativeOperators:
             product = sums if scales is None else sums * scales
             return product if bias is None else product + bias
         shape_class = products.product_class(len(x.values), *layer.weight.shape)
-        config = self._launches.of(cuts.INT8_PRODUCT, shape_class, dtype)
+        config = self._launches.of(configs.INT8_PRODUCT, shape_class, dtype)
         return products.int8_product(x, weight, bias, dtype, config)
 
 

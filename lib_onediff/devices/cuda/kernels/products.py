@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....core.layer_weights import QuantizedWeight
 from ....core.operators import QuantizedImage, QuantizedTokens
-from . import launch_config as cuts
+from . import launch_config as configs
 from .archive import Tiles
 from .launch_config import Kernel, LaunchConfig
 from .launching import ceil_div, launch
@@ -29,11 +29,11 @@ HOPPER = (9, 0)
 
 def int8_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype,
-    config: LaunchConfig = cuts.INT8_PRODUCT.candidates[0],
+    config: LaunchConfig = configs.INT8_PRODUCT.candidates[0],
 ) -> Tensor:
     """(rows, in) times (out, in), plus bias (out,): (rows, out) in the result's dtype. in and out are multiples of 16.
 
-    config: as cuts.INT8_PRODUCT has them. Raises what a launch raises.
+    config: as configs.INT8_PRODUCT has them. Raises what a launch raises.
     """
     m, n, k, group, warps, stages = config
     (rows, width), out = tokens.values.shape, len(weight.values)
@@ -50,7 +50,7 @@ def int8_product(
 
 def gated_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor, output_scale: Tensor,
-    config: LaunchConfig = cuts.GATED_PRODUCT.candidates[1],
+    config: LaunchConfig = configs.GATED_PRODUCT.candidates[1],
 ) -> QuantizedTokens:
     """The GEGLU (erf form) of tokens (rows, in), which have one scale, times a weight (2 n, in) plus bias (2 n,):
     (rows, n) in float8, with one scale, output_scale (1, 1).
@@ -92,7 +92,7 @@ def convolution(
 ) -> Tensor:
     """3x3, padded with a pixel of zeros at each side: (batch, out channels, height, width) in the result's dtype, in
     channels-last memory, summed in float32 or, of int8, in int32. Channels are multiples of 16. config: as
-    cuts.CONVOLUTIONS have them. Raises what a launch raises."""
+    configs.CONVOLUTIONS have them. Raises what a launch raises."""
     return launch_convolution(image.values, weight.values, (image.scales, weight.scales), result, config)
 
 
@@ -129,7 +129,7 @@ def of_card(kernel: Kernel, device: torch.device) -> Kernel:
     if device.type != "cuda":
         return kernel
     copies = torch.cuda.get_device_capability(device) == HOPPER
-    mine = (config for config in kernel.candidates if config == cuts.LIBRARY or bool(config[0]) == copies)
+    mine = (config for config in kernel.candidates if config == configs.LIBRARY or bool(config[0]) == copies)
     return replace(kernel, candidates=tuple(mine))
 
 

@@ -119,9 +119,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = 
     """Softmax attention over (batch, heads, tokens, width) in half precision, for parts of one GEMM's output: heads lie
     beside each other in memory. config: queries and keys of a block, warps, and stages of loading.
 
-    In one pass over the keys (flash attention; Dao et al. 2022), cut for few of them: a cross attention has some 77,
-    which one program holds at once; the libraries' kernels are made for thousands, and take twice as long. Sums, the
-    softmax among them, are in float32.
+    In one pass over the keys (flash attention; Dao et al. 2022), for few of them: a cross attention has some 77, which
+    one program holds at once; the libraries' kernels are made for thousands, and take twice as long. Sums, the softmax
+    among them, are in float32.
     """
     batch, heads, queries, width = query.shape
     output = query.new_empty((batch, queries, heads, width))
