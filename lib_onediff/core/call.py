@@ -18,7 +18,7 @@ FULL, CACHED = "full", "cached"
 APART = "prompt and negative prompt come in separate calls, or there is no negative prompt"
 OTHER_ROWS = "the call has rows besides those of prompt and negative prompt (tiles?)"
 # Why rows of a call cannot be computed alone, in words for the user.
-PATCHED = "other extensions compute within the UNet"
+PATCHED = "other extensions compute within the network"
 
 
 class CutMemory:

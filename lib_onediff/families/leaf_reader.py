@@ -11,37 +11,47 @@ from ..core.leaves import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear
 from ..core.origins import author, is_lora, layer_within, package
 from ..core.refusal import Refusal
 
-# Forge's Linear is not an nn.Linear, but the same parameters with the same meaning.
-LINEAR_CLASSES = {"ForgeOperations.Linear"}
 PADDING_MODES = {"zeros": False, "circular": True}
-# Layers whose forward is not torch's but computes the same: in float32 and back (ldm), with LoRA in place or none.
-KNOWN_FORWARDS = {
-    "ldm": {"GroupNorm32"},
-    "sgm": {"GroupNorm32"},
-    "backend": {f"ForgeOperations.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm", "RMSNorm")},
-    "ldm_patched": {f"disable_weight_init.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")},
-    "diffusers": {"LoRACompatibleLinear", "LoRACompatibleConv", "RMSNorm"},
-}
+
+
+class HostLayers:
+    """The classes of layers that hosts define: their parameters mean what those of torch's layer of the same name mean,
+    and their forward computes the same, such as in float32 and back. Each host hands in its own."""
+
+    def __init__(self) -> None:
+        self._classes: set[tuple[str, str]] = set()
+
+    def take(self, package: str, *classes: str) -> None:
+        """Register classes of a host's package, by their qualified names."""
+        self._classes.update((package, name) for name in classes)
+
+    def has(self, kind: type) -> bool:
+        """Whether this class is one of them."""
+        return (package(kind.__module__), kind.__qualname__) in self._classes
+
+
+HOST_LAYERS = HostLayers()
 
 
 class LeafReader:
-    """Turns leaf modules into descriptions and remembers which parameters have been accounted for.
+    """Turns the leaf modules of a network into descriptions, and keeps account of its parameters: those that no
+    description covers are refused at the end.
 
-    A layer with a LoRA around it is described as it is without, by the LoRA's path. reads_loras: whether the host's
-    function reader says what LoRAs do; else they are refused.
+    A layer with a LoRA around it is described as it is without, by the LoRA's path. reads_loras: whether the host has a
+    function reader for LoRAs; else they are refused.
     """
 
-    def __init__(self, unet: nn.Module, reads_loras: bool = False) -> None:
+    def __init__(self, network: nn.Module, reads_loras: bool = False) -> None:
         self._reads_loras = reads_loras
-        self._packages = ("torch", package(type(unet).__module__))
-        self._paths: dict[nn.Module, str] = {module: name for name, module in unet.named_modules()}
-        self._unclaimed = {name for name, _ in unet.named_parameters()}
+        self._packages = ("torch", package(type(network).__module__))
+        self._paths: dict[nn.Module, str] = {module: name for name, module in network.named_modules()}
+        self._unclaimed = {name for name, _ in network.named_parameters()}
 
     def path(self, module: nn.Module) -> str:
         return self._paths[module]
 
     def kind(self, module: object) -> str:
-        """The name of a module's class where it is the one that torch or the UNet's own package has by this name; else
+        """The name of a module's class, if torch or the network's own package has this very class by that name; else
         its full name, which no reader knows."""
         kind = type(module)
         known = package(kind.__module__) in self._packages and is_genuine(kind)
@@ -66,8 +76,8 @@ class LeafReader:
             raise Refusal(f"{len(self._unclaimed)} parameters that we do not know, such as {example}")
 
     def leave(self, module: nn.Module | None) -> None:
-        """Account for the parameters of a module, if it is below the UNet, that no layer of ours computes with: calls
-        bring what does, or nothing does now."""
+        """Mark the parameters of a module below the network as known but unused by our forward: calls bring what
+        computes with them, or nothing does now. Any other module is ignored."""
         if module is not None and module in self._paths:
             self._unclaimed -= {f"{self.path(module)}.{name}" for name, _ in module.named_parameters()}
 
@@ -85,14 +95,14 @@ class LeafReader:
         return tuple(found)
 
     def linear(self, module: Any) -> Linear:
-        """An nn.Linear, Forge's, or a 1x1 convolution."""
+        """An nn.Linear, a host's own, or a 1x1 convolution."""
         layer = self._within(module)
         if isinstance(layer, nn.Conv2d):
             pointwise = self.convolution(module)
             if (pointwise.kernel, pointwise.stride, pointwise.padding) != (1, 1, 0):
                 raise self.unknown(module, "a convolution of another size was expected to be 1x1")
             return Linear(pointwise.path, pointwise.in_channels, pointwise.out_channels)
-        if not isinstance(layer, nn.Linear) and type(layer).__qualname__ not in LINEAR_CLASSES:
+        if not is_linear(layer):
             raise self.unknown(layer, "expected a linear layer")
         self._claim(module)
         out_features, in_features = layer.weight.shape
@@ -126,11 +136,15 @@ class LeafReader:
         return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
 
     def rms_norm(self, module: Any) -> RMSNorm:
-        is_plain = module.weight is not None and module.eps is not None and not getattr(module, "add", False)
-        if type(module).__name__ != "RMSNorm" or not is_plain:
+        """A root mean square norm. An attribute `add` of the host's module that is True: it multiplies by 1 + weight.
+        """
+        plus_one = getattr(module, "add", False)
+        has_bias = getattr(module, "bias", None) is not None
+        is_known = module.weight is not None and module.eps is not None and not has_bias and plus_one in (True, False)
+        if type(module).__name__ != "RMSNorm" or not is_known:
             raise self.unknown(module, "expected a root mean square norm with weight")
         self._claim(module)
-        return RMSNorm(self.path(module), len(module.weight), module.eps)
+        return RMSNorm(self.path(module), len(module.weight), module.eps, bool(plus_one))
 
     def fused(self, name: str, *modules: Any) -> FusedLinear:
         members = tuple(self.linear(module) for module in modules)
@@ -139,8 +153,8 @@ class LeafReader:
         return FusedLinear(name, members)
 
     def _claim(self, module: nn.Module) -> None:
-        """Account for weight and bias, and for a LoRA around them; anything else that the module holds stays unclaimed
-        or is refused here."""
+        """Account for the weight and the bias of a layer, and for a LoRA around it. What else the module holds stays
+        unclaimed, or is refused here."""
         layer = self._within(module)
         if next(layer.children(), None) is not None:
             raise self.unknown(layer, "it has layers of its own inside")
@@ -162,7 +176,7 @@ class LeafReader:
         if not type(module).__module__.startswith("peft."):
             return module
         if not (self._reads_loras and is_lora(type(module))):
-            raise self.unknown(module, "of peft's layers, only plain LoRAs of a UNet are read")
+            raise self.unknown(module, "of peft's layers, only plain LoRAs are read")
         return layer_within(module)
 
     def unknown(self, module: Any, why: str = "") -> Refusal:
@@ -193,10 +207,15 @@ class LeafReader:
 
 
 def computes_as_torch(kind: type) -> bool:
-    """Whether a layer's class has torch's own forward, or one that is known to compute the same."""
+    """Whether a layer's class has torch's own forward, or one of a host's that computes the same."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
-    known = package(owner.__module__)
-    return (known == "torch" and is_genuine(owner)) or owner.__qualname__ in KNOWN_FORWARDS.get(known, ())
+    return HOST_LAYERS.has(owner) or (package(owner.__module__) == "torch" and is_genuine(owner))
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a layer is an nn.Linear, or a host's class of that name, which need not be derived from it."""
+    kind = type(layer)
+    return isinstance(layer, nn.Linear) or (kind.__name__ == "Linear" and HOST_LAYERS.has(kind))
 
 
 def is_class(kind: type, module: str, *names: str) -> bool:

@@ -42,7 +42,7 @@ class PatchedRoute:
         plainly: computes it operator by operator. why_not_better: why the backend before did not."""
         names, device = ", ".join(entry.key.patches), call.latent.device
         guarded = replace(call, patches=functions)
-        within = f"other extensions compute within the UNet: {names}"
+        within = f"other extensions compute within the network: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
         traits = self._devices.named(entry.key.backend).traits
         # A graph's copies cannot go on beside the next graph.

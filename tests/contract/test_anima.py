@@ -107,6 +107,18 @@ def test_the_forward_is_the_hosts(host: AnimaHost) -> None:
         assert calls == {"plain": 1} and relative_error(ours, theirs) < 1e-5, runtime.status()["reason"]
 
 
+def test_norms_by_one_plus_their_weight_are_the_hosts(host: AnimaHost) -> None:
+    theirs = host.output()
+    for module in host.unet.modules():
+        if type(module).__name__ == "RMSNorm":
+            module.add = True
+    expected = host.output()
+    assert relative_error(theirs, expected) > 1e-2
+    host.begin()
+    ours, calls = calls_of(host.output)
+    assert calls == {"plain": 1} and relative_error(ours, expected) < 1e-5, runtime.status()["reason"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_in_a_half_type_it_is_as_near_to_float32_as_the_hosts(host: AnimaHost, dtype: torch.dtype) -> None:
     network = host.unet.to(dtype)

@@ -19,6 +19,7 @@ from lib_onediff.core.operators import Operators
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet.call import UNetCall
+from lib_onediff.hosts import a1111 as a1111
 from lib_onediff.hosts.diffusers import read_unet as read_unet
 from lib_onediff.weights.bound import BoundUNet
 

@@ -92,7 +92,7 @@ def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
 
 
 @pytest.mark.parametrize(("more", "reason"), [
-    ({"patches": PatchPoints()}, "other extensions compute within the UNet"),
+    ({"patches": PatchPoints()}, "other extensions compute within the network"),
     (
         {"latent": torch.zeros(1, 4, 8, 8), "timestep": torch.zeros(1), "context": torch.zeros(1, 77, 48)},
         two_gpus.ONE_ROW,

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...core.leaves import TimeEmbedding
 from ...core.refusal import Refusal
-from ...families.leaf_reader import LeafReader, is_class
+from ...families.leaf_reader import HOST_LAYERS, LeafReader, is_class
 from ...families.registry import FAMILIES
 from ...families.unet.layout import (
     Downsample,
@@ -208,4 +208,6 @@ READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
     "ResnetBlock2D": diffusers_residual_block, "Transformer2DModel": diffusers_transformer,
     "Downsample2D": diffusers_downsample, "Upsample2D": read_upsample,
 }
+# The first two are of releases that do without peft. A LoRA in one is a layer of its own inside, and refused.
+HOST_LAYERS.take("diffusers", "LoRACompatibleLinear", "LoRACompatibleConv", "RMSNorm")
 FAMILIES.take_reader((is_diffusers_unet, read_diffusers))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...families.leaf_reader import HOST_LAYERS
 from ..contract import name_of_model
 from ..forge.adapter import Forge, patcher_of, version_and_release
 from ..forge.call import UNET_PARAMETERS
@@ -49,3 +50,8 @@ class LdmPatched(Forge):
     def loads_at_start(self) -> bool:
         # reForge does, whatever its command line says; Classic does not.
         return self.release.startswith("reForge")
+
+
+HOST_LAYERS.take("ldm_patched", *(
+    f"disable_weight_init.{layer}" for layer in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")
+))

@@ -5,9 +5,11 @@ from stand_in_engine import code_of
 
 RMS_NORM = """    class RMSNorm(torch.nn.RMSNorm):
         bias = None
+        add = False
 
         def forward(self, x: Tensor) -> Tensor:
-            return functional.rms_norm(x, self.normalized_shape, parameters_of(self, x)[0], self.eps)
+            weight = parameters_of(self, x)[0]
+            return functional.rms_norm(x, self.normalized_shape, weight + 1.0 if self.add else weight, self.eps)
 
 """
 code_of(
