@@ -12,10 +12,22 @@ from torch import Tensor
 class QuantizedWeight(NamedTuple):
     """The weight of a layer in float8 (e4m3) or int8: values (out, in), and scales (1, out), or (1, 1) for all rows, in
     float32, by which they are multiplied. Of a convolution, in is each place of the kernel after the other, with all
-    channels: (out, height * width * channels)."""
+    channels: (out, height * width * channels).
+
+    rotation: the width of the groups, a power of 4, of a weight that is stored as W @ H^T for each group of its inputs
+    (ConvRot), with an orthonormal Hadamard matrix H: rows of the input are multiplied by H. 0: not rotated.
+    stored: whether the host's file has the weight in this form, so that the input is rounded as the host rounds it; or
+    the weight was rounded by Low-bit.
+    """
 
     values: Tensor
     scales: Tensor
+    rotation: int = 0
+    stored: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
 
 
 class LowRank(NamedTuple):

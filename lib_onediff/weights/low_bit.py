@@ -183,7 +183,8 @@ class LowBitWeights:
             for kind in kinds:
                 if (name, kind) not in self._kept:
                     self._kept[name, kind] = empty_like(rows, kind)
-                self._round(rows, *self._kept[name, kind])
+                kept = self._kept[name, kind]
+                self._round(rows, kept.values, kept.scales)
             if name in self._norms and FP8 in kinds:
                 scale = gated_scale(weight, bias, weights_of(self._norms[name]))
                 if name not in self.gated_scales:
@@ -196,7 +197,7 @@ class LowBitWeights:
         """Free at least `size` bytes, newest first. Raises KeyError if there are fewer."""
         while size > 0:
             _, kept = self._kept.popitem()
-            size -= sum(part.nbytes for part in kept)
+            size -= kept.nbytes
 
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
         """The layers of which there are weights in one of these kinds, without convolutions: their products need no
@@ -224,7 +225,7 @@ class LowBitWeights:
     @property
     def bytes(self) -> int:
         """GPU memory that is held beside the host's own weights."""
-        return sum(part.nbytes for kept in list(self._kept.values()) for part in kept)
+        return sum(kept.nbytes for kept in list(self._kept.values()))
 
 
 def kind_of(values: Tensor) -> Kind:
@@ -237,7 +238,8 @@ def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
     keep them: no LoRA makes a row a thousand times smaller beside the others."""
     values = torch.empty(weight.shape, device=weight.device, dtype=kind.dtype)
     scales = 1 if kind is FP8 and one_scale_suffices(weight) else len(weight)
-    return QuantizedWeight(values, torch.empty((1, scales), device=weight.device, dtype=torch.float32))
+    room = torch.empty((1, scales), device=weight.device, dtype=torch.float32)
+    return QuantizedWeight(values, room, stored=False)
 
 
 def gated_scale(weight: Tensor, bias: Tensor | None, norm: LayerWeights) -> Tensor:

@@ -146,7 +146,8 @@ def test_a_weight_has_the_scales_that_it_needs(dtype: torch.dtype, factor: float
     weight[3] *= factor
     weight = weight.clamp(-6e4, 6e4).to(dtype)
     far = factor > 1000
-    values, scales = rounding.rounded_weight(weight, FP8)
+    rounded = rounding.rounded_weight(weight, FP8)
+    values, scales = rounded.values, rounded.scales
     assert scales.shape == ((1, 48) if far else (1, 1))
     expected = exact_rows(weight, FP8)[1].t() if far else one_scale_of(weight, FP8)
     assert torch.allclose(scales, expected, rtol=1e-6)
@@ -177,7 +178,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> NativeOperators:
 
 def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> LayerWeights:
     room = empty_like(weight, kind)
-    rounded_rows(weight, *room)
+    rounded_rows(weight, room.values, room.scales)
     return LayerWeights(weight, bias, (room,))
 
 

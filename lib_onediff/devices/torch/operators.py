@@ -12,6 +12,7 @@ from torch import Tensor
 from ...core.layer_weights import LayerWeights, LowRank, merged
 from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, Rotary, WeightedNorm
+from .quantized import quantized_linear
 
 # torch 2.5 and newer: attention with fewer heads of keys than of queries.
 HAS_GQA = "enable_gqa" in str(torch.ops.aten.scaled_dot_product_attention.default._schema)
@@ -38,18 +39,23 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def linear(x: Tensor, layer: LayerWeights) -> Tensor:
+    """A weight in eight bits alone is on torch's meta device: see quantized_linear."""
     layer = layer._replace(weight=layer.weight.flatten(1))
     if layer.low_rank is not None and merges(layer, x.numel()):
         layer = merged(layer)
-    product = functional.linear(x, layer.weight, layer.bias)
+    if layer.weight.is_meta:
+        product = quantized_linear(x, layer)
+    else:
+        product = functional.linear(x, layer.weight, layer.bias)
     return product if layer.low_rank is None else add_low_rank(product, x, layer.low_rank)
 
 
 def merges(layer: LayerWeights, numbers: int) -> bool:
     """Whether it is less work to merge a layer's LoRAs into its weight (out, in) than to add their products. Merging
     reads and writes the weight once more; adding reads the tokens once more, and reads or writes the output four times.
-    numbers: how many the tokens are. LoRAs with a dtype of their own are never merged: their input is rounded too."""
-    if layer.low_rank is None or layer.low_rank.scales:
+    numbers: how many the tokens are. LoRAs with a dtype of their own are never merged: their input is rounded too. Nor
+    are those of a weight in eight bits alone: it would be rounded again."""
+    if layer.low_rank is None or layer.low_rank.scales or layer.weight.is_meta:
         return False
     out, width = layer.weight.shape
     return 2 * layer.weight.numel() < numbers + 4 * numbers // width * out
@@ -70,7 +76,8 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
 
 def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
     batch, _, height, width = image.shape
-    if not image.is_contiguous():  # channels last: the pixels are the rows of the GEMM
+    # Channels last: the pixels are the rows of the GEMM. They also are those of a weight in eight bits.
+    if not image.is_contiguous() or layer.weight.is_meta:
         return tokens_to_image(linear(image_to_tokens(image), layer), height, width)
     weight = layer.weight.flatten(1).expand(batch, -1, -1)
     pixels = image.flatten(2)

@@ -38,6 +38,7 @@ from ....weights.low_bit import (
 from ...torch import operators as torch_ops
 from ...torch.attention import FEW_KEYS, sums_in_half
 from ...torch.operators import bias_or_zeros, channels_last
+from ...torch.quantized import decoded
 from ..low_bit import float8
 from . import images as native_images
 from . import launch_config as configs
@@ -397,8 +398,7 @@ def rows(image: Tensor) -> Tensor:
 
 def dequantized(layer: LayerWeights) -> Tensor:
     """A layer's weight (out, in) in the model's dtype, made from the one in eight bits."""
-    values, scales = layer.low_bit[0]
-    return values.to(layer.weight.dtype).mul_(scales.t())
+    return decoded(layer.low_bit[0], layer.weight.dtype)
 
 
 def kinds_of(layer: LayerWeights) -> list[Kind]:

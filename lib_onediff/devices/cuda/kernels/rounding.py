@@ -111,7 +111,7 @@ def rounded(tokens: Tensor, kind: Kind, gelu: bool = False) -> QuantizedTokens:
 def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
     """A weight (out, in) in a kind of eight bits."""
     room = empty_like(weight, kind)
-    rounded_rows(weight, *room)
+    rounded_rows(weight, room.values, room.scales)
     return room
 
 

@@ -1,0 +1,134 @@
+"""Products of layers whose weight exists in eight bits alone, by the rule of the hosts that load such files.
+
+INT8: each row of the input is divided by its largest value / 127 and rounded to the nearest integer, half to even. The
+integers are multiplied exactly, and the sums are scaled in float32. ConvRot: the weight is stored as W @ H^T for each
+group of its inputs, with an orthonormal Hadamard matrix H, so the input is multiplied by H before it is rounded.
+FP8: the weight is decoded, and multiplied in the input's dtype.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from ...core.layer_weights import LayerWeights, QuantizedWeight
+from ...core.refusal import Refusal
+
+LARGEST, SMALLEST = 127.0, 1e-30
+# Numbers of one piece of the output: its sums and scales take 12 bytes each.
+PIECE = 1 << 24
+# A float32 has every sum of so many products of int8.
+EXACT_TERMS = 1024
+# torch._int_mm on a GPU: the fewest rows, and what widths are multiples of.
+FEWEST_ROWS, INT_MM_ALIGNED = 32, 32
+PROBE = 32
+
+
+def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
+    """x (..., in) times layer.low_bit's first weight (out, in), plus the bias: (..., out) in the dtype of x.
+
+    Raises Refusal for a rotation that the layer cannot have.
+    """
+    weight = layer.low_bit[0]
+    if weight.values.dtype != torch.int8:
+        check_rotation(weight)
+        return functional.linear(x, decoded(weight, x.dtype), layer.bias)
+    rows = x.reshape(-1, x.shape[-1])
+    out = len(weight.values)
+    product = torch.empty((len(rows), out), dtype=x.dtype, device=x.device)
+    count = max(1, PIECE // max(out, rows.shape[1]))
+    for first in range(0, len(rows), count):
+        values, scales = rounded_rows(rotated(rows[first:first + count], weight))
+        sums = integer_product(values, weight.values).float()
+        product[first:first + count] = sums.mul_(scales * weight.scales)
+    if layer.bias is not None:
+        product += layer.bias.to(x.dtype)
+    return product.view(*x.shape[:-1], out)
+
+
+def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight (out, in) in a dtype, rounded once. Not for a rotated weight."""
+    return weight.values.to(dtype).mul_(weight.scales.t())
+
+
+def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (rows, width) as int8, and their scales (rows, 1) in float32. The quotient is rounded to the rows' dtype."""
+    scales = (rows.abs().amax(dim=-1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST)
+    divisors = scales.to(rows.dtype)
+    # In float16 the scale of a row of zeros is zero.
+    divisors = torch.where(divisors == 0, torch.finfo(rows.dtype).tiny, divisors)
+    return (rows / divisors).round_().clamp_(-LARGEST - 1, LARGEST).to(torch.int8), scales
+
+
+def rotated(rows: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Rows (rows, width) in the basis of a weight, in the rows' dtype."""
+    check_rotation(weight)
+    if not weight.rotation:
+        return rows
+    matrix = hadamard(weight.rotation, rows.device)
+    groups: Tensor = rows.unflatten(-1, (-1, weight.rotation))
+    return (groups.float() @ matrix).to(rows.dtype).flatten(-2)
+
+
+def hadamard(width: int, device: torch.device) -> Tensor:
+    """The orthonormal, symmetric Hadamard matrix (width, width) of ConvRot in float32. width: a power of 4."""
+    four = torch.ones((4, 4), dtype=torch.float32, device=device)
+    four -= 2 * torch.eye(4, dtype=torch.float32, device=device).flip(0)
+    matrix = torch.ones((1, 1), dtype=torch.float32, device=device)
+    while len(matrix) < width:
+        matrix = torch.kron(matrix, four)
+    return matrix / float(width**0.5)
+
+
+def check_rotation(weight: QuantizedWeight) -> None:
+    """Raise Refusal for a rotation that the weight cannot have."""
+    group = weight.rotation
+    width = weight.values.shape[1]
+    if not group:
+        return
+    if weight.values.dtype != torch.int8:
+        raise Refusal(f"ConvRot is for INT8, and this layer is {str(weight.values.dtype).removeprefix('torch.')}")
+    if not is_power_of_four(group):
+        raise Refusal(f"ConvRot groups of {group} are no power of 4")
+    if width % group:
+        raise Refusal(f"ConvRot groups of {group} do not divide a layer of {width} inputs")
+
+
+def is_power_of_four(number: int) -> bool:
+    return number > 1 and number.bit_count() == 1 and number.bit_length() % 2 == 1
+
+
+def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """The exact product of int8 (rows, in) and (out, in): (rows, out), integers in int32 or float32."""
+    if not has_int_mm(rows.device):
+        return float_product(rows, weight)
+    if not rows.is_cuda:
+        return torch._int_mm(rows, weight.t())
+    count, width = rows.shape
+    if width % INT_MM_ALIGNED or len(weight) % INT_MM_ALIGNED:
+        return float_product(rows, weight)
+    if count < FEWEST_ROWS:
+        rows = functional.pad(rows, (0, 0, 0, FEWEST_ROWS - count))
+    return torch._int_mm(rows, weight.t())[:count]
+
+
+def float_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """As integer_product, in int32, by products of float32: each has few enough terms to be exact, in TF32 too."""
+    total = torch.zeros((len(rows), len(weight)), dtype=torch.int32, device=rows.device)
+    for first in range(0, rows.shape[1], EXACT_TERMS):
+        left, right = (part[:, first:first + EXACT_TERMS].float() for part in (rows, weight))
+        total += (left @ right.t()).to(torch.int32)
+    return total
+
+
+@functools.cache
+def has_int_mm(device: torch.device) -> bool:
+    """Whether this torch multiplies int8 on a device: torch 2.1 does on NVIDIA's GPUs alone."""
+    probe = torch.ones((PROBE, PROBE), dtype=torch.int8, device=device)
+    try:
+        sums = torch._int_mm(probe, probe.t())
+    except (RuntimeError, AttributeError):
+        return False
+    return bool((sums == PROBE).all())
