@@ -19,7 +19,7 @@ OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
 class Outcome(enum.Enum):
-    """What became of an attempt to serve. A host's own exception is none of these: it passes through."""
+    """How an attempt to serve ended. A host's own exception is none of these: it passes through."""
 
     OURS = enum.auto()
     REFUSED = enum.auto()
@@ -35,8 +35,8 @@ class HostError(BaseException):
     """
 
     def __init__(self, error: BaseException) -> None:
-        """error: to be handed over in the except block around the call of the host's code. The first frame of its
-        traceback, the caller's, is left out of as_raised()."""
+        """error: the exception. Create the HostError in the except block around the call of the host's code: the first
+        frame of the traceback, the caller's, is left out of as_raised()."""
         super().__init__(error)
         self.error = error
         # The user's traceback begins in the host's code, not in ours.
@@ -52,7 +52,7 @@ class HostError(BaseException):
 
 
 class HostFunction(partial):  # type: ignore[type-arg]
-    """A host's own function as a hook calls it. What it raises becomes a HostError."""
+    """A host's own function as a hook calls it. Its exceptions become HostErrors."""
 
     # See as_host.
     raises_host_errors = True
@@ -77,8 +77,8 @@ def as_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Attempt(Generic[Result]):
-    """What became of an attempt. answer: where it is OURS. reason: why there is none, for the user. error: the Refusal
-    or the fault. It holds none of the tensors that were computed before it was raised."""
+    """The outcome of an attempt. answer: if it is OURS. reason: why there is no answer, for the user. error: the
+    Refusal or the fault, whose frames hold none of the tensors that were computed before it was raised."""
 
     outcome: Outcome
     answer: Result | None = None
@@ -89,10 +89,10 @@ class Attempt(Generic[Result]):
     def of(cls, error: Exception | HostError, around: BaseException | None = None) -> Attempt[Result]:
         """The Attempt for an exception that is being handled.
 
-        A HostError given here must carry the host's own OutOfMemoryError (see attempted, beside_host). What OneDiff
-        holds may be the memory that the host lacked, so it counts as OUT_OF_MEMORY: the caller frees our memory and
-        runs the host again. around: the exception that the host was handling when it called us; the frames of that one
-        are not cleared.
+        A HostError given here must carry the host's own OutOfMemoryError (see attempted, host_oom_is_ours). What
+        OneDiff holds may be the memory that the host lacked, so it counts as OUT_OF_MEMORY: the caller frees our memory
+        and runs the host again. around: the exception that the host was handling when it called us; the frames of that
+        one are not cleared.
         """
         if isinstance(error, Refusal):
             return cls(Outcome.REFUSED, None, str(error), without_frames(error))
@@ -135,16 +135,16 @@ class Attempt(Generic[Result]):
         return RuntimeError(self.reason)
 
 
-def attempted(work: Callable[[], Result], beside_host: bool = False) -> Attempt[Result]:
-    """What becomes of work(). HostErrors pass through, as do KeyboardInterrupt and its like.
+def attempted(work: Callable[[], Result], host_oom_is_ours: bool = False) -> Attempt[Result]:
+    """Run work() and return the Attempt. HostErrors pass through, as do KeyboardInterrupt and its like.
 
-    beside_host: a HostError of the host's own lack of memory does not pass: it counts as ours; see Attempt.of.
+    host_oom_is_ours: a HostError that carries an OutOfMemoryError of the host does not pass; see Attempt.of.
     """
     around = sys.exc_info()[1]
     try:
         return Attempt(Outcome.OURS, work())
     except HostError as passing:
-        if not (beside_host and passing.is_out_of_memory):
+        if not (host_oom_is_ours and passing.is_out_of_memory):
             raise
         return Attempt.of(passing)
     except Exception as error:

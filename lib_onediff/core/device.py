@@ -28,10 +28,8 @@ TimeMs = Callable[[Callable[[], object]], float]
 
 
 class Memory(Protocol):
-    """GPU memory that the runners of one architecture share. It is freed with the last reference to it.
-
-    bytes: its size.
-    """
+    """GPU memory that the runners of one architecture share, of a size in bytes. It is freed with the last reference
+    to it."""
 
     device: torch.device
     bytes: int
@@ -40,8 +38,8 @@ class Memory(Protocol):
 class Runner(Protocol):
     """A forward made ready for one shape, and one set of weight addresses.
 
-    inputs: its own, into which each call's are copied. output: where a run leaves its result. own_bytes: the GPU memory
-    that it has for itself alone.
+    inputs: static tensors, into which the inputs of each call are copied. output: the static tensor that a run writes.
+    own_bytes: the GPU memory that no other runner shares.
     """
 
     inputs: Call
@@ -50,20 +48,20 @@ class Runner(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """What it shares with others: the device's own kind."""
+        """The memory that it shares with other runners; each device has its own class."""
 
     def run(self, call: Call) -> Tensor:
         """The network's output as a new tensor. Raises core.points.DoesNotFit where functions of other extensions stand
-        at other places than when it was made."""
+        at other points than when it was made."""
 
 
 class GraphMaker(Protocol):
     """Captures graphs, on one memory for each architecture and torch device, and accounts for that memory."""
 
-    def prepare(self, architecture: str, binding: Source, ops: Operators, inputs: Call, needs: int = 0) -> Runner:
-        """A runner for calls of this shape. binding: the Source that gives it layout and weights. inputs: such a call,
-        whose tensors become the runner's static inputs. needs: bytes of the shared memory that the runner will take, as
-        far as that is known. Raises RuntimeError and torch.cuda.OutOfMemoryError."""
+    def prepare(self, architecture: str, source: Source, ops: Operators, inputs: Call, needs: int = 0) -> Runner:
+        """A runner for calls of this shape. inputs: such a call, whose tensors become the runner's static inputs.
+        needs: bytes of the shared memory that the runner will take; 0 if unknown. Raises RuntimeError and
+        torch.cuda.OutOfMemoryError."""
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
         """The memory of all graphs on a device, or of one architecture's."""
@@ -137,11 +135,8 @@ class Device(abc.ABC):
         is_warm_up: the caller accepts seconds of waiting, where finding out takes as long.
         """
 
-    def refuse_call(self, call: Call, applied: Sequence[str]) -> None:
-        """Raise Refusal with the reason for a call that the device does not compute.
-
-        applied: what the host does to the weights at each use, such as a cast, in words for the user; Network.kinds.
-        """
+    def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
+        """Raise Refusal with the reason for a call that the device does not compute. weight_marks: see Network."""
 
     def allowed_error(self, dtype: torch.dtype) -> float:
         """The relative error against the host's forward that counts as correct, where it may exceed rounding."""

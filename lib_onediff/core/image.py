@@ -18,12 +18,12 @@ import torch
 from .call import CACHED
 from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 
-# What a step computes. HOSTS: the host's own UNet computed it.
+# What a step computes. BY_HOST: the host's own UNet computed it.
 WHOLE = "whole"
 PROMPT_ALONE = "prompt alone"
 FORECAST = "forecast"
-HOSTS = "host"
-KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, HOSTS)
+BY_HOST = "host"
+STEP_KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, BY_HOST)
 # How a call of the UNet went.
 GRAPH = "graph"
 PLAIN = "plain"
@@ -50,8 +50,9 @@ MOST_PENDING = 64
 class CountedStep(NamedTuple):
     """One step of a sampling, as a call of the UNet or in place of one.
 
-    kind: one of KINDS. route: one of ROUTES; "" if no network was called. own: the times of such steps. host: the times
-    of the host's steps in its place. Both None if unknown. entry: the shape that was computed; None for the host's.
+    kind: one of STEP_KINDS. route: one of ROUTES; "" if no network was called. own: the times of such steps. host: the
+    times of the host's steps in its place. Both None if unknown. entry: the shape that was computed; None for the
+    host's.
     """
 
     kind: str
@@ -128,7 +129,7 @@ class ImagePart:
     @property
     def is_hosts(self) -> bool:
         """Whether the host computed all steps."""
-        return set(self.steps) == {HOSTS}
+        return set(self.steps) == {BY_HOST}
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class ImageRecord:
     inside: tuple[ImageRecord, ...] = ()
 
     @property
-    def limits(self) -> str:
+    def why_not_faster(self) -> str:
         """Why the image was not faster, for users: up to MOST_TOLD reasons why the host computed steps, then the last
         call's reason, joined by "; "; "" for nothing.
 
@@ -268,7 +269,7 @@ class ImageLog:
                 part_of(place, {step: n for step, n in steps.items() if step.place == place})
                 for place in dict.fromkeys(step.place for step in steps)
             ),
-            steps=kinds_of(steps), calls=routes_of(steps), step_ms=times.step_ms, host_ms=times.host_ms,
+            steps=steps_by_kind(steps), calls=calls_by_route(steps), step_ms=times.step_ms, host_ms=times.host_ms,
             ratio=times.ratio, by_host=dict(self.by_host.most_common()), first_uses=self.first_uses,
             backends=frozenset(
                 (step.entry.key.backend, str(step.entry.key.lossy)) for step in steps if step.entry is not None
@@ -301,17 +302,17 @@ class ImageLog:
 def part_of(place: Place, steps: Mapping[CountedStep, int]) -> ImagePart:
     """The part of an image with these steps."""
     times = times_of(steps)
-    return ImagePart(*place, kinds_of(steps), routes_of(steps), times.step_ms, times.host_ms, times.ratio)
+    return ImagePart(*place, steps_by_kind(steps), calls_by_route(steps), times.step_ms, times.host_ms, times.ratio)
 
 
-def kinds_of(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
-    """How many steps computed what."""
+def steps_by_kind(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
+    """The number of steps of each kind, in the order of STEP_KINDS."""
     counts = counted(steps, "kind")
-    return {kind: counts[kind] for kind in KINDS if counts[kind]}
+    return {kind: counts[kind] for kind in STEP_KINDS if counts[kind]}
 
 
-def routes_of(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
-    """How many calls went by which route."""
+def calls_by_route(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
+    """The number of calls by each route, in the order of ROUTES."""
     counts = counted(steps, "route")
     return {route: counts[route] for route in ROUTES if counts[route]}
 
@@ -332,7 +333,7 @@ def times_of(steps: Mapping[CountedStep, int]) -> Times:
     host_ms = mean(hosts, attrgetter("median_ms"))
     are_enough = all(step.own is not None and step.own.settled_ms is not None for step in steps)
     ratio = ratio_of(step_ms if are_enough else None, mean(hosts, attrgetter("settled_ms")))
-    return Times(step_ms, host_ms, None if all(step.kind == HOSTS for step in steps) else ratio)
+    return Times(step_ms, host_ms, None if all(step.kind == BY_HOST for step in steps) else ratio)
 
 
 def own_ms(steps: Mapping[CountedStep, int]) -> float | None:

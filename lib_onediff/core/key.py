@@ -39,12 +39,12 @@ LOSSLESS = Lossy()
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
-    inputs: words: marks of the weights (Network.kinds), then Call.unusual; of a decode, DECODE comes first. own_inputs:
-    shapes of the inputs that only this family's calls have; see Call.own_inputs. label: see Call.
-    backend: who computes it, so that what fails by one can be served by another. precision: the switches of torch
-    that change its numbers; see precision.flags_for. part, depth: which pass of a cut network, "" for a whole one.
-    patches: what other extensions have put on the UNet, and at which points. additions: what our forward computes of
-    what is put on the UNet. lossy: with another choice of it, it is another shape.
+    inputs: words: Network.weight_marks, then Call.unusual; of a decode, DECODE comes first. own_inputs: shapes of the
+    inputs that only this family's calls have; see Call.own_inputs. label: see Call. backend: the device that computes
+    it, so that a shape that fails by one can be served by another. precision: the switches of torch that change its
+    numbers; see precision.flags_for. part, depth: which pass of a cut network, "" for a whole one. patches: what other
+    extensions have put on the UNet, and at which points. additions: what our forward computes of what is put on the
+    UNet. lossy: with another choice of it, it is another shape.
     """
 
     architecture: str
@@ -72,8 +72,8 @@ class ShapeKey:
         cls, architecture: str, dtype: torch.dtype, call: Call, backend: str = "", precision: Flags = (),
         marks: tuple[str, ...] = (), lossy: Lossy = LOSSLESS,
     ) -> ShapeKey:
-        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: how the host
-        computes with its weights, in words; see Network.kinds."""
+        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: see
+        Network.weight_marks."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
         cut = call.cut

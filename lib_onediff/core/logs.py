@@ -40,8 +40,9 @@ def show_on_console() -> None:
     for known in [handler for handler in log.handlers if handler.name == CONSOLE]:
         log.removeHandler(known)
     # Our own, so that a WebUI's log level does not hide our lines.
-    handler, moment = logging.StreamHandler(sys.stderr), "%(asctime)s.%(msecs)03d " if detailed else ""
-    handler.setFormatter(OneLineFormatter(f"{moment}OneDiff: %(message)s", "%H:%M:%S"))
+    handler = logging.StreamHandler(sys.stderr)
+    timestamp = "%(asctime)s.%(msecs)03d " if detailed else ""
+    handler.setFormatter(OneLineFormatter(f"{timestamp}OneDiff: %(message)s", "%H:%M:%S"))
     handler.name = CONSOLE
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if detailed else logging.INFO)

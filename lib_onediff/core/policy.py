@@ -87,10 +87,10 @@ class StepContext:
     """Everything that a policy may ask about one call and its sampling.
 
     host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
-    the prompt's; None where nobody can. times: the runtime.call_stats.CallStats that counts the steps of its image.
-    memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and where
-    the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be cut
-    in two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it.
+    the prompt's; None where nobody can. call_stats: the runtime.call_stats.CallStats that counts the steps of the
+    image. memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and
+    where the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be
+    cut in two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it.
     values: looks for edits of the weights now, and returns the version of their values (Epoch.values). ordered: makes a
     context manager inside of which this thread alone launches work on the call's device, and may write memory that
     calls share (Services.computing). is_warm_up: the call makes a shape ready, and belongs to no image. is_counted:
@@ -102,7 +102,7 @@ class StepContext:
     settings: Settings
     sampling: Sampling
     guidance: Guidance | None
-    times: Any
+    call_stats: Any
     memories: dict[str, StepMemory]
     position: Callable[[], Position]
     deepest: Callable[[], int]
@@ -142,9 +142,8 @@ class StepPolicy(Protocol):
     def is_on(self, settings: Settings) -> bool:
         """Whether the user wants it."""
 
-    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that answers the call, with the next Compute as its argument. It raises what compute raises. It is
-        for this call alone: a runtime.plan.Plan, which replays later calls, is another thing.
+    def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+        """A function that answers this one call, with the next Compute as its argument. It raises what compute raises.
 
         Raises Refusal with the reason if the call is to be computed as without this policy; the caller puts it into the
         status.

@@ -88,7 +88,7 @@ class ChangedModules:
         return not self._inert(unet, module)
 
 
-def kinds_of(changed: Changed) -> tuple[str, ...]:
+def words_for(changed: Changed) -> tuple[str, ...]:
     """Who has changed what, for users and for the structure of a call."""
     found = [(name or "block", module) for names in changed.values() for name, module in names.items()]
     kinds = Counter(f"{name} by {author(foreign_functions(module)[0])}" for name, module in found)

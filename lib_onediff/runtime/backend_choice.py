@@ -156,7 +156,7 @@ class LowBitRoute:
         if fitting is not None:
             chosen = {name: kind for name, kind in wanted.items() if name in fitting}
             network.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
-        elif not self._have(network, wanted, left_out):
+        elif not self._quantize(network, wanted, left_out):
             raise Refusal(
                 "no class of layers in eight bits keeps this checkpoint within the error budget of "
                 f"{budget:g} (measured)"
@@ -237,7 +237,7 @@ class LowBitRoute:
         the budget. Raises Refusal where the exact output is not finite, and torch.cuda.OutOfMemoryError."""
         exact: Tensor | None = None
         while due := choice.due(half):
-            self._have(network, choice.wanted, choice.left_out)
+            self._quantize(network, choice.wanted, choice.left_out)
             if exact is None:
                 exact = self._output(network, lossy, call, ())
             if not bool(torch.isfinite(exact).all()):
@@ -248,7 +248,7 @@ class LowBitRoute:
                 log.debug("Low-bit in half %d of an image, %s: error %.1e", half, TOGETHER.join(group), error)
         return choice
 
-    def _have(self, network: Network, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
+    def _quantize(self, network: Network, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
         """Keep in eight bits exactly the wanted layers whose class is not in left_out; graphs and weights of another
         choice are dropped first. Returns False, and rounds nothing, where that leaves none. Raises
         torch.cuda.OutOfMemoryError."""

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ..core.call import CACHED
 from ..core.image import (
+    BY_HOST,
     CHECK,
     DONE,
     FAILED,
     GRAPH,
     HOST,
-    HOSTS,
     INTERRUPTED,
     OPEN,
     PLAIN,
@@ -352,7 +352,7 @@ class CallStats:
             # Nobody says where an image begins: at the latest, at another size.
             self._close()
             current = self._open
-        if kind == HOSTS:
+        if kind == BY_HOST:
             own = host = current.host
             current.is_timed = current.is_timed and self._timing.is_on
         elif route and not self._timing.is_on and own is not None:
@@ -363,7 +363,7 @@ class CallStats:
         if reason is not None:
             current.last = step
             current.reason = reason
-        if reason and kind == HOSTS:
+        if reason and kind == BY_HOST:
             current.by_host[reason] += 1
         return host_times
 
@@ -407,7 +407,7 @@ class CallStats:
         host: the host's times at this shape; None: not known. Returns the host's times that count for the call."""
         self._place = Place(model, self._resolution(latent))
         self.calls[HOST] += 1
-        host_times = self.count(HOSTS, host, host, HOST, None, reason)
+        host_times = self.count(BY_HOST, host, host, HOST, None, reason)
         self._note_last(LastCall(HOST, reason))
         return host_times
 
@@ -450,8 +450,9 @@ class CallStats:
         image = image or self.image
         return {
             "model": image.model, "backend": image.backend, "lossy": image.lossy, "resolution": image.resolution,
-            "route": image.route or None, "reason": image.limits, "step_ms": image.step_ms, "host_ms": image.host_ms,
-            "ratio": image.ratio, "image": values_of(image), "relative_error": image.relative_error,
+            "route": image.route or None, "reason": image.why_not_faster,
+            "step_ms": image.step_ms, "host_ms": image.host_ms, "ratio": image.ratio, "image": values_of(image),
+            "relative_error": image.relative_error,
             "calls": {route: self.calls[route] for route in ROUTES},
         }
 

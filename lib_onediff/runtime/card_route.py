@@ -38,7 +38,7 @@ from .plan import Plan, replayed
 from .rounding import rounds_as, spread
 from .services import Services
 from .stepping import Stepping
-from .verify import judge_cached_pass, prove
+from .verify import prove, why_cached_pass_differs
 
 log = logging.getLogger("onediff")
 # Bytes that the host is asked for beside what a graph lacks: what is left changes a little from call to call.
@@ -207,12 +207,13 @@ class OneCard:
             entry.host = served.entry.host
             if entry.state is State.COLD:
                 self._services.call_stats.note_first_use()
-                judged = attempted(lambda: judge_cached_pass(entry, served.output, lambda: self._plainly(entry, call)))
-                if judged.fault is not None:
-                    what = f"the cached pass failed: {first_line(judged.fault)}"
+                cached = partial(self._plainly, entry, call)
+                compared = attempted(partial(why_cached_pass_differs, entry, served.output, cached))
+                if compared.fault is not None:
+                    what = f"the cached pass failed: {first_line(compared.fault)}"
                     entry.blame(what, sampling_now(self.network.bound), is_final=False)
-                    log.error("%s (%s)", entry.reason, entry.key, exc_info=judged.fault)
-                elif miss := judged.given():
+                    log.error("%s (%s)", entry.reason, entry.key, exc_info=compared.fault)
+                elif miss := compared.given():
                     entry.blame(miss)
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
@@ -288,13 +289,13 @@ class OneCard:
         bound = network.bound
         layout = bound.layout
         dtype = bound.binding.dtype
-        key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, network.kinds, lossy)
+        key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, network.weight_marks, lossy)
         entry = self._services.table.entry(key, layout.model_name)
         return entry.of_weights(bound.identity(), sampling_now(bound), bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """The entry of a call's shape by this device. Raises Refusal where the device does not compute such calls."""
-        device.refuse_call(call, self.network.kinds)
+        device.refuse_call(call, self.network.weight_marks)
         if call.patches is not None and lossy != LOSSLESS:
             # Its operators hand each other more than tensors.
             raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")

@@ -163,10 +163,10 @@ class Network:
         return self.bound.on_the_fly.has_wide_norms(self.bound.binding)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def weight_marks(self) -> tuple[str, ...]:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's key,
-        by the last refresh; see OnTheFly.kinds."""
-        return self.bound.on_the_fly.kinds(self.bound.binding)
+        by the last refresh; see OnTheFly.marks."""
+        return self.bound.on_the_fly.marks(self.bound.binding)
 
     def runner(self, key: ShapeKey, cut: Cut | None = None) -> Runner | None:
         """The runner for a shape, unless weights or the memory of its cut have moved since it was made."""

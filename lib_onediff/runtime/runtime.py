@@ -368,7 +368,7 @@ class OursOrHosts:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
         host = as_host(host)
         card = self._runtime.by_card.card(self._network, self._settings)
-        made = attempted(partial(self._ours, card, call, host), beside_host=True)
+        made = attempted(partial(self._ours, card, call, host), host_oom_is_ours=True)
         if made.is_ours:
             return made.given()
         runtime = self._runtime

@@ -83,22 +83,22 @@ class Around:
             return self._answer(step_context, call, host)
         finally:
             if step_context.is_counted:
-                note = partial(step_context.times.note_policy, self._policy.name, before, self._policy.status)
+                note = partial(step_context.call_stats.note_policy, self._policy.name, before, self._policy.status)
                 self._guard.attempt("counting a policy's steps", note)
 
     def _answer(self, step_context: StepContext, call: Call, host: Host | None) -> Answer:
         """See __call__."""
         policy = self._policy
-        planned = attempted(lambda: policy.plan(step_context))
-        if planned.outcome is Outcome.REFUSED:
+        chosen = attempted(lambda: policy.answerer(step_context))
+        if chosen.outcome is Outcome.REFUSED:
             if step_context.is_counted:
-                note_inactive(policy, planned.reason)
+                note_inactive(policy, chosen.reason)
             return self._inner(call, host)
-        if planned.fault is not None:
-            self._charge(step_context, planned.fault)
+        if chosen.fault is not None:
+            self._charge(step_context, chosen.fault)
             return self._inner(call, host)
         inner = Inner(self._inner, host)
-        answered = attempted(lambda: planned.given()(inner))
+        answered = attempted(lambda: chosen.given()(inner))
         try:
             if answered.fault is None or answered.fault is inner.raised:
                 return answered.given()

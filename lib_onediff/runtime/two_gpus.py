@@ -189,7 +189,7 @@ class TwoGpusRoute:
                 raise Refusal(reason)
             del self._rests[network.bound.module]
         if network.bound.has_binding:
-            refuse_kinds(network)
+            refuse_marked_weights(network)
         if lack := why_not_taken(call):
             raise Refusal(lack)
 
@@ -268,7 +268,7 @@ class TwoGpusRoute:
 
     def _make(self, network: Network, settings: Settings, first: torch.device) -> Pair:
         """A copy without values, on another card. Raises Refusal."""
-        refuse_kinds(network)
+        refuse_marked_weights(network)
         binding, device = network.bound.binding, self._choose(network, first)
         with self._on(device):
             copy = empty_copy(binding, device)
@@ -290,10 +290,10 @@ class TwoGpusRoute:
             raise SecondGpuFull(FULL.format(device)) from None
 
 
-def refuse_kinds(network: Network) -> None:
+def refuse_marked_weights(network: Network) -> None:
     """Raise Refusal where a copy of the weights is not all that the host computes with."""
-    if network.kinds:
-        raise Refusal(f"the host computes with {' and '.join(network.kinds)}")
+    if network.weight_marks:
+        raise Refusal(f"the host computes with {' and '.join(network.weight_marks)}")
     if network.bound.streaming is not None:
         raise Refusal("a part of the weights is in main memory")
 

@@ -45,10 +45,10 @@ def prove(
     """Prove a shape: compare its first output with the host's, unless that was done on this machine before. The entry
     becomes PROVED. Calls with functions of other extensions are always compared.
 
-    host: the host's own forward of this call. yardstick, is_warm_up, spread: see judge. functions: those of other
-    extensions (Points.functions), which are set back after a failed comparison, because the host calls them again for
-    the answer. times_host: host makes this call and no more, so that its time can be compared. allowed: the relative
-    error that the backend may have, where that is more than rounding.
+    host: the host's own forward of this call. yardstick, is_warm_up, spread: see why_it_differs. functions: those of
+    other extensions (Points.functions), which are set back after a failed comparison, because the host calls them again
+    for the answer. times_host: host makes this call and no more, so that its time can be compared. allowed: the
+    relative error that the backend may have, where that is more than rounding.
 
     Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be
     used; the entry is FAILED then, unless neither output was finite.
@@ -60,7 +60,7 @@ def prove(
         time_host(entry, output.device, host, often=True)
     if not known:
         rewind = rewinder_of_all(entry.key.device, functions)
-        miss = judge(entry, output, host, yardstick, is_warm_up, times_host, allowed, spread=spread)
+        miss = why_it_differs(entry, output, host, yardstick, is_warm_up, times_host, allowed, spread=spread)
         if miss is not None:
             # The host runs once more, for the answer.
             rewind()
@@ -81,7 +81,7 @@ def prove(
     return is_news
 
 
-def judge(
+def why_it_differs(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
     is_warm_up: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
     spread: Callable[[], float] | None = None,
@@ -128,7 +128,7 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
             break
 
 
-def judge_cached_pass(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> str | None:
+def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> str | None:
     """Compare the cached pass with output, that of the full pass of the same call, which has just written the memory
     that the cached pass reads: the two must be the same. The entry becomes PROVED if they are. Where output is not
     finite, nothing is decided.

@@ -182,7 +182,7 @@ class DeepCache:
     def is_on(self, settings: Settings) -> bool:
         return settings.cache_interval > 1
 
-    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+    def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
         """A cached pass if the schedule has one and the feature exists; otherwise a full pass, which computes it."""
         call = step_context.call
         interval = step_context.settings.cache_interval

@@ -57,7 +57,7 @@ class Forecast:
     def is_on(self, settings: Settings) -> bool:
         return settings.forecast_interval > 1
 
-    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+    def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
         """An output on the line, or a computed one. The line goes through our outputs alone, never through the host's.
         """
         call = step_context.call
@@ -83,7 +83,7 @@ class Forecast:
             if output is not None:
                 stop()
                 self.status["calls"] += 1
-                step_context.times.count(FORECAST, self._stopwatch, known.host)
+                step_context.call_stats.count(FORECAST, self._stopwatch, known.host)
                 return Answer(output, host_times=known.host)
             answer = compute(call, step_context.host)
             if answer.served is not None:

@@ -67,7 +67,7 @@ class GuidanceEnd:
     def is_on(self, settings: Settings) -> bool:
         return settings.skip_negative_after > 0
 
-    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+    def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
         """The prompt's half of a call, from skip_negative_after percent of the sampling's steps on."""
         if step_context.is_warm_up:
             raise Refusal("")
@@ -102,7 +102,7 @@ class GuidanceEnd:
         return answer
 
     def _prompt_alone(self, step_context: StepContext, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
-        with step_context.times.standing_for(guided.host, PROMPT_ALONE):
+        with step_context.call_stats.standing_for(guided.host, PROMPT_ALONE):
             answer = compute(take_rows(step_context.call, found.rows), found.host)
         self.status["without_negative"] += 1
         self.status["reason"] = ""

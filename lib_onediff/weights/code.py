@@ -66,18 +66,18 @@ class Code:
     """Everything that some code reaches by name, and what our own code finds in torch. It keeps all of that alive: drop
     it.
 
-    kinds: the classes whose methods are called, and their bases. functions: the Python functions reached. named: each
+    classes: the classes whose methods are called, and their bases. functions: the Python functions reached. named: each
     look-up of a name in a namespace, with that namespace, by both. absent: by namespace, names that code looks up there
     and finds elsewhere: a builtin, or what a module's __getattr__ returns. If such a name is defined there later, the
     code means something else. names: all names that code outside of torch uses, attributes included. named_by_ours,
-    kinds_of_ours: the part of named and of kinds that OneDiff's own code reaches.
+    classes_of_ours: the part of named and of classes that OneDiff's own code reaches.
     """
 
     def __init__(self, roots: Iterable[Any], left_out: Collection[str] = ()) -> None:
         """roots: classes, whose code is read in whole, and functions. left_out: names that are not followed where code
         looks them up, each with its Python module ("networks.loaded_networks")."""
         self._left_out = frozenset(left_out)
-        self.kinds: dict[type, None] = {}
+        self.classes: dict[type, None] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self.named: dict[tuple[int, str], Named] = {}
         self.absent: dict[int, tuple[Space, set[str]]] = {}
@@ -91,7 +91,7 @@ class Code:
         self._read_ours()
         self._follow_all()
         self.named_by_ours = list(self.named.values())
-        self.kinds_of_ours = list(self.kinds)
+        self.classes_of_ours = list(self.classes)
         for root in roots:
             if isinstance(root, type):
                 self._add_class(root)
@@ -189,8 +189,8 @@ class Code:
     def _add_class(self, kind: type) -> None:
         """What runs for an object of this class that is there already."""
         for base in bases_of(kind):
-            if base not in self.kinds:
-                self.kinds[base] = None
+            if base not in self.classes:
+                self.classes[base] = None
                 self._add_members({name: value for name, value in vars(base).copy().items() if name not in MAKERS})
 
     def _add_makers(self, kind: type) -> None:

@@ -155,7 +155,7 @@ class OnTheFly:
             raise Refusal("the changes of weights that are applied at each call were freed with the graphs' memory")
         return self.applied
 
-    def kinds(self, binding: Binding) -> tuple[str, ...]:
+    def marks(self, binding: Binding) -> tuple[str, ...]:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
         key."""
         if self.applied is None:

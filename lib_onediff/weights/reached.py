@@ -163,11 +163,11 @@ class Reached:
         self.sources = sources
         self.names = code.names
         self._tokens = tokens
-        self._kinds = list(code.kinds)
+        self._classes = list(code.classes)
         self._named = list(code.named.values())
         self._named_by_ours = code.named_by_ours
-        self._kinds_of_ours = code.kinds_of_ours
-        self._class_spaces = list(map(vars, self._kinds))
+        self._classes_of_ours = code.classes_of_ours
+        self._class_spaces = list(map(vars, self._classes))
         self._sizes = list(map(len, self._class_spaces))
         by_space: dict[int, list[Named]] = {}
         for named in self._named:
@@ -201,7 +201,7 @@ class Reached:
     def named(self) -> Iterator[Named]:
         """Everything that the code reaches by name, in modules and in classes."""
         yield from self._named
-        yield from members_of_classes(self._kinds)
+        yield from members_of_classes(self._classes)
 
     @cached_property
     def facts(self) -> dict[str, str]:
@@ -218,7 +218,7 @@ class Reached:
     def facts_of_ours(self) -> dict[str, str]:
         """The part of facts that OneDiff's own operators read. A graph, and what was made of the weights, is good as
         long as these are the same: the host's own code, such as that of its LoRAs, does not run in a graph."""
-        named = [*self._named_by_ours, *members_of_classes(self._kinds_of_ours)]
+        named = [*self._named_by_ours, *members_of_classes(self._classes_of_ours)]
         labels = [one.label for one in named]
         return {label: self.facts[label] for label in (*labels, *TORCH_STATE)}
 
@@ -232,9 +232,9 @@ class Reached:
         return short(repr(sorted(self.facts.items())))
 
 
-def members_of_classes(kinds: Sequence[type]) -> Iterator[Named]:
+def members_of_classes(classes: Sequence[type]) -> Iterator[Named]:
     """The names in the bodies of classes."""
-    for kind in kinds:
+    for kind in classes:
         space = vars(kind)
         for name in list(space):
             if name not in ANNOTATIONS:

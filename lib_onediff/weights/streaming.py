@@ -94,9 +94,9 @@ def chunks_of(sizes: Sequence[int], ring: int, least: int = LEAST_CHUNK) -> list
     return found
 
 
-class Plan(NamedTuple):
-    """How a forward with so many units goes. unit_of: the unit of each layer. chunk_of, staged: the chunk of each layer
-    whose matrix is away, and where that is then. copies: those of each chunk."""
+class CopySchedule(NamedTuple):
+    """The copies of a forward with so many units. unit_of: the unit of each layer. chunk_of, staged: for each layer
+    whose matrix is away, its chunk and the tensor that it is copied to. copies: those of each chunk."""
 
     units: int
     unit_of: dict[str, int]
@@ -117,7 +117,7 @@ class Streaming:
         """
         self.device = binding.device
         self.lane = lane
-        self._plans: dict[Hashable, Plan] = {}
+        self._schedules: dict[Hashable, CopySchedule] = {}
         # Where each member of a fused layer begins in it, and how many rows it has.
         self.members = binding.fusion_of
         names = [name for unit in units for name in unit if name in binding.away]
@@ -160,28 +160,29 @@ class Streaming:
         """The copies of one forward. units: in which it reads its layers. left_out: layers whose matrices it does not
         read."""
         key = tuple(map(tuple, units)), left_out
-        if key not in self._plans:
-            self._plans[key] = self._plan(units, left_out)
-        return StreamedForward(self, self._plans[key])
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(units, left_out)
+        return StreamedForward(self, self._schedules[key])
 
-    def _plan(self, units: Units, left_out: frozenset[str]) -> Plan:
+    def _schedule(self, units: Units, left_out: frozenset[str]) -> CopySchedule:
         streamed = [[name for name in unit if name in self._matrices and name not in left_out] for unit in units]
         sizes = [sum(size_of(self._matrices[name]) for name in unit) for unit in streamed]
         if any(sizes) and not len(self._ring):
             self._ring = room_of(self._ring_bytes, self.device)
         chunks = chunks_of(sizes, self._ring_bytes)
-        plan = Plan(len(units), {name: index for index, unit in enumerate(units) for name in unit}, chunks, [], {}, {})
+        unit_of = {name: index for index, unit in enumerate(units) for name in unit}
+        schedule = CopySchedule(len(units), unit_of, chunks, [], {}, {})
         first = 0
         for number, chunk in enumerate(chunks):
             start = chunk.start
             copies: list[Copy] = []
             for name in chain.from_iterable(streamed[first:chunk.last_unit + 1]):
-                plan.staged[name] = staged(self._matrices[name], self._ring, start, copies)
-                plan.chunk_of[name] = number
+                schedule.staged[name] = staged(self._matrices[name], self._ring, start, copies)
+                schedule.chunk_of[name] = number
                 start += size_of(self._matrices[name])
-            plan.copies.append(joined(copies, self._ring))
+            schedule.copies.append(joined(copies, self._ring))
             first = chunk.last_unit + 1
-        return plan
+        return schedule
 
     def begin(self) -> None:
         """A forward begins: the vectors are on their way."""
@@ -216,9 +217,9 @@ def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streamin
 class StreamedForward:
     """The copies of one forward, in the order in which it reads its layers."""
 
-    def __init__(self, streaming: Streaming, plan: Plan) -> None:
+    def __init__(self, streaming: Streaming, schedule: CopySchedule) -> None:
         self._streaming = streaming
-        self._plan = plan
+        self._plan = schedule
         self._unit = -1
         # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
         self._marks: dict[int, torch.cuda.Event] = {}
@@ -227,18 +228,18 @@ class StreamedForward:
     def weight(self, name: str) -> Tensor | None:
         """The copy of a layer's weight, there once what is launched so far has run; None where it is not copied. Copies
         what comes to lie over the units before this layer's."""
-        plan = self._plan
-        unit = plan.unit_of.get(name, -1)
+        schedule = self._plan
+        unit = schedule.unit_of.get(name, -1)
         if unit > self._unit:
             self._go_on(unit)
-        chunk = plan.chunk_of.get(name)
+        chunk = schedule.chunk_of.get(name)
         if chunk is None:
             return self._streaming.vector(name, "weight")
         if unit < self._unit:
             # What it was copied to may hold another by now.
             return self._streaming.alone(name)
         self._wait(chunk)
-        return plan.staged[name]
+        return schedule.staged[name]
 
     def bias(self, name: str) -> Tensor | None:
         """The copy of a layer's bias; None where it is not copied."""

@@ -66,7 +66,7 @@ def test_it_is_cast_where_it_is_used_and_is_no_farther_from_float32_than_the_hos
     image, before = host.generate(), bits(host)
     host.start()
     made, calls = calls_of(host.generate)
-    assert calls == OURS and network(host).kinds == (STORED,), runtime.status()["reason"]
+    assert calls == OURS and network(host).weight_marks == (STORED,), runtime.status()["reason"]
     assert network(host).bound.binding.dtype == torch.bfloat16 and made.latent.dtype == torch.float32
     assert same(host.generate(), made)
     ours, calls = calls_of(lambda: outputs(host))

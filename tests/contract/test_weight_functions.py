@@ -89,7 +89,7 @@ def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
         kinds = ("LoRA on the fly",) if loras else ()
-        assert network(host).kinds == kinds
+        assert network(host).weight_marks == kinds
         # No copy of a weight: up and down alone.
         floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
         assert network(host).bound.on_the_fly.bytes == 4 * floats
@@ -181,7 +181,7 @@ def test_weights_in_another_type_are_cast_where_they_are_used(host: Host, dtype:
         host.set_loras(*loras)
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
-        assert f"weights stored as {str(dtype).removeprefix('torch.')}" in network(host).kinds
+        assert f"weights stored as {str(dtype).removeprefix('torch.')}" in network(host).weight_marks
     # Biases and norms alone are kept as they are computed with.
     vectors = sum(4 * parameter.numel() for parameter in host.unet.parameters() if parameter.dim() == 1)
     assert network(host).bound.on_the_fly.bytes == vectors

@@ -67,7 +67,7 @@ def test_the_hosts_own_exception_is_none_of_them(error: BaseException) -> None:
         attempted(host)
     assert passing.value.as_raised() is error
     if passing.value.is_out_of_memory:
-        assert attempted(host, beside_host=True).outcome is Outcome.OUT_OF_MEMORY
+        assert attempted(host, host_oom_is_ours=True).outcome is Outcome.OUT_OF_MEMORY
 
 
 def test_what_was_computed_before_a_fault_is_freed() -> None:
@@ -152,14 +152,14 @@ def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(mo
     [policy] = [one for one in ours.runtime.stepping.policies if one.name == "forecast"]
     asked: list[int] = []
 
-    def plan(step_context: Any) -> Any:
+    def answerer(step_context: Any) -> Any:
         def answer(compute: Any) -> Answer:
             compute(step_context.call, step_context.host)
             raise IndexError("after it")
 
         return answer
 
-    monkeypatch.setattr(policy, "plan", plan)
+    monkeypatch.setattr(policy, "answerer", answerer)
     forward = ours.runtime.by_card.answer
     monkeypatch.setattr(
         ours.runtime.by_card, "answer", lambda *args, **more: (asked.append(1), forward(*args, **more))[1]

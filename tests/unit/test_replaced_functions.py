@@ -121,13 +121,13 @@ def test_what_is_replaced_after_a_proof_counts_and_what_has_gone_is_forgotten(un
 def checks(unet: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fills with the checks that are made from now on."""
     found: list[str] = []
-    judge = verify.judge
+    why_it_differs = verify.why_it_differs
 
-    def judged(entry: Any, *given: Any, **named: Any) -> Any:
+    def compared(entry: Any, *given: Any, **named: Any) -> Any:
         found.append(entry.weights)
-        return judge(entry, *given, **named)
+        return why_it_differs(entry, *given, **named)
 
-    monkeypatch.setattr(verify, "judge", judged)
+    monkeypatch.setattr(verify, "why_it_differs", compared)
     return found
 
 

@@ -15,7 +15,7 @@ from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.rows import resolution_row
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.runtime.verify import judge
+from lib_onediff.runtime.verify import why_it_differs
 from lib_onediff.store.history import history_row
 
 CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
 ) -> None:
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", seconds)
     entry, host = Entry(KEY), Host()
-    judge(entry, torch.ones(2, 4, 8, 8), host, is_warm_up=is_warm_up)
+    why_it_differs(entry, torch.ones(2, 4, 8, 8), host, is_warm_up=is_warm_up)
     assert (host.calls, len(entry.host._times)) == (1 + timed, timed)
     assert (entry.host.settled_ms is not None) == (timed == ENOUGH)
 

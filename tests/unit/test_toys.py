@@ -92,7 +92,7 @@ class ToyDevice(Eager):
         super().__init__()
         self.calls = 0
 
-    def refuse_call(self, call: Call, applied: Any) -> None:
+    def refuse_call(self, call: Call, weight_marks: Any) -> None:
         if call.latent.shape[-1] > 16:
             raise Refusal("it is too wide for a toy")
 
@@ -113,7 +113,7 @@ class EveryOther:
     def is_on(self, settings: Settings) -> bool:
         return settings.enabled
 
-    def plan(self, step_context: StepContext) -> Callable[[Compute], Answer]:
+    def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
         index = step_context.position().step.index
         if index == 4:
             raise Refusal("the fifth step is whole")

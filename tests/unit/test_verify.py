@@ -19,7 +19,7 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.table import ENOUGH, Entry, State
 from lib_onediff.devices.oneflow.route import OneFlow
 from lib_onediff.families.registry import FAMILIES
-from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, judge, prove, rewinder_of
+from lib_onediff.runtime.verify import HOST_NOT_FINITE, computed_twice, prove, rewinder_of, why_it_differs
 from lib_onediff.store.history import History
 
 
@@ -42,8 +42,8 @@ ONEFLOW = OneFlow(FAMILIES.output)
 ])
 def test_limits(entry: Entry, allowed: float, passes: float, fails: float) -> None:
     expected = torch.ones(64)
-    assert judge(entry, expected * (1 + passes), lambda: expected, allowed=allowed) is None
-    assert "rounding explains" in judge(entry, expected * (1 + fails), lambda: expected, allowed=allowed)
+    assert why_it_differs(entry, expected * (1 + passes), lambda: expected, allowed=allowed) is None
+    assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, allowed=allowed)
 
 
 @pytest.mark.parametrize(("dtype", "moves", "passes", "fails"), [
@@ -56,8 +56,8 @@ def test_limits_follow_what_rounding_does_in_this_network(
     dtype: torch.dtype, moves: float, passes: float, fails: float
 ) -> None:
     expected, entry = torch.ones(64), an_entry(dtype)
-    assert judge(entry, expected * (1 + passes), lambda: expected, spread=lambda: moves) is None
-    assert "rounding explains" in judge(entry, expected * (1 + fails), lambda: expected, spread=lambda: moves)
+    assert why_it_differs(entry, expected * (1 + passes), lambda: expected, spread=lambda: moves) is None
+    assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, spread=lambda: moves)
 
 
 def test_nothing_is_measured_where_an_error_is_usual_or_far_too_large() -> None:
@@ -65,14 +65,14 @@ def test_nothing_is_measured_where_an_error_is_usual_or_far_too_large() -> None:
         raise AssertionError("two forwards for nothing")
 
     expected = torch.ones(64)
-    assert judge(an_entry(), expected * (1 + 1e-6), lambda: expected, spread=spread) is None
-    assert "explains 1e-04" in judge(an_entry(), 2 * expected, lambda: expected, spread=spread)
+    assert why_it_differs(an_entry(), expected * (1 + 1e-6), lambda: expected, spread=spread) is None
+    assert "explains 1e-04" in why_it_differs(an_entry(), 2 * expected, lambda: expected, spread=spread)
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
 def test_an_output_that_is_not_finite_fails_and_a_host_that_is_not_is_no_yardstick(worst: float) -> None:
-    assert "rounding explains" in judge(an_entry(), torch.full((64,), worst), lambda: torch.ones(64))
-    assert judge(an_entry(), torch.ones(64), lambda: torch.full((64,), worst)) == HOST_NOT_FINITE
+    assert "rounding explains" in why_it_differs(an_entry(), torch.full((64,), worst), lambda: torch.ones(64))
+    assert why_it_differs(an_entry(), torch.ones(64), lambda: torch.full((64,), worst)) == HOST_NOT_FINITE
 
 
 # As HyperTile has one.

@@ -170,8 +170,7 @@ def trial_of(
     result: torch.dtype,
 ) -> Trial | None:
     """The launch configs of a product, to measure; None where a library computes it. make: a tensor of a shape; a GPU
-    multiplies zeros faster
-    than random numbers. result: see float8.product."""
+    multiplies zeros faster than random numbers. result: see float8.product."""
     rows, width, out = product[:3]
     one = torch.ones((1, 1), dtype=torch.float32, device=device)
     columns = one.expand(1, out).contiguous()

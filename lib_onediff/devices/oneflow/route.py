@@ -106,10 +106,10 @@ class OneFlow(Device):
             raise Refusal(lack)
         self._variables = oneflow_variables(settings)
 
-    def refuse_call(self, call: Call, applied: Sequence[str]) -> None:
-        if applied:
+    def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
+        if weight_marks:
             # Its graphs hold the addresses of the stored weights.
-            raise Refusal(f"the backend {self.name} does not compute with {' and '.join(applied)}")
+            raise Refusal(f"the backend {self.name} does not compute with {' and '.join(weight_marks)}")
         if self._card not in (None, call.latent.device):
             raise Refusal(f"OneFlow computes on one device, and has begun on {self._card}")
         if call.patches is not None:

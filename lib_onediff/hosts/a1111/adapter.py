@@ -135,7 +135,7 @@ class A1111(WebUI):
         host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
         owner, y = foreign_forward(unet), args[0] if args else kwargs.get("y")
         if owner is not None and unet is self._unet():
-            # The owner calls this from its own forward, as ControlNet's reference does: a walk through the stages.
+            # The owner calls this from its own forward, as ControlNet's reference does, and calls the stages itself.
             return runtime.pressure.run_host(host)
 
         def read() -> Call:
@@ -160,8 +160,8 @@ class A1111(WebUI):
         return serve_call(unet, read, host, prompt_rows, self._host_traits)
 
     def _stage(self, original: Callable[..., Tensor], stage: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Stands in for TimestepEmbedSequential.forward: an extension that walks through the stages itself, as
-        sd-webui-controlnet does, calls no forward of the UNet's class. Its walks are told and counted."""
+        """Stands in for TimestepEmbedSequential.forward: an extension that calls the stages itself, as
+        sd-webui-controlnet does, calls no forward of the UNet's class. Its loops are logged and counted."""
         unet = self._unet()
         if unet is not None and stage is unet.input_blocks[0]:
             owner = foreign_forward(unet)

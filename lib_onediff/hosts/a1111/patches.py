@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...core.origins import author, origin
 from ...families.unet.layout import TransformerBlock
 from ...families.unet.patch_points import CROSS_ATTENTION, BlockPlace, PatchPoints
-from ..changed_modules import METHODS, SELF_NORM, Changed, functions_of, kinds_of
+from ..changed_modules import METHODS, SELF_NORM, Changed, functions_of, words_for
 
 # The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
 # compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name, and
@@ -40,7 +40,7 @@ class ModulePatches(PatchPoints):
         self._changed, self._concatenation = changed, concatenation
         self._here: dict[str, Any] = {}
         self.positions = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
-        self.structure = kinds_of(changed)
+        self.structure = words_for(changed)
         self.functions = functions_of(changed)
         if concatenation is not None:
             self.structure += (f"skips by {author(concatenation)}",)

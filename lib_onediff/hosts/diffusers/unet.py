@@ -100,7 +100,7 @@ class HostsAnswer:
             one[:] = left
 
 
-class Parts(NamedTuple):
+class Processors(NamedTuple):
     """What runs within a UNet at one call.
 
     processors: of its attention modules. are_foreign: whether anything runs beside its own layers; see foreign_parts.
@@ -188,7 +188,7 @@ class DiffusersForward(ModuleForward):
         if weights != sample.device and not (first._forward_pre_hooks or only_moves(unet)):
             # No hook brings them there during the call, and the host would fail.
             raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
-        parts = self._parts_of(unet)
+        parts = self._processors_of(unet)
         arguments = dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
         inside = Within()
@@ -209,7 +209,7 @@ class DiffusersForward(ModuleForward):
             upcast_attention=parts.upcast, **inside._asdict(),
         )
 
-    def _parts_of(self, unet: Any) -> Parts:
+    def _processors_of(self, unet: Any) -> Processors:
         """What runs within a UNet at this call. Its attention modules are looked for once: who puts another module
         there changes the UNet's structure, which is looked at at every call."""
         attentions: list[Any] = [reference() for reference in self._attentions.values()]
@@ -228,7 +228,7 @@ class DiffusersForward(ModuleForward):
         # The host computes attention scores in float32 by its older processor alone.
         kind = type(processors[0]) if processors else None
         upcast = kind is not None and kind.__name__ == UPCASTING and is_plain(kind) and attentions[0].upcast_attention
-        return Parts(processors, are_foreign, bool(upcast))
+        return Processors(processors, are_foreign, bool(upcast))
 
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...core.origins import author
 from ...families.unet.layout import TransformerBlock
 from ...families.unet.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, BlockPlace, PatchPoints
-from ..changed_modules import SELF_NORM, Changed, functions_of, kinds_of
+from ..changed_modules import SELF_NORM, Changed, functions_of, words_for
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
 OPTIONS = "transformer_options"
@@ -72,7 +72,7 @@ class OptionPatches(PatchPoints):
             self._norm is not None, {path: tuple(names) for path, names in changed.items()},
         )
         listed = (f"{name} by {author(function)}" for name, function in self._named())
-        self.structure = tuple(sorted((*listed, *kinds_of(changed))))
+        self.structure = tuple(sorted((*listed, *words_for(changed))))
 
     @cached_property
     def functions(self) -> list[Any]:  # type: ignore[override]

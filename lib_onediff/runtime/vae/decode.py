@@ -24,7 +24,7 @@ from ...core.table import Entry, State, Stopwatch
 from ...weights.operands import Cast, Operands
 from ..rounding import rounding_limit, rounds_as, spread
 from ..services import Services
-from ..verify import HOST_NOT_FINITE, judge, time_host
+from ..verify import HOST_NOT_FINITE, time_host, why_it_differs
 
 log = logging.getLogger("onediff")
 # As a mark of a key: work of the VAE, but the other way round.
@@ -131,7 +131,7 @@ class Decode:
             # Ours may have been computed in another type than the host's: then the host's rounds more, or less.
             is_another = entry.key.dtype != self._latent.dtype
             allowed = rounding_limit(self._latent.dtype, device, entry.key.precision) if is_another else 0.0
-            miss = judge(
+            miss = why_it_differs(
                 entry, made.image, host, times_host=False, allowed=allowed, same_type=True,
                 spread=partial(self._spread, entry),
             )

@@ -131,7 +131,7 @@ class DecoderRoute:
     ) -> Tensor:
         asked = HostDecode(decoder, latent, host, cache(host), upcast_attention)
         self._entry = None
-        tried = attempted(lambda: self._serve(asked, check), beside_host=True)
+        tried = attempted(lambda: self._serve(asked, check), host_oom_is_ours=True)
         if not tried.is_ours:
             return self._by_host(asked, tried)
         made = tried.given()
@@ -197,7 +197,7 @@ class DecoderRoute:
             return image
         if attempted(lambda: self._admitted(asked)).outcome is Outcome.REFUSED or is_finite(image):
             return image
-        found = f"{kind_of(image)} is {NOT_FINITE}"
+        found = f"{image_or_latent(image)} is {NOT_FINITE}"
         if may_help:
             tried = attempted(lambda: self._ours(asked).repeat())
             if tried.is_ours:
@@ -225,7 +225,7 @@ class DecoderRoute:
 
     def _count(self, route: str, latent: Any) -> None:
         """A decode went by this route. An encode is told, but not counted."""
-        encodes = isinstance(latent, Tensor) and latent.dim() == 4 and kind_of(latent) == "image"
+        encodes = isinstance(latent, Tensor) and latent.dim() == 4 and image_or_latent(latent) == "image"
         self._calls[route] += not encodes
 
     def _note(self, route: str, reason: str) -> None:
@@ -258,7 +258,7 @@ def refuse_surroundings(latent: Tensor) -> None:
         raise Refusal(f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}")
 
 
-def kind_of(tensor: Tensor) -> str:
+def image_or_latent(tensor: Tensor) -> str:
     """Whether (batch, channels, h, w) is an image or a latent, which has other channels than colours."""
     return "image" if tensor.shape[1] == COLOURS else "latent"
 

@@ -80,7 +80,7 @@ class CudaGraphs:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
-        self, architecture: str, binding: Source, ops: Operators, inputs: Call, needs: int = 0
+        self, architecture: str, source: Source, ops: Operators, inputs: Call, needs: int = 0
     ) -> GraphRunner:
         """Capture the forward for calls of this shape, with cloned_inputs of one. Such a call must have been made in
         this thread before, by the same operators: it loaded kernels and chose algorithms, which a capture must not do.
@@ -92,16 +92,16 @@ class CudaGraphs:
         """
         device = inputs.latent.device
         with torch.cuda.device(device):
-            stream = self._stream(device, binding.dtype)
+            stream = self._stream(device, source.dtype)
             pool = self._pool(device, architecture, stream)
             before = torch.cuda.memory_reserved(device)
             piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
             stream.wait_stream(torch.cuda.current_stream())
-            recording, weights = GraphRecording(pool.handle, stream, piece), binding.weights()
+            recording, weights = GraphRecording(pool.handle, stream, piece), source.weights()
             try:
                 with recording.ended_on_failure():
                     runner = record(
-                        recording, inputs, pool, lambda call: self._output(binding.layout, weights, ops, call)
+                        recording, inputs, pool, lambda call: self._output(source.layout, weights, ops, call)
                     )
             except BaseException:
                 # torch may believe that this pool is still being recorded to, and would refuse every further capture.
