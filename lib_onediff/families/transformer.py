@@ -90,6 +90,11 @@ class TransformerLayers:
         key, value = self.ops.split_heads(projected, (Heads(attention.heads, key_norm), Heads(attention.heads)))
         return self.attend(query, key, value, mask)
 
+    def heads(self, projected: Tensor, number: int) -> Tensor:
+        """(batch, tokens, heads * head width) -> (batch, heads, tokens, head width), without norm and rotation."""
+        [heads] = self.ops.split_heads(projected, (Heads(number),))
+        return heads
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """The mix of values, (batch, tokens, heads * head width), of (batch, heads, tokens, head width) each."""
         mixed = self.ops.attention(query, key, value, self.upcast_attention, mask)

@@ -22,7 +22,7 @@ from ..core.leaves import Convolution, GroupNorm, Linear, digest_without
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from .leaf_reader import LeafReader
-from .unet.layers import join_heads, split_heads
+from .transformer import TransformerLayers
 from .unet.layout import Downsample, Upsample
 
 HALVES = ("Decoder", "Encoder")
@@ -252,10 +252,10 @@ class Decoding:
         ops, weights = self.ops, self.weights
         height, width = image.shape[-2:]
         tokens = ops.image_to_tokens(ops.group_norm(image, weights[attention.norm.path], attention.norm, silu=False))
-        projected = (ops.linear(tokens, weights[part.path]) for part in attention.projections)
-        query, key, value = (split_heads(part, attention.heads) for part in projected)
-        mixed = join_heads(ops.attention(query, key, value, self.upcast_attention))
-        update = ops.linear(mixed, weights[attention.out.path])
+        layers = TransformerLayers(weights, ops, self.upcast_attention)
+        projected = (layers.linear(tokens, part) for part in attention.projections)
+        query, key, value = (layers.heads(part, attention.heads) for part in projected)
+        update = layers.linear(layers.attend(query, key, value), attention.out)
         return ops.residual_add(image, ops.tokens_to_image(update, height, width), None)
 
     def _convolution(self, image: Tensor, shape: Convolution) -> Tensor:

@@ -9,13 +9,13 @@ ours is not amplified rounding, and stands out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.operators import Operators, Residual
+from ..core.operators import Heads, Operators, Residual
 from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 
 # Relative errors that need no measurement: five times what is usual in float32, twice what is in the others.
@@ -90,6 +90,14 @@ class RoundingNoise:
         if name in EXACT_OPERATIONS:
             return operator
         return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs))
+
+    def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+        """Noise only on heads that are normed or rotated: others are views."""
+        found = []
+        for heads, part in zip(self._ops.split_heads(projected, parts), parts, strict=True):
+            is_view = part.norm is None and part.rotary is None
+            found.append(heads if is_view else self._noisy(heads))
+        return found
 
     def _noisy(self, found: Any) -> Any:
         if isinstance(found, Residual):

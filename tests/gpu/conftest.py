@@ -1,13 +1,18 @@
 """On a GPU, the calls of tests belong to no image: kernels are measured before their first use, as pre-warming does."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import KINDS_OF
+
+# The toy transformer is there.
+sys.path.append(str(Path(__file__).parent.with_name("unit")))
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from oneflow.utils.tensor import from_torch, to_torch
 
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
-from ...core.operators import Activation, GatedUnit, Residual
+from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, WeightedNorm
 from ..torch import operators as torch_ops
 
 # Of a score that is hidden, before the softmax: finite in float16, and smaller than any other by far.
@@ -74,12 +74,26 @@ class OneFlowOperators:
         return functional.silu(normed) if silu else normed
 
     def residual_norm(
-        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
+        self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights,
+        modulation: Modulation | None = None,
     ) -> tuple[Residual, Tensor]:
+        assert modulation is None, "no norm of a UNet is modulated"
         tokens = self.materialize(residual)
         return Residual(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
 
-    def add_linear(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
+    def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+        pieces = projected.chunk(len(parts), dim=-1)
+        heads = []
+        for piece, part in zip(pieces, parts, strict=True):
+            assert part.norm is None and part.rotary is None, "no UNet has norms or rotations of heads"
+            heads.append(piece.view(*piece.shape[:-1], part.number, -1).transpose(1, 2))
+        return heads
+
+    def add_linear(
+        self, residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None,
+        norm: WeightedNorm | None = None,
+    ) -> Residual:
+        assert gate is None and norm is None, "no UNet adds layers with a gate or a norm"
         return residual._replace(tokens=residual.tokens + self.linear(x, layer))
 
     def attention(

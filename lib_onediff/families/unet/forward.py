@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core.layer_weights import Weights, bias_of
 from ...core.operators import Image, Operators
+from ..transformer import TransformerLayers
 from .call import Control, UNetCall
 from .layers import Layers
 from .layout import UNetLayout
@@ -63,9 +64,9 @@ class Pass:
         label = embedded_label(layout, weights, ops, call.y)
         embedding = self.patches.embedding(time_embedding(layout, weights, ops, call))
         shifts = block_shifts(layout, weights, ops, embedding if label is None else embedding + label)
-        self.layers = Layers(
-            weights, ops, shifts, call.context.to(self._dtype), call.upcast_attention, call.image_prompts, self.patches,
-        )
+        transformer = TransformerLayers(weights, ops, call.upcast_attention)
+        context = call.context.to(self._dtype)
+        self.layers = Layers(transformer, shifts, context, call.image_prompts, self.patches)
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
         """Run the first input stages; returns the hidden states and a skip from each stage."""
