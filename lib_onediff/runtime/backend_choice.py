@@ -8,19 +8,23 @@ and with all classes that are used, against the output of the same call with non
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..core.attempt import Outcome, attempted
+from ..core.attempt import Attempt, Outcome, attempted
 from ..core.call import Call
 from ..core.device import Candidates
+from ..core.guard import first_line
 from ..core.key import Lossy
 from ..core.refusal import Refusal
 from ..core.sampling import time_of
 from ..core.settings import MOST_LOW_BIT_ERROR, Settings
+from ..core.table import Entry
 from ..weights.low_bit import KINDS_OF, WantedKinds
 from ..weights.streaming import RING
 from .low_bit_errors import TOGETHER, Choice, half_of
@@ -34,6 +38,48 @@ NONE_IN_MAIN_MEMORY = "Low-bit only is for weights in main memory, and all of th
 CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI applies something to the weights that may change at each call"
 TOO_LATE = "Low-bit's error on this checkpoint is measured in an image that begins earlier, not in its last steps"
 NOT_FINITE = "Low-bit's error cannot be measured here: the exact output has NaN or infinite values"
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[Result]):
+    """One way to compute a call or a decode. Both functions raise Refusal where the next candidate is to be tried.
+
+    entry: returns the entry of the shape by this way. serve: called with that entry, and with the reason why the
+    candidate before did not serve; returns what was computed.
+    """
+
+    entry: Callable[[], Entry]
+    serve: Callable[[Entry, str], Result]
+
+
+def first_to_serve(
+    candidates: Iterable[Candidate[Result]], reason: str, sampling: int | None = None,
+    after_failure: Callable[[Attempt[Any]], object] = lambda failed: None,
+) -> Result:
+    """The result of the first candidate that neither refuses nor fails. A failure is logged and noted in the entry.
+
+    reason: why a faster way is not among them. sampling: see Entry.blame. after_failure: called after a refusal or a
+    failure of serve, before the next candidate is tried. Raises Refusal with the last candidate's reason where none
+    serves, and torch.cuda.OutOfMemoryError.
+    """
+    for candidate in candidates:
+        admitted = attempted(candidate.entry)
+        if admitted.outcome is Outcome.REFUSED:
+            reason = admitted.reason
+            continue
+        entry = admitted.given()
+        made = attempted(partial(candidate.serve, entry, reason))
+        if made.is_ours or made.outcome is Outcome.OUT_OF_MEMORY:
+            return made.given()
+        reason = made.reason
+        if made.fault is not None:
+            reason = entry.blame(f"our forward failed: {first_line(made.fault)}", sampling, is_final=False)
+            log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
+        after_failure(made)
+    raise Refusal(reason)
 
 
 class BackendChoice:

@@ -4,8 +4,8 @@ The slow path tries backends, the fastest first, down to PyTorch's operators lau
 is noted with its reason, and the next one is tried. Its methods, each of which calls the next:
 
 _computed: takes the lock, and has the candidates chosen. _compute: repeats with attention in float32 after an overflow.
-_by_the_first: goes from one candidate to the next. _by: has one backend load its kernels. _run: replays its graph or
-launches its forward. _plainly: launches the forward, operator by operator.
+_first_to_serve: goes from one candidate to the next. _on_device: has one backend load its kernels. _run: replays its
+graph or launches its forward. _plainly: launches the forward, operator by operator.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.attempt import Outcome, attempted
+from ..core.attempt import Attempt, Outcome, attempted
 from ..core.call import Call
 from ..core.device import Candidates, Device, KernelUse
 from ..core.guard import first_line
@@ -29,7 +29,7 @@ from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Entry, State, Stopwatch
 from ..weights.bound import BoundUNet
-from .backend_choice import BackendChoice, LowBitRoute
+from .backend_choice import BackendChoice, Candidate, LowBitRoute, first_to_serve
 from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
 from .network import Network
@@ -240,7 +240,7 @@ class OneCard:
                 call = replace(call, upcast_attention=upcast)
             flags = flags_for(self.settings, dtype, device, upcast)
             with our_modes(device, flags):
-                served = self._by_the_first(candidates, call, functions, flags)
+                served = self._first_to_serve(candidates, call, functions, flags)
             if served.entry.state is not State.COLD or upcast or bool(torch.isfinite(served.output).all()):
                 break
             overflows = True
@@ -249,7 +249,7 @@ class OneCard:
             log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
         return served
 
-    def _by_the_first(
+    def _first_to_serve(
         self, candidates: Candidates, call: Call, functions: FunctionCalls | None, flags: Flags
     ) -> Served:
         """The output by the first backend that neither refuses nor fails: the first device's 8-bit variants, then each
@@ -259,29 +259,27 @@ class OneCard:
         Raises Refusal with the last one's reason where none serves the call, and torch.cuda.OutOfMemoryError.
         """
         network = self.network
-        reason = candidates.reason
-        attempts = [(candidates.devices[0], lossy) for lossy in candidates.lossy]
-        attempts += [(device, LOSSLESS) for device in candidates.devices]
-        for device, lossy in attempts:
-            admitted = attempted(partial(self._admitted, device, call, lossy, flags))
-            if admitted.outcome is Outcome.REFUSED:
-                reason = admitted.reason
-                continue
-            entry = admitted.given()
-            made = attempted(partial(self._by, device, entry, call, functions, reason))
-            if made.is_ours:
-                return made.given()
+        ways = [(candidates.devices[0], lossy) for lossy in candidates.lossy]
+        ways += [(device, LOSSLESS) for device in candidates.devices]
+
+        def after_failure(failed: Attempt[Served]) -> None:
             if functions is not None:
                 functions.rewind()
-            if made.outcome is Outcome.OUT_OF_MEMORY:
-                made.given()
-            reason = made.reason
-            if made.fault is not None:
-                what = f"our forward failed: {first_line(made.fault)}"
-                reason = entry.blame(what, sampling_now(network.bound), is_final=False)
+            if failed.fault is not None:
                 network.bound.bind_anew()
-                log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
-        raise Refusal(reason)
+
+        return first_to_serve(
+            (self._candidate(device, lossy, call, functions, flags) for device, lossy in ways), candidates.reason,
+            sampling_now(network.bound), after_failure,
+        )
+
+    def _candidate(
+        self, device: Device, lossy: Lossy, call: Call, functions: FunctionCalls | None, flags: Flags
+    ) -> Candidate[Served]:
+        """This device as a way to compute a call. lossy: what it computes lossily."""
+        return Candidate(
+            partial(self._admitted, device, call, lossy, flags), partial(self._on_device, device, call, functions)
+        )
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
         """The entry of a call's shape by a backend of this name, switched to the weights as they are now."""
@@ -301,8 +299,8 @@ class OneCard:
             raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
         return self._entry(call, device.name, lossy, flags)
 
-    def _by(
-        self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
+    def _on_device(
+        self, device: Device, call: Call, functions: FunctionCalls | None, entry: Entry, reason: str
     ) -> Served:
         """The output by one backend, which loads its kernels first. reason: why the candidate before did not serve.
         Raises Refusal, also for a cached pass that check has not proved and for a shape that has failed."""

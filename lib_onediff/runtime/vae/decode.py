@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.attempt import Outcome, attempted
 from ...core.card import on_card
 from ...core.device import Device, KernelUse
-from ...core.guard import first_line
 from ...core.key import ShapeKey
 from ...core.layer_weights import Weights
 from ...core.operators import Operators
@@ -22,6 +20,7 @@ from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry, State, Stopwatch
 from ...weights.operands import Cast, Operands
+from ..backend_choice import Candidate, first_to_serve
 from ..rounding import rounding_limit, rounds_as, spread
 from ..services import Services
 from ..verify import HOST_NOT_FINITE, time_host, why_it_differs
@@ -91,22 +90,25 @@ class Decode:
         uncompared: it cannot be compared with the host's own, so torch's operators compute it, which all others are
         compared with. Raises Refusal where the host is to decode, and torch.cuda.OutOfMemoryError.
         """
-        services, stored = self.services, self._latent.dtype
-        found = services.devices.launched(self.settings, self._latent.device, stored, services.is_warm_up)
-        devices, reason = ((services.devices.reference,), "") if uncompared else (found.devices, found.reason)
+        services = self.services
+        found = services.devices.launched(
+            self.settings, self._latent.device, self._latent.dtype, services.is_warm_up
+        )
+        devices = found.devices
+        reason = found.reason
+        if uncompared:
+            devices = (services.devices.reference,)
+            reason = ""
         latent = self._latent.to(dtype)
         use = KernelUse(self.layout.architecture, self.layout.kernel_users, dtype, latent.device)
         services.pressure.before_decode(self._small.to(dtype))
-        for device in devices:
-            entry = self._entry(dtype, device.name)
-            made = attempted(partial(self._by, device, use, entry, latent, reason))
-            if made.is_ours or made.outcome is Outcome.OUT_OF_MEMORY:
-                return made.given()
-            reason = made.reason
-            if made.fault is not None:
-                reason = entry.blame(f"our forward failed: {first_line(made.fault)}", is_final=False)
-                log.error("%s (%s)", reason, entry.key, exc_info=made.fault)
-        raise Refusal(reason)
+        return first_to_serve(
+            (
+                Candidate(partial(self._entry, dtype, device.name), partial(self._by, device, use, latent))
+                for device in devices
+            ),
+            reason,
+        )
 
     def checked(self, made: Decoded) -> Decoded:
         """The same image, compared with the host's own at its first use at a shape.
@@ -164,7 +166,7 @@ class Decode:
         self.notice(entry)
         return entry
 
-    def _by(self, device: Device, use: KernelUse, entry: Entry, latent: Tensor, reason: str) -> Decoded:
+    def _by(self, device: Device, use: KernelUse, latent: Tensor, entry: Entry, reason: str) -> Decoded:
         """The image by one device. reason: why the one before was not good. Raises Refusal."""
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
