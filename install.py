@@ -146,7 +146,8 @@ def venv_bytes() -> int:
 def refuse_full_disk() -> None:
     """Raise CannotInstall where there is no room for what is missing in .venv."""
     there = sum(path.lstat().st_size for path in VENV.rglob("*"))
-    free, missing = shutil.disk_usage(VENV).free, venv_bytes() - there
+    free = shutil.disk_usage(VENV).free
+    missing = venv_bytes() - there
     if free < missing:
         raise CannotInstall(f"{VENV} needs {missing / 2**30:.1f} GB more, and {free / 2**30:.1f} GB are free there.")
 
@@ -168,7 +169,8 @@ def make_venv() -> None:
         raise CannotInstall(f"This Python cannot make a .venv: its module venv or ensurepip is missing. {way}")
     print(f"Making .venv with {python}.", flush=True)
     empty_venv()
-    command, own = [sys.executable, "-m", "venv", VENV], own_environment()
+    command = [sys.executable, "-m", "venv", VENV]
+    own = own_environment()
     answer = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     if answer.returncode != 0:
         raise CannotInstall(why_failed(answer.stdout) or f"Making .venv failed: {answer.stdout.strip()}")

@@ -87,7 +87,8 @@ def compile_pipe(
     deepcache_interval and deepcache_depth. TypeError and ValueError say in a sentence what to pass.
     """
     must_be_pipeline(pipe, "compile_pipe")
-    left, chosen = parts_of(pipe, ignores), settings_of(settings, options)
+    left = parts_of(pipe, ignores)
+    chosen = settings_of(settings, options)
     unet = network_of(pipe)
     if unet is None:
         runtime.leave_alone(first_network(pipe), f"{type(pipe).__name__} has no UNet; it stays as it is")

@@ -133,7 +133,8 @@ class OneDiffScript(scripts.Script):
         try:
             settings = xyz.settings_of_cell(p, settings_of_run(*arguments))
         except ValueError as problem:
-            settings, why_off = Settings(enabled=False), f"{problem} OneDiff is off for this run."
+            settings = Settings(enabled=False)
+            why_off = f"{problem} OneDiff is off for this run."
             run_settings.tell(p, why_off)
         run_settings.describe(p, settings, webui.why_not_served() is None)
         runtime.generations.begin(p, settings, why_off).resolution = run_settings.resolution_of(p)

@@ -104,7 +104,8 @@ class Routes:
         self._runtime = runtime
         self._warmup = warmup
         self._status = status
-        self._exclusively, self._turn = exclusively, threading.Lock()
+        self._exclusively = exclusively
+        self._turn = threading.Lock()
 
     def status(
         self, probe: bool = Query(False, description="Answer 503 while not ready, for probes that read no body."),

@@ -44,7 +44,8 @@ examples:
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
     """OneDiff's options from words such as "low_bit=int8". Raises ValueError with a sentence."""
-    known, chosen = {option.name: option for option in fields(Settings)}, {}
+    known = {option.name: option for option in fields(Settings)}
+    chosen = {}
     for word in words:
         name, _, value = word.partition("=")
         chosen[name] = parse_value(known[name], value) if name in known else value
@@ -113,10 +114,14 @@ def machine() -> dict[str, Any]:
 
 def cells(row: Row) -> dict[str, str]:
     """What is printed of a row: not the lists of all times."""
-    return {
-        name: "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-        for name, value in row.items() if not name.startswith("all_")
-    }
+    return {name: shown(value) for name, value in row.items() if not name.startswith("all_")}
+
+
+def shown(value: Any) -> str:
+    """A value of a row, as it is printed."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -137,7 +142,9 @@ def main() -> int:
     # A WebUI needs the card's memory for itself.
     here = torch.cuda.is_available() and not options.share
     device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
-    facts, rows, problem = {} if options.share else machine(), [], ""
+    facts = {} if options.share else machine()
+    rows = []
+    problem = ""
     try:
         for row in (share if options.share else COMMANDS[options.command])(options, device):
             rows.append(row)

@@ -25,7 +25,8 @@ from .judge import Judge, load_judge
 from .steps import DTYPES, HOST, Options, Row, free_memory, name_of_options, served_by, sizes_of, timed
 
 # Measuring, checking and capturing are over after so many images that nobody looks at, and so many as users make.
-WAITING_IMAGES, SETTLING_IMAGES = 2, 1
+WAITING_IMAGES = 2
+SETTLING_IMAGES = 1
 ONEDIFF = "onediff"
 TOKENS = 77
 # A prompt's embedding is quieter than an image's noise.
@@ -41,7 +42,8 @@ class Drawing:
         """model: a configuration for random weights, or a diffusers folder. Raises Refusal."""
         self.device = device
         if model not in models.CONFIGURATIONS:
-            self.pipe, self._prompt = load_pipeline(Path(model), dtype, device), {"prompt": PROMPT}
+            self.pipe = load_pipeline(Path(model), dtype, device)
+            self._prompt = {"prompt": PROMPT}
             return
         unet: Any = models.random_unet(model, device).to(dtype)
         self.pipe = random_pipeline(unet, models.random_vae(model.startswith("tiny"), device).to(dtype))
@@ -145,8 +147,11 @@ def by_onediff(
 PROMPTS = Path(__file__).with_name("prompts.json")
 SHIPPED = Path(__file__).parents[1] / "demo" / "emoji-sd"
 JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
-HOST32, ANOTHER = "host, fp32", "another prompt's image"
-SIDE, GUIDANCE, IMAGES_AT_ONCE = 256, 4.0, 8
+HOST32 = "host, fp32"
+ANOTHER = "another prompt's image"
+SIDE = 256
+GUIDANCE = 4.0
+IMAGES_AT_ONCE = 8
 # A fault shows in the worst images, and one image is an accident.
 LOWEST = 0.05
 
@@ -159,7 +164,8 @@ def held_out(count: int) -> list[Row]:
 
 def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
     """(n, 3, SIDE, SIDE) of uint8, as a file would keep them. All calls are of one shape."""
-    parts, at_once = [], min(IMAGES_AT_ONCE, len(wanted))
+    parts = []
+    at_once = min(IMAGES_AT_ONCE, len(wanted))
     shape = pipe.unet.config.in_channels, SIDE // pipe.vae_scale_factor, SIDE // pipe.vae_scale_factor
     for start in range(0, len(wanted), at_once):
         part = [wanted[min(start + at, len(wanted) - 1)] for at in range(at_once)]
@@ -182,7 +188,9 @@ def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
 
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """How far the images of the host, of OneDiff and of each --set are from the host's in float32. Raises Refusal."""
-    folder, steps, wanted = Path((options.model or [SHIPPED])[0]), options.steps, held_out(options.images)
+    folder = Path((options.model or [SHIPPED])[0])
+    steps = options.steps
+    wanted = held_out(options.images)
     exact = draw_prompts(load_pipeline(folder, torch.float32, device), wanted, steps)
     judge = partial(judged, load_judge(JUDGE, device), exact=exact, wanted=wanted)
     yield {"options": HOST32, **judge(exact)}
@@ -233,7 +241,8 @@ class WebUI:
 
     def ask(self, path: str, body: Row | None = None) -> Any:
         """The JSON that the WebUI answers. Raises ValueError with a sentence."""
-        address, data = self.url + path, None if body is None else json.dumps(body).encode()
+        address = self.url + path
+        data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
         try:
             with self._open(request, timeout=SECONDS_FOR_AN_IMAGE) as answer:
@@ -249,7 +258,8 @@ class WebUI:
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
             "alwayson_scripts": {"OneDiff": {"args": arguments}},
         }
-        before, began = Counter(self.ask(STATUS)["calls"]), time.perf_counter()
+        before = Counter(self.ask(STATUS)["calls"])
+        began = time.perf_counter()
         answer = self.ask("/sdapi/v1/txt2img", body)
         seconds = time.perf_counter() - began
         return seconds, answer["images"][0], Counter(self.ask(STATUS)["calls"]) - before
@@ -260,7 +270,8 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
     A step's time is what twice as many steps take longer, each.
     """
-    running, steps = WebUI(options.url), options.steps
+    running = WebUI(options.url)
+    steps = options.steps
     chosen: dict[str, Row] = {"off": {"enabled": False}, "on": {"enabled": True}}
     chosen |= {name_of_options(more): {"enabled": True, **more} for more in options.set}
     for size in options.size or [Size(512, 512)]:

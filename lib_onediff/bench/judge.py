@@ -38,7 +38,8 @@ class Judge(nn.Module):
 
     def __init__(self, names: list[str], backgrounds: list[str]) -> None:
         super().__init__()
-        self.names, self.backgrounds = names, backgrounds
+        self.names = names
+        self.backgrounds = backgrounds
         before = 3
         stages = []
         for width, blocks in zip(WIDTHS, BLOCKS, strict=True):

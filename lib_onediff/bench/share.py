@@ -23,7 +23,8 @@ from ..runtime.runtime import runtime
 from .images import STATUS, STEPS_TO_SETTLE, WebUI
 from .steps import Row
 
-OFF, FILES = "off", ("onediff-card.json", "onediff-card.md")
+OFF = "off"
+FILES = ("onediff-card.json", "onediff-card.md")
 MOST_IMAGES_UNTIL_READY = 5
 HINT = """
 Medians; in brackets how many times as fast as off, and how near: Exact to off, the others to Exact.
@@ -48,7 +49,8 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         **status["machine"], **{name: status[name] for name in ("release", "model", "backend")},
         "steps": options.steps, "runs": options.runs,
     }
-    rows, lines = [], []
+    rows = []
+    lines = []
     for size in options.size or [parse_size(runtime.services.families.usual_sizes(status["model"])[0].sizes[0])]:
         made = list(measured(running, size, options, status["presets"]))
         yield from made
@@ -118,11 +120,12 @@ def line(facts: Row, rows: Sequence[Row]) -> str:
 
 def cell(row: Row) -> str:
     """A row in short, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)"."""
-    told = [] if row["options"] == OFF else [
-        f"{row['x_off']:.2f}x",
-        *(["identical"] if row["psnr_db"] is None else [f"{row['psnr_db']:.1f} dB", f"SSIM {row['ssim']:.3f}"]),
-    ]
-    return f"{row['image_s']:.2f} s" + (f" ({', '.join(told)})" if told else "")
+    seconds = f"{row['image_s']:.2f} s"
+    if row["options"] == OFF:
+        return seconds
+    is_identical = row["psnr_db"] is None
+    difference = "identical" if is_identical else f"{row['psnr_db']:.1f} dB, SSIM {row['ssim']:.3f}"
+    return f"{seconds} ({row['x_off']:.2f}x, {difference})"
 
 
 def joined(cells: Sequence[str]) -> str:

@@ -25,7 +25,11 @@ from ..runtime.verify import relative_error
 from . import models
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-HOST, HOST_GRAPH, COMPILED, COMPILED_GRAPH = HOSTS = ("host", "host+graph", "compile", "compile+graph")
+HOST = "host"
+HOST_GRAPH = "host+graph"
+COMPILED = "compile"
+COMPILED_GRAPH = "compile+graph"
+HOSTS = (HOST, HOST_GRAPH, COMPILED, COMPILED_GRAPH)
 # Enough calls for kernels to be compiled, the first use to be checked, and graphs to be captured.
 CALLS_UNTIL_READY = 4
 CALLS_IN_TURN = 5
@@ -138,7 +142,11 @@ def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
-    side = 128 if model.startswith("tiny") else 1024 if model == "sdxl" else 512
+    side = 512
+    if model.startswith("tiny"):
+        side = 128
+    elif model == "sdxl":
+        side = 1024
     return options.size or [Size(side, side)]
 
 
@@ -156,7 +164,9 @@ def side_by_side(
         from diffusers.hooks import apply_group_offloading
 
         unet.to("cpu")
-    rows, calls, copies = [], [], []
+    rows = []
+    calls = []
+    copies = []
     for variant in chosen:
         try:
             module = unet if variant.options is None and not offloads else copy.deepcopy(unet)
@@ -178,7 +188,8 @@ def side_by_side(
             if row["backend"] not in HOSTS:
                 row["served_by"] = served_by()
     by_name = {row["backend"]: row for row in rows}
-    host, compiled = by_name.get(HOST), by_name.get(COMPILED_GRAPH)
+    host = by_name.get(HOST)
+    compiled = by_name.get(COMPILED_GRAPH)
     for row in rows:
         if host is not None:
             row["x_host"] = host["ms"] / row["ms"]
@@ -209,7 +220,8 @@ def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: T
     """A variant's function, called until nothing is left to compile, check or capture. Its error, its memory, and the
     seconds of its first call, with what that compiles, measures and checks."""
     free_memory()
-    sample, timestep = arguments["sample"], arguments["timestep"]
+    sample = arguments["sample"]
+    timestep = arguments["timestep"]
     if sample.is_cuda:
         torch.cuda.reset_peak_memory_stats(sample.device)
         before = torch.cuda.memory_allocated(sample.device)

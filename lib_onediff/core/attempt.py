@@ -153,7 +153,8 @@ def attempted(work: Callable[[], Result], host_oom_is_ours: bool = False) -> Att
 
 def without_frames(refusal: Refusal) -> Refusal:
     """The refusal alone: its message is all that is needed of it."""
-    refusal.__cause__ = refusal.__context__ = None
+    refusal.__cause__ = None
+    refusal.__context__ = None
     return refusal.with_traceback(None)
 
 

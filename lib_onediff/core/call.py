@@ -13,7 +13,8 @@ from .fields import ANY_DTYPE, LEFT_OUT, named_tensors, shapes_of, signature_fun
 from .points import Points
 from .precision import autocast_dtype
 
-FULL, CACHED = "full", "cached"
+FULL = "full"
+CACHED = "cached"
 # Why the prompt's rows of a call are not known, in words for the user, whatever the host.
 APART = "prompt and negative prompt come in separate calls, or there is no negative prompt"
 OTHER_ROWS = "the call has rows besides those of prompt and negative prompt (tiles?)"

@@ -78,6 +78,7 @@ class TuningCache:
         loaded = load()
         with self._lock:
             before = self._values
-            self._save, self._values = save, {**loaded, **before}
+            self._save = save
+            self._values = {**loaded, **before}
         for name, value in before.items():
             save(name, value)

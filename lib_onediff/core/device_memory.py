@@ -12,7 +12,8 @@ log = logging.getLogger("onediff")
 UNLIMITED = 2**62
 # What must stay for whoever needs it next, as a share of the card, and within which limits.
 LEAST_SHARE = 32
-LEAST, MOST = 256 * MEBIBYTE, 1024 * MEBIBYTE
+LEAST = 256 * MEBIBYTE
+MOST = 1024 * MEBIBYTE
 
 
 class Card:

@@ -85,7 +85,8 @@ class Guard:
 
     def resume(self) -> None:
         """A generation begins: what went wrong in the last one may go well now."""
-        self.suspended = self._given_up = ""
+        self.suspended = ""
+        self._given_up = ""
         self.generation += 1
         self._hears_of_generations = True
 

@@ -265,19 +265,14 @@ class ImageLog:
             backend=None if entry is None else entry.key.backend, lossy="" if entry is None else str(entry.key.lossy),
             route="" if last is None else last.route, reason=self.reason,
             relative_error=None if entry is None else entry.relative_error,
-            parts=tuple(
-                part_of(place, {step: n for step, n in steps.items() if step.place == place})
-                for place in dict.fromkeys(step.place for step in steps)
-            ),
+            parts=parts_of(steps),
             steps=steps_by_kind(steps), calls=calls_by_route(steps), step_ms=times.step_ms, host_ms=times.host_ms,
             ratio=times.ratio, by_host=dict(self.by_host.most_common()), first_uses=self.first_uses,
             backends=frozenset(
                 (step.entry.key.backend, str(step.entry.key.lossy)) for step in steps if step.entry is not None
             ),
             policies={name: dict(done) for name, done in self.policies.items()},
-            inactive={
-                name: Inactive(*list(reasons.items())[-1]) for name, reasons in self.inactive.items() if reasons
-            },
+            inactive={name: last_of(reasons) for name, reasons in self.inactive.items() if reasons},
             vae=self.vae, inside=tuple(self.inside),
         )
 
@@ -297,6 +292,20 @@ class ImageLog:
         slower = 0.0 if self.first_uses else beyond
         rest = None if seconds is None else max(0.0, seconds - calls - check - vae - inside)
         return Spent(unet, first_use, slower, vae, inside, rest)
+
+
+def last_of(reasons: Counter[str]) -> Inactive:
+    """The last of the reasons why a policy was inactive: note_policy moves it to the end."""
+    reason, calls = list(reasons.items())[-1]
+    return Inactive(reason, calls)
+
+
+def parts_of(steps: Mapping[CountedStep, int]) -> tuple[ImagePart, ...]:
+    """The parts of an image with these steps, in the order of their first steps."""
+    by_place: dict[Place, dict[CountedStep, int]] = {}
+    for step, count in steps.items():
+        by_place.setdefault(step.place, {})[step] = count
+    return tuple(part_of(place, of_place) for place, of_place in by_place.items())
 
 
 def part_of(place: Place, steps: Mapping[CountedStep, int]) -> ImagePart:

@@ -29,7 +29,9 @@ class Lossy(NamedTuple):
 
     def __str__(self) -> str:
         """For users, behind the backend's name."""
-        return "8-bit only" if self.only else "8-bit" if self.low_bit else ""
+        if self.only:
+            return "8-bit only"
+        return "8-bit" if self.low_bit else ""
 
 
 LOSSLESS = Lossy()

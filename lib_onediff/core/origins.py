@@ -33,8 +33,10 @@ def origin(function: object) -> str:
 def author(function: object) -> str:
     """Whose code that is, for people: the folder of the extension; the Python module, where it is in none."""
     inner = decorated(function)
-    namespace, code = globals_of(inner), getattr(inner, "__code__", None)
-    name, file = str(namespace.get("__name__", "?")), str(namespace.get("__file__"))
+    namespace = globals_of(inner)
+    code = getattr(inner, "__code__", None)
+    name = str(namespace.get("__name__", "?"))
+    file = str(namespace.get("__file__"))
     own = code.co_filename if code is not None and code.co_filename.endswith(".py") else file
     if PurePath(own).name != PurePath(file).name:
         # Somebody has given a function another body.
@@ -54,7 +56,8 @@ def decorated(function: object) -> Any:
     Attributes of the function say nothing of that: functools.wraps copies __module__ and __wrapped__ from the function
     that is being replaced.
     """
-    inner, seen = underlying(function), set[int]()
+    inner = underlying(function)
+    seen = set[int]()
     while package(str(globals_of(inner).get("__name__"))) == TORCH and id(inner) not in seen:
         seen.add(id(inner))
         inner = underlying(next((one for one in callables_within(inner) if is_decorated(one)), inner))
@@ -101,7 +104,8 @@ def callables_within(function: object) -> Iterator[Any]:
 def parts_of(function: object) -> Iterator[Any]:
     """Every function that runs when a callable is called, as far as it holds them: a decorator, then what it decorates.
     Of a callable object, its class as well."""
-    waiting, seen = [function], dict[int, Any]()
+    waiting = [function]
+    seen = dict[int, Any]()
     while waiting and len(seen) < MOST_PARTS:
         one = waiting.pop(0)
         if id(one) in seen:

@@ -19,10 +19,16 @@ WHITE = 255
 #   DeepCache 3              18.8   33.2   39.2         0.819   0.979   0.993
 #   another seed             14.7   19.6   25.4         0.679   0.798   0.863
 #   another prompt            5.0    9.5   12.8         0.366   0.582   0.711
-INVISIBLE_PSNR, CLOSE_SSIM, DIFFERENT_PSNR = 48.0, 0.96, 14.0
-VERDICTS = IDENTICAL, PALER, UNSEEN, FINE_DETAILS, DETAILS, UNLIKE = (
-    "identical", "paler", "unseen", "fine details", "details", "unlike",
-)
+INVISIBLE_PSNR = 48.0
+CLOSE_SSIM = 0.96
+DIFFERENT_PSNR = 14.0
+IDENTICAL = "identical"
+PALER = "paler"
+UNSEEN = "unseen"
+FINE_DETAILS = "fine details"
+DETAILS = "details"
+UNLIKE = "unlike"
+VERDICTS = (IDENTICAL, PALER, UNSEEN, FINE_DETAILS, DETAILS, UNLIKE)
 SENTENCES = {
     IDENTICAL: "Identical: every pixel is the same.",
     PALER: "The right image is paler: saturation {saturation:+.0%}, contrast {contrast:+.0%}.",
@@ -33,7 +39,9 @@ SENTENCES = {
 }
 # Colours are compared on means of squares: noise alone makes grey pixels colourful and flat ones contrasty. DeepCache
 # costs at most 0.02 of either. Below this SSIM, images are moved or too noisy to tell.
-SQUARE, LEAST_FALL, SAME_SSIM = 8, 0.04, 0.6
+SQUARE = 8
+LEAST_FALL = 0.04
+SAME_SSIM = 0.6
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,8 @@ def compare(first: Any, second: Any) -> ImageComparison:
             f"Without scikit-image, images are not measured ({error}). Install it with: "
             "pip install scikit-image"
         ) from error
-    one, other = pixels_of(first), pixels_of(second)
+    one = pixels_of(first)
+    other = pixels_of(second)
     if one.shape != other.shape:
         raise ValueError("Only images of the same size can be compared.")
     labs = color.rgb2lab(one), color.rgb2lab(other)

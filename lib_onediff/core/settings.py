@@ -21,7 +21,11 @@ OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff >
 # A TiB: more than any GPU has.
 MOST_GRAPH_MEMORY_MIB = 1 << 20
 # The headings of the settings page, in its order.
-GENERAL, SPEED, MEMORY, EXPERT = GROUPS = ("General", "Speed and precision", "Memory and pre-warm", "Expert")
+GENERAL = "General"
+SPEED = "Speed and precision"
+MEMORY = "Memory and pre-warm"
+EXPERT = "Expert"
+GROUPS = (GENERAL, SPEED, MEMORY, EXPERT)
 # What the check of a shape's first use lets pass. Float8 keeps three bits after the point of every factor, int8 seven
 # of the largest of a row. Seen of float8: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
 MOST_LOW_BIT_ERROR = 0.12

@@ -30,7 +30,8 @@ class Turn:
     """On a GPU. Written out, and not as a generator: every replay goes through it."""
 
     def __init__(self, order: StreamOrder, device: torch.device) -> None:
-        self._order, self._device = order, device
+        self._order = order
+        self._device = device
         self._card = torch.cuda.device(device)
         self._stream: torch.cuda.Stream | None = None
 

@@ -20,7 +20,8 @@ from ..core.logs import one_line, readable
 from ..core.refusal import Refusal
 
 DEFAULT_DATA_DIR = Path(__file__).resolve().parents[2] / "outputs"
-FIRST_PORT, PORTS_TO_TRY = 7860, 100
+FIRST_PORT = 7860
+PORTS_TO_TRY = 100
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 

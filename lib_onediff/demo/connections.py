@@ -16,13 +16,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # A page holds a few. asyncio accepts those that come at once before it counts them, some rounds long: they need files
 # too, as everything else does.
-MOST_CONNECTIONS, ACCEPTED_AT_ONCE, ROUNDS, OTHER_FILES, FEWEST_CONNECTIONS = 256, 16, 4, 128, 16
+MOST_CONNECTIONS = 256
+ACCEPTED_AT_ONCE = 16
+ROUNDS = 4
+OTHER_FILES = 128
+FEWEST_CONNECTIONS = 16
 # For the head of a request; and for each next so many bytes of its body.
-SECONDS_FOR_HEAD, SECONDS_FOR_PART, BYTES_OF_PART = 15.0, 30.0, 64 * 1024
+SECONDS_FOR_HEAD = 15.0
+SECONDS_FOR_PART = 30.0
+BYTES_OF_PART = 64 * 1024
 # What has just been connected may have sent what has not arrived yet.
 SECONDS_ON_THE_WAY = 1.0
 # Of lines that any request can cause.
-MOST_LINES, SECONDS_OF_LINES = 20, 60.0
+MOST_LINES = 20
+SECONDS_OF_LINES = 60.0
 NOISY = ("uvicorn.error", "asyncio", "python_multipart.multipart")
 
 
@@ -49,7 +56,10 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._phase: tuple[Any, int] = (None, 0)
-        self._since, self._requests, self._counted, self._received = time.monotonic(), 0, 0, 0
+        self._since = time.monotonic()
+        self._requests = 0
+        self._counted = 0
+        self._received = 0
         self._timer: asyncio.TimerHandle | None = None
         self._look()
         self._make_room()
@@ -73,7 +83,8 @@ class Connection(H11Protocol):
         phase = self.conn.their_state, self._requests
         if phase == self._phase:
             return
-        self._phase, self._since = phase, time.monotonic()
+        self._phase = phase
+        self._since = time.monotonic()
         self._stop_timer()
         if phase[0] is h11.IDLE:
             self._timer = self.loop.call_later(SECONDS_FOR_HEAD, self.transport.abort)
@@ -132,5 +143,6 @@ class FewLines(logging.Filter):
             return False
         self._times.append(now)
         if len(self._times) == MOST_LINES and now - self._times[0] < SECONDS_OF_LINES:
-            record.msg, record.args = f"{record.getMessage()} (More of these are left out for a minute.)", ()
+            record.msg = f"{record.getMessage()} (More of these are left out for a minute.)"
+            record.args = ()
         return True

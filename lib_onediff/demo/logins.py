@@ -17,9 +17,12 @@ from fastapi import HTTPException
 from starlette.types import Receive, Scope, Send
 
 # Wrong passwords that cost nothing, and how long each further one has the next wait.
-FREE_FAILURES, FIRST_WAIT, LONGEST_WAIT = 5, 1.0, 30.0
+FREE_FAILURES = 5
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 30.0
 # After so long without a wrong password all are forgiven. So many counts are kept, the last.
-FORGIVEN_AFTER, MOST_COUNTS = 600.0, 1000
+FORGIVEN_AFTER = 600.0
+MOST_COUNTS = 1000
 # Who has an IPv6 address has all of its network.
 IPV6_NETWORK = 64
 LONGEST_PASSWORD = 1000
@@ -45,13 +48,15 @@ class Logins:
     """
 
     def __init__(self, accounts: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
-        self._accounts, self._now = {name: digest(password) for name, password in accounts.items()}, now
+        self._accounts = {name: digest(password) for name, password in accounts.items()}
+        self._now = now
         self._failures: OrderedDict[tuple[str, str], Failures] = OrderedDict()
 
     async def check(self, name: str, password: str) -> bool:
         """Whether the password is the account's. Raises HTTPException 429. A coroutine, so that gradio calls it in the
         event loop's thread, where two cannot count at once."""
-        now, key = self._now(), (network_of(client.get()), name if name in self._accounts else "")
+        now = self._now()
+        key = (network_of(client.get()), name if name in self._accounts else "")
         failures = self._failures.get(key, Failures())
         if now - failures.last > FORGIVEN_AFTER:
             failures = Failures()

@@ -86,7 +86,8 @@ class LoadedModel:
         if vae.config.force_upcast:
             vae.to(torch.float32)
         latents = latents.to(vae.dtype) / vae.config.scaling_factor
-        mean, deviation = getattr(vae.config, "latents_mean", None), getattr(vae.config, "latents_std", None)
+        mean = getattr(vae.config, "latents_mean", None)
+        deviation = getattr(vae.config, "latents_std", None)
         if mean is not None and deviation is not None:
             deviation, mean = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (deviation, mean))
             latents = latents * deviation + mean

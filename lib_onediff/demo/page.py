@@ -152,7 +152,8 @@ def build_parameters() -> Inputs:
             min_width=180,
         )
 
-    names, side = list(SAMPLERS), min(shared.sd_model.side, LARGEST_SIDE)
+    names = list(SAMPLERS)
+    side = min(shared.sd_model.side, LARGEST_SIDE)
     inputs: Inputs = {}
     with gr.Row():
         inputs["sampler_name"] = gr.Dropdown(
@@ -181,7 +182,8 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     def generate(*values: Any) -> Iterator[tuple[Any, ...]]:
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
-        fields, arguments = dict(zip(names, values, strict=False)), [0, *values[len(names) :]]
+        fields = dict(zip(names, values, strict=False))
+        arguments = [0, *values[len(names) :]]
         work = worker.submit(lambda: make_images(StableDiffusionProcessingTxt2Img(**fields), runner, arguments))
         # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
         worker.shutdown(wait=False)
@@ -208,7 +210,8 @@ def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
         with queue_lock, contextlib.closing(p):
             shared.state.begin("txt2img")
             try:
-                p.scripts, p.script_args = runner, tuple(script_args)
+                p.scripts = runner
+                p.script_args = tuple(script_args)
                 return process_images(p)
             finally:
                 shared.state.end()
@@ -223,7 +226,8 @@ def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
 
 def progress_bar() -> str:
     """The progress line while something is made."""
-    share, state = shared.state.share_done(), shared.state
+    share = shared.state.share_done()
+    state = shared.state
     batch = f"Batch {state.job_no + 1} out of {state.job_count}" if state.job_count > 1 else ""
     steps = f"step {state.sampling_step} of {state.sampling_steps}" if state.sampling_steps else ""
     text = ", ".join(filter(None, (batch, steps))) or "waiting"

@@ -23,7 +23,11 @@ from ..runtime.rows import ResolutionRow
 from ..runtime.runtime import Runtime
 
 log = logging.getLogger("onediff")
-QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+QUEUED = "queued"
+RUNNING = "running"
+DONE = "done"
+FAILED = "failed"
+CANCELLED = "cancelled"
 PENDING = (QUEUED, RUNNING)
 # The first is checked against the host's own UNet, the second captures a graph, the third replays it.
 CALLS_PER_SHAPE = 3
@@ -34,7 +38,9 @@ SECONDS_AT_EXIT = 20.0
 SECONDS_LEFT_TO_IMAGES = 0.02
 WAITING = "waiting for the image that is being made"
 DECODING = "checking the VAE's decode"
-CHECKING, CAPTURING, MEASURING = "checking against the WebUI's own", "capturing a graph", "measuring"
+CHECKING = "checking against the WebUI's own"
+CAPTURING = "capturing a graph"
+MEASURING = "measuring"
 # What each piece of a job's work takes, in calls that only compute: where this process has not measured it yet.
 WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
 # Of a shape, in this order.
@@ -145,7 +151,9 @@ class WarmUp:
     hosts.contract.WebUI."""
 
     def __init__(self, webui: Any, runtime: Runtime) -> None:
-        self._webui, self._runtime, self._had_checkpoint = webui, runtime, False
+        self._webui = webui
+        self._runtime = runtime
+        self._had_checkpoint = False
         # What is over and what runs, then the queue in its order.
         self._jobs: list[Job] = []
         self._ids = count(1)
@@ -227,11 +235,14 @@ class WarmUp:
             if self._wants_sizes():
                 return NO_CHECKPOINT
         count = sum(job.pending for job in self.jobs())
-        return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready." if count else ""
+        if not count:
+            return ""
+        return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready."
 
     def _wants_sizes(self) -> bool:
         """Whether the first checkpoint will have sizes made ready."""
-        settings, history = self._runtime.settings, self._runtime.history
+        settings = self._runtime.settings
+        history = self._runtime.history
         wanted = parse_prewarm(settings.prewarm)
         return settings.enabled and bool(wanted.sizes or wanted.most_used and history.rows(every_machine=True))
 
@@ -271,13 +282,16 @@ class WarmUp:
         """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
         with self._lock:
             if job.state == RUNNING:
-                job.done, job.made, job.seconds = job.done + calls, job.made + 1, job.seconds + seconds
+                job.done = job.done + calls
+                job.made = job.made + 1
+                job.seconds = job.seconds + seconds
                 job.of_calls += seconds
                 job.share = max(job.share, min(self._share(job), MOST_OF_A_JOB))
 
     def _share(self, job: Job) -> float:
         """How much of a job's work is done, by the seconds that it took, and those that what is left will take."""
-        pixels, left = job.size.width * job.size.height, 0.0
+        pixels = job.size.width * job.size.height
+        left = 0.0
         for number in range(job.done, job.total):
             batch, _ = job.shapes[number // CALLS_PER_SHAPE]
             left += self._times.estimate(WORK_OF_A_SHAPE[number % CALLS_PER_SHAPE], batch * pixels)
@@ -288,7 +302,9 @@ class WarmUp:
         """A job is over; one that was cancelled meanwhile stays so."""
         with self._lock:
             if job.pending:
-                job.state, job.reason, job.what = state, reason, ""
+                job.state = state
+                job.reason = reason
+                job.what = ""
                 job.share = 1.0 if state == DONE else job.share
                 self._jobs.sort(key=lambda job: job.state == QUEUED)
                 for old in [job for job in self._jobs if not job.pending][:-FINISHED_JOBS_KEPT]:
@@ -335,7 +351,9 @@ class WarmUp:
         if job.state != RUNNING:
             return ""
         place, number = divmod(job.done, CALLS_PER_SHAPE)
-        devices, call_stats, standing = self._runtime.devices, self._runtime.call_stats, self._runtime.settings.backend
+        devices = self._runtime.devices
+        call_stats = self._runtime.call_stats
+        standing = self._runtime.settings.backend
         captures = number == 1 and devices.has_graphs(call_stats.last_call.backend or standing)
         self._say(job, MEASURING if number == 1 and not captures else WORK_OF_A_SHAPE[number])
         began = time.perf_counter()

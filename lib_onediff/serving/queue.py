@@ -65,7 +65,9 @@ class Queue:
     def __init__(self, make: Callable[[Request], Awaitable[bytes | str]], limits: Limits, lanes: int) -> None:
         """make: the image of a request, or a sentence where it failed; it raises where whoever makes it has ended.
         lanes: how many are made at the same time."""
-        self._make, self._limits, self._lanes = make, limits, asyncio.Semaphore(lanes)
+        self._make = make
+        self._limits = limits
+        self._lanes = asyncio.Semaphore(lanes)
         self.waiting = self.answered = self._making = 0
         self.ending = False
 

@@ -24,7 +24,10 @@ from ..runtime.runtime import runtime
 from .queue import Limits, Queue, Request
 
 # Warm: checked, captured, replayed.
-WARM_STEPS, MOST_WARM_SIZES, FAILURES_UNTIL_REPLACED, SECONDS_TO_END = 4, 8, 3, 600
+WARM_STEPS = 4
+MOST_WARM_SIZES = 8
+FAILURES_UNTIL_REPLACED = 3
+SECONDS_TO_END = 600
 AT_A_REPLICA = 2  # One image is made, and one request is there when it is done.
 log = logging.getLogger("onediff")
 
@@ -56,7 +59,8 @@ class Painter:
 
     def __init__(self, load: Callable[[Config], Any], config: Config) -> None:
         # One thread for all: what CUDA keeps for a thread is warm too.
-        self._thread, self._failures = ThreadPoolExecutor(1), 0
+        self._thread = ThreadPoolExecutor(1)
+        self._failures = 0
         if config.cache:
             os.environ["ONEDIFF_CACHE"] = config.cache
         self._pipe = self._thread.submit(lambda: compile_pipe(load(config), **config.options)).result()
@@ -84,7 +88,8 @@ class Painter:
             raise RuntimeError(f"{self._failures} images in a row failed")
 
     def _image(self, request: Request) -> bytes:
-        file, generator = io.BytesIO(), torch.Generator("cpu").manual_seed(request.seed or 0)
+        file = io.BytesIO()
+        generator = torch.Generator("cpu").manual_seed(request.seed or 0)
         self._pipe(
             request.prompt, negative_prompt=request.negative_prompt, width=request.width, height=request.height,
             num_inference_steps=request.steps, guidance_scale=request.guidance, generator=generator,
@@ -116,7 +121,8 @@ async def image(request: Request) -> Response:
 
 async def ready(response: Response) -> dict[str, Any]:
     """503 until a replica is warm, and once the service ends."""
-    status, queue = await asyncio.to_thread(serve.status), front().queue
+    status = await asyncio.to_thread(serve.status)
+    queue = front().queue
     painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
     warm = painters.replica_states.get("RUNNING", 0)
     is_ready = warm > 0 and not queue.ending

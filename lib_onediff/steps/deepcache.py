@@ -123,7 +123,8 @@ class CacheSlot:
     def make_room(self, feature: CachedFeature) -> None:
         """Prepare the slot for this feature's next values; another prompt's are backed up."""
         self._take(feature)
-        feature.made_at = feature.backup = None
+        feature.made_at = None
+        feature.backup = None
 
     def bring_back(self, feature: CachedFeature, step: int) -> None:
         """Put this feature's values into the slot, forecast for a step if it has a line."""

@@ -28,7 +28,10 @@ CACHE_VARIABLE = "ONEDIFF_CACHE"
 # Findings come in bursts: one write for all.
 WRITE_AFTER_SECONDS = 2.0
 # The kinds of findings. What users chose holds on every machine.
-VERDICTS, TUNED, CHOSEN = KINDS = ("verdict", "tuned", "chosen")
+VERDICTS = "verdict"
+TUNED = "tuned"
+CHOSEN = "chosen"
+KINDS = (VERDICTS, TUNED, CHOSEN)
 # Which errors a check accepts: another rule is another name, and earlier verdicts are not found any more.
 CHECK = "check 2"
 # What is saved last has the highest rowid, whatever the clock says.
@@ -95,7 +98,8 @@ class History:
         self._host_ms: dict[tuple[Any, ...], float] = {}
         self._writer: threading.Timer | None = None
         # Pages, the pre-warm queue and images note findings at once. Not held while the disk is waited for.
-        self._lock, self._opening = threading.RLock(), threading.Lock()
+        self._lock = threading.RLock()
+        self._opening = threading.Lock()
 
     @property
     def trouble(self) -> str | None:
@@ -269,8 +273,9 @@ class History:
             return (resolutions is None or resolution in resolutions) and (model is None or name in names)
 
         def is_gone(verdict: str) -> bool:
-            resolution, architecture, *_ = *verdict.split(" ", 2), "", ""
-            return goes(resolution, architecture)
+            # Of a name that was damaged, a part may be missing.
+            parts = [*verdict.split(" ", 2), "", ""]
+            return goes(parts[0], parts[1])
 
         def purge(connection: sqlite3.Connection) -> None:
             connection.create_function("goes", 2, goes)

@@ -70,9 +70,14 @@ class Standalone(WebUI):
 
     def before_sampling(self, p: Any) -> None:
         self.model_loaded(self.checkpoint())
-        unet, generation = self.unet_of(self.checkpoint()), weakref.ref(p)
+        unet = self.unet_of(self.checkpoint())
+        generation = weakref.ref(p)
+
+        def scheduler() -> Any:
+            return getattr(generation(), "sampler", None)
+
         if unet is not None:
-            scale, scheduler = getattr(p, "cfg_scale", None), lambda: getattr(generation(), "sampler", None)
+            scale = getattr(p, "cfg_scale", None)
             runtime.begin_sampling(unet, sampling_of(scheduler, None if scale is None else float(scale)))
             diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
 

@@ -26,7 +26,8 @@ LONGEST_PROMPT = 2000
 SIDE_STEP = 8
 # Infotext of a prompt, of a negative one and of the parameters of many extensions.
 LONGEST_INFOTEXT = 20_000
-NAME, SIZE = re.compile(r"\w[\w \-/]+"), re.compile(r"(\d{1,6})x(\d{1,6})")
+NAME = re.compile(r"\w[\w \-/]+")
+SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 
 
 @dataclass(repr=False)
@@ -72,9 +73,11 @@ class StableDiffusionProcessingTxt2Img:
         pipeline = self.sd_model.text_pipeline
         # The model's own pipeline keeps the scheduler that it came with.
         pipeline.scheduler = make_scheduler(self.sampler_name, self.sd_model.pipeline.scheduler.config, self.seeds)
-        self.pipeline, self.sampler = pipeline, pipeline.scheduler
+        self.pipeline = pipeline
+        self.sampler = pipeline.scheduler
         pipeline.set_progress_bar_config(disable=True)
-        shared.state.sampling_step, shared.state.sampling_steps = 0, self.steps
+        shared.state.sampling_step = 0
+        shared.state.sampling_steps = self.steps
         self.scripts.in_generation("process_before_every_sampling", self)
         return pipeline(
             prompt=[self.prompt] * count, negative_prompt=[self.negative_prompt] * count, width=self.width,
@@ -99,7 +102,8 @@ class Processed:
 def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Say where the sampling is, and stop it when the user asked for that."""
     state = shared.state
-    state.sampling_step, state.sampling_steps = step + 1, pipeline.num_timesteps
+    state.sampling_step = step + 1
+    state.sampling_steps = pipeline.num_timesteps
     if state.interrupted:
         pipeline._interrupt = True
     return tensors
@@ -128,7 +132,8 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     p.scripts.in_generation("process", p)
 
     shared.state.job_count = p.n_iter
-    made, infotexts = [], []
+    made = []
+    infotexts = []
     for batch in range(p.n_iter):
         if shared.state.interrupted:
             break
@@ -144,7 +149,8 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
             infotexts.append(create_infotext(p, seed))
             image.info["parameters"] = infotexts[-1]
             made.append(image)
-        shared.state.job_no, shared.state.sampling_step = batch + 1, 0
+        shared.state.job_no = batch + 1
+        shared.state.sampling_step = 0
 
     if made and shared.state.interrupted:
         p.comment("Interrupted: the last image is unfinished.")
@@ -159,7 +165,8 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
 # --- samplers: A1111's by name, each with the noise schedule that "Automatic" stands for there ------------------------
 
 
-MULTISTEP, KARRAS = "DPMSolverMultistepScheduler", {"use_karras_sigmas": True}
+MULTISTEP = "DPMSolverMultistepScheduler"
+KARRAS = {"use_karras_sigmas": True}
 # The class in diffusers, and its arguments.
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Euler": ("EulerDiscreteScheduler", {}),
@@ -221,7 +228,8 @@ def parse_generation_parameters(infotext: str) -> dict[str, Any]:
     *lines, last = infotext.strip().split("\n")
     named = named_values(last)
     if len(named) < 3:
-        lines, named = [*lines, last], []
+        lines = [*lines, last]
+        named = []
     prompt, _, negative = "\n".join(lines).partition("Negative prompt:")
     result: dict[str, Any] = {"Prompt": prompt.strip(), "Negative prompt": negative.strip()}
     for name, value in named:
@@ -245,7 +253,9 @@ def named_values(line: str) -> list[tuple[str, str]]:
 
 def parts_between_commas(line: str) -> Iterator[str]:
     """The parts of a line, in one pass: a pattern for quotes begins anew at each of them."""
-    begin, is_quoted, is_escaped = 0, False, False
+    begin = 0
+    is_quoted = False
+    is_escaped = False
     for place, letter in enumerate(line):
         if letter == "," and not is_quoted:
             yield line[begin:place]

@@ -51,7 +51,8 @@ class ScriptRunner:
         for script in self.alwayson_scripts:
             with gr.Group():
                 controls = script.ui(script.is_img2img)
-            script.name, script.args_from = script.title().lower(), len(self.inputs)
+            script.name = script.title().lower()
+            script.args_from = len(self.inputs)
             self.infotext_fields += script.infotext_fields
             self.inputs += controls
             script.args_to = len(self.inputs)

@@ -64,7 +64,8 @@ class Options:
 
     def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str]]:
         """Set options and save all as JSON: the labels of those that changed, and what is wrong with the others."""
-        changed, problems = [], []
+        changed = []
+        problems = []
         with self._lock:
             for key, value in values.items():
                 label = self.data_labels[key].label

@@ -32,7 +32,9 @@ from .tuning import load_candidates, load_kernels, tune_gated, tune_half_sums, t
 
 log = logging.getLogger("onediff")
 # Of one program that sums contents, and of one of its loads.
-WORDS, BLOCK, WARPS = 1 << 13, 1024, 4
+WORDS = 1 << 13
+BLOCK = 1024
+WARPS = 4
 
 
 def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
@@ -57,10 +59,12 @@ def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | No
     device = spans[0].device
     if any(span.device != device or span.nbytes % WORD or span.address % WORD for span in spans):
         return None
-    counts, steps = [span.nbytes // WORD for span in spans], [span.stride(part) for span in spans]
+    counts = [span.nbytes // WORD for span in spans]
+    steps = [span.stride(part) for span in spans]
     pieces = [-(-count // (PIECE * step)) * PIECE for count, step in zip(counts, steps, strict=True)]
     # SDXL's weights make 160,000 stretches: of each, the span to which it belongs and its first word there.
-    counted, cpu = torch.int64, torch.device("cpu")
+    counted = torch.int64
+    cpu = torch.device("cpu")
     stretches = torch.tensor([-(-count // WORDS) for count in pieces], dtype=counted, device=cpu)
     index = torch.repeat_interleave(torch.arange(len(spans), dtype=counted, device=cpu), stretches)
     before = (stretches.cumsum(0) - stretches)[index]
@@ -156,7 +160,8 @@ class Native(Device):
         return ""
 
     def tune(self, use: KernelUse, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
-        dtype, device = torch.float32 if call.upcast_attention else call.latent.dtype, call.latent.device
+        dtype = torch.float32 if call.upcast_attention else call.latent.dtype
+        device = call.latent.device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
         measured = [self.attention.measure(*pair, dtype, device, time_ms) for pair in attentions]

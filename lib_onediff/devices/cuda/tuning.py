@@ -45,11 +45,16 @@ from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kern
 from .kernels.operators import NativeOperators
 from .low_bit import float8
 
-GROUPS, EPS = 32, 1e-5
+GROUPS = 32
+EPS = 1e-5
 # Of random numbers in int8.
 SPREAD = 32.0
 # What takes the most time in its class: sides of an image, rows of tokens, queries and keys of a cross attention.
-BATCH, SIDES, ROWS, QUERIES, KEYS = 2, {configs.SMALL: 32, configs.LARGE: 64}, 4096, 1024, 77
+BATCH = 2
+SIDES = {configs.SMALL: 32, configs.LARGE: 64}
+ROWS = 4096
+QUERIES = 1024
+KEYS = 77
 # Rows of tokens, and sides of an image, that kernels are loaded with: of one for small images, and of each class.
 FEW = 4
 LOADED_SIDES = FEW, 32, 48
@@ -79,12 +84,15 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
         added = image, image, vector, torch.empty_like(image)
         yield Trial(configs.ADDITION, shape_class, partial(images.add_and_measure, *added))
     for width in (norm.width for norm in norms_of(users, LayerNorm)):
-        tokens, hidden, vector = make(ROWS, width), make(ROWS, 2 * configs.FEED_FORWARD * width), make(width)
+        tokens = make(ROWS, width)
+        hidden = make(ROWS, 2 * configs.FEED_FORWARD * width)
+        vector = make(width)
         normed = partial(native_tokens.layer_norm, Residual(tokens, None, vector), vector, vector, EPS)
         yield Trial(configs.LAYER_NORM, row_class(width), normed)
         yield Trial(configs.GEGLU, row_class(configs.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
     for query_shape, key_shape in cross_attentions(users, vector.dtype):
-        width, attended = query_shape[3], inputs_of(make, query_shape, key_shape)
+        width = query_shape[3]
+        attended = inputs_of(make, query_shape, key_shape)
         yield Trial(attention_kernel(width), str(width), partial(attend, *attended))
 
 
@@ -92,7 +100,8 @@ def launches_of(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches
 ) -> list[Callable[[], object]]:
     """One launch of each kernel: it is there for block sizes, not for sizes of images or layers."""
-    make, ops = partial(torch.zeros, dtype=dtype, device=device), NativeOperators(launches)
+    make = partial(torch.zeros, dtype=dtype, device=device)
+    ops = NativeOperators(launches)
 
     def of_image(norm: GroupNorm, side: int) -> None:
         image = make(1, norm.channels, side, side).to(memory_format=torch.channels_last)
@@ -150,7 +159,8 @@ def adaptive_residual(
 ) -> tuple[Residual, Modulation]:
     """A residual as it comes to an adaptive norm, and the norm's modulation. of: the type of its update, if it is
     another than what make gives."""
-    update, (shift, factor, gate) = make(BATCH, rows // BATCH, width), make(BATCH, 3 * width).chunk(3, dim=1)
+    update = make(BATCH, rows // BATCH, width)
+    shift, factor, gate = make(BATCH, 3 * width).chunk(3, dim=1)
     tokens = update.float() if update.dtype == torch.float16 else torch.empty_like(update)
     return Residual(tokens, update=update if of is None else update.to(of), gate=gate), Modulation(factor, shift)
 
@@ -196,7 +206,8 @@ def trial_of(
     if product.source != GATED:
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
-    tokens, weight = QuantizedTokens(values(rows, out), one, (rows,)), QuantizedWeight(values(2 * width, out), one)
+    tokens = QuantizedTokens(values(rows, out), one, (rows,))
+    weight = QuantizedWeight(values(2 * width, out), one)
     bias = make(2 * width)
 
     def gate(config: LaunchConfig) -> object:
@@ -219,14 +230,18 @@ def way_of(
     weight = random(product.out, product.width)
     layer = LayerWeights(weight, None, (rounding.rounded_weight(weight, kind),))
     if product.source == NORMED:
-        tokens, parameters = random(product.rows, product.width), LayerWeights(random(product.width), None)
+        tokens = random(product.rows, product.width)
+        parameters = LayerWeights(random(product.width), None)
         norm = LayerNorm("norm", product.width, EPS)
         return lambda ops: ops.linear(ops.residual_norm(Residual(tokens), parameters, norm, layer)[1], layer)
-    residual, vector = Residual(random(product.rows, product.out)), random(product.out)
+    residual = Residual(random(product.rows, product.out))
+    vector = random(product.out)
     if product.source == GATED:
         # A feed-forward from norm to norm: its first product may make what this one reads.
-        parameters, norm = LayerWeights(vector, None), LayerNorm("norm", product.out, EPS)
-        matrix, bias = random(2 * product.width, product.out), random(2 * product.width)
+        parameters = LayerWeights(vector, None)
+        norm = LayerNorm("norm", product.out, EPS)
+        matrix = random(2 * product.width, product.out)
+        bias = random(2 * product.width)
         rounded = rounding.rounded_weight(matrix, kind)
         scale = low_bit.gated_scale(matrix, bias, parameters).view(1, 1)
         into = LayerWeights(matrix, bias, (rounded,), gated_scale=scale)
@@ -245,7 +260,8 @@ def way_of(
 def way_of_convolution(
     product: Product, size: tuple[int, int], random: Callable[..., Tensor], kind: Kind
 ) -> Callable[[Operators], object]:
-    channels, batch = product.width // KERNEL**2, product.rows // (size[0] * size[1])
+    channels = product.width // KERNEL**2
+    batch = product.rows // (size[0] * size[1])
     image = random(batch, channels, *size).to(memory_format=torch.channels_last)
     weight = random(product.out, channels, KERNEL, KERNEL).to(memory_format=torch.channels_last)
     parameters = LayerWeights(random(channels), random(channels))
@@ -262,7 +278,8 @@ def low_bit_launches(
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def tokens_of(width: int) -> None:
-        tokens, weight = make(FEW, width), make(width)
+        tokens = make(FEW, width)
+        weight = make(width)
         config = launches.of(configs.LAYER_NORM, row_class(width), dtype)
         for update in (make(FEW, width), tokens.to(torch.bfloat16)):
             rounding.layer_norm(Residual(tokens, None, weight, update), weight, weight, EPS, kind, config)
@@ -271,11 +288,13 @@ def low_bit_launches(
         for features in (configs.FEED_FORWARD * width, width):
             rounding.rounded(hidden[:, :features], kind)
             if kind is FP8:
-                rows, one_scale = make(FEW, features), torch.empty((1, 1), dtype=torch.float32, device=device)
+                rows = make(FEW, features)
+                one_scale = torch.empty((1, 1), dtype=torch.float32, device=device)
                 rounding.rounded_rows(rows, torch.empty_like(rows, dtype=kind.dtype), one_scale)
 
     def norm(channels: int, groups: int) -> None:
-        image, vector = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last), make(channels)
+        image = make(1, channels, FEW, FEW).to(memory_format=torch.channels_last)
+        vector = make(channels)
         for size in SIDES:
             adding, measuring, applying = (
                 launches.of(kernel, size, dtype)
@@ -313,7 +332,8 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 ) -> bool:
     """Choose whether a product of so many tokens with a weight (8 width, width) has its GEGLU in it, where that was not
     measured on this GPU; whether it was now."""
-    make, shape_class = random_on(device, dtype), products.product_class(rows, 2 * configs.FEED_FORWARD * width, width)
+    make = random_on(device, dtype)
+    shape_class = products.product_class(rows, 2 * configs.FEED_FORWARD * width, width)
     if launches.chosen(configs.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
         return False
     return tuned(launches, gated_trial(make, rows, width, device, shape_class), dtype, time_ms)
@@ -322,7 +342,9 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 def gated_trial(
     make: Callable[..., Tensor], rows: int, width: int, device: torch.device, shape_class: str = ""
 ) -> Trial:
-    tokens, weight, bias = make(rows, width), make(2 * configs.FEED_FORWARD * width, width), make(8 * width)
+    tokens = make(rows, width)
+    weight = make(2 * configs.FEED_FORWARD * width, width)
+    bias = make(8 * width)
 
     def run(config: LaunchConfig) -> object:
         if config == configs.LIBRARY:
@@ -338,7 +360,8 @@ def gated_trial(
 def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device, time_ms: TimeMs) -> bool:
     """Choose whether a convolution has float16 sums, where that was not measured on this GPU; whether it was now. size:
     of its image, (batch, height, width, channels), and how many channels come out."""
-    kernel, shape_class = configs.CONVOLUTIONS[torch.float16], "x".join(map(str, size))
+    kernel = configs.CONVOLUTIONS[torch.float16]
+    shape_class = "x".join(map(str, size))
     if launches.chosen(kernel, shape_class, torch.float16) is not None:
         return False
     return tuned(launches, half_sums_trial(random_on(device, torch.float16), size, device), torch.float16, time_ms)

@@ -18,7 +18,12 @@ from .operators import HAS_GQA, repeated, scaled_dot_product_attention
 log = logging.getLogger("onediff")
 
 # torch: what torch picks by itself. gemm: ours, below.
-TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM = "torch", "cudnn", "flash", "efficient", "math", "gemm"
+TORCH = "torch"
+CUDNN = "cudnn"
+FLASH = "flash"
+EFFICIENT = "efficient"
+MATH = "math"
+GEMM = "gemm"
 # The implementations that torch chooses from. Each is called directly: torch's switches hold for the whole process, and
 # a host's thread would see them change.
 FUSED = {
@@ -92,7 +97,8 @@ class Attention:
         Takes some ten milliseconds and three times the memory of the attention itself, and draws no number from the
         user's generators. Raises torch.cuda.OutOfMemoryError.
         """
-        kernel, shape_class = kernel_of(query_shape), class_of(query_shape, key_shape)
+        kernel = kernel_of(query_shape)
+        shape_class = class_of(query_shape, key_shape)
         if self._launches.chosen(kernel, shape_class, dtype) is not None:
             return False
         # torch warns of the reasons why an implementation cannot be used: no user needs them.
@@ -130,7 +136,8 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value)
     if key.shape[1] != query.shape[1] and not (HAS_GQA and name in SHARE_KEY_HEADS):
-        key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
+        key = repeated(key, query.shape[1])
+        value = repeated(value, query.shape[1])
     if name == GEMM:
         return gemm_attention(query, key, value)
     if not may_use(name):

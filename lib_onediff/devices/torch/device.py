@@ -25,7 +25,8 @@ class Eager(Device):
 class CudaGraphs(Eager):
     """The same operators, launched as one graph."""
 
-    name, traits = "cudagraph", Traits(has_graphs=True, launches=False)
+    name = "cudagraph"
+    traits = Traits(has_graphs=True, launches=False)
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
         refuse_without_gpu(device)

@@ -165,9 +165,11 @@ def heads_of(projected: Tensor, part: Heads) -> Tensor:
 
 def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
     """Heads of queries or keys, (batch, heads, tokens, head width), rotated by a rotary embedding."""
-    cosines, sines = rotary.cosines, rotary.sines
+    cosines = rotary.cosines
+    sines = rotary.sines
     if cosines.dim() == 3:  # positions of each row: the same for its heads
-        cosines, sines = cosines[:, None], sines[:, None]
+        cosines = cosines[:, None]
+        sines = sines[:, None]
     wide = heads.float()
     if rotary.interleaved:
         first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)

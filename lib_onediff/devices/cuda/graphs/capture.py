@@ -44,7 +44,8 @@ class Pool:
         self.bytes = 0
         self.is_fresh = True
         # torch gives a pool up with its last graph, so there is one that stays.
-        before, recording = torch.cuda.memory_reserved(device), GraphRecording(self.handle, stream)
+        before = torch.cuda.memory_reserved(device)
+        recording = GraphRecording(self.handle, stream)
         with recording.ended_on_failure():
             recording.begin()
             self._anchored = torch.zeros(1, dtype=torch.float32, device=device)
@@ -97,7 +98,8 @@ class CudaGraphs:
             before = torch.cuda.memory_reserved(device)
             piece = needs if pool.is_fresh and self.in_one_piece(device) else 0
             stream.wait_stream(torch.cuda.current_stream())
-            recording, weights = GraphRecording(pool.handle, stream, piece), source.weights()
+            recording = GraphRecording(pool.handle, stream, piece)
+            weights = source.weights()
             try:
                 with recording.ended_on_failure():
                     runner = record(
@@ -136,7 +138,8 @@ class CudaGraphs:
         """
         if device.type != "cuda":
             return work(), 0
-        before, highest = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        before = torch.cuda.memory_allocated(device)
+        highest = torch.cuda.max_memory_allocated(device)
         recording = begin_recording()
         try:
             result = work()
@@ -212,10 +215,12 @@ def recorded(device: torch.device) -> list[Mapping[str, Any]] | None:
 def most_in_use(events: Iterable[Mapping[str, Any]]) -> int:
     """The most bytes that were in use at a time, of what was allocated in these events."""
     sizes: dict[int, int] = {}
-    in_use = most = 0
+    in_use = 0
+    most = 0
     for event in events:
         if event["action"] == "alloc":
-            sizes[event["addr"]] = size = -(-event["size"] // PIECE) * PIECE
+            size = -(-event["size"] // PIECE) * PIECE
+            sizes[event["addr"]] = size
             in_use += size
             most = max(most, in_use)
         elif event["action"] == "free_completed":

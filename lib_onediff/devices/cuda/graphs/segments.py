@@ -22,7 +22,9 @@ from ....core.call import Call
 from ....core.inputs import bytes_of, copy_inputs
 from ....core.points import DoesNotFit, EveryPoint, PassedPoint, Points
 
-WARM_RUNS, RUNS_IN_GRAPH, REPLAYS = 2, 5, 5
+WARM_RUNS = 2
+RUNS_IN_GRAPH = 5
+REPLAYS = 5
 # Points that the host's options are told of, with a function there or without.
 NOTED = ("before_stage", "join", "begin_block", "end_transformer")
 # Bytes of what functions return in a replay. Beyond, a replay that does not fit has its functions called again.
@@ -36,7 +38,8 @@ class GraphRecording:
     def __init__(self, pool: Any, stream: torch.cuda.Stream, piece: int = 0) -> None:
         """piece: bytes that the pool gets in one piece before."""
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._stream, self._piece = stream, piece
+        self._stream = stream
+        self._piece = piece
         self._host = torch.cuda.current_stream(stream.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -68,7 +71,8 @@ class GraphRecording:
     def stop(self) -> torch.cuda.CUDAGraph:
         """The graph of what was recorded, which was not replayed yet; launches go where the host's do again. Raises
         RuntimeError where nothing is being recorded."""
-        graph, self._graph = self._graph, None
+        graph = self._graph
+        self._graph = None
         try:
             if graph is None:
                 raise RuntimeError("nothing is being recorded")
@@ -234,7 +238,8 @@ class RecordedPoints(EveryPoint):
         self.points: list[PassedPoint] = []
 
     def at(self, point: str, *arguments: Any) -> Any:
-        patches, recording = self._patches, self._recording
+        patches = self._patches
+        recording = self._recording
         if not patches.has_function(point, *arguments):
             if point in NOTED:
                 self.segments.append(noting(point, arguments))
@@ -268,7 +273,8 @@ class GraphRunner:
     def run(self, call: Call) -> Tensor:
         """The output for a call, as a new tensor. Raises DoesNotFit, before any function was called, if functions
         stand at other points."""
-        patches, kept = call.patches, Returned()
+        patches = call.patches
+        kept = Returned()
         if (None if patches is None else patches.positions) != self.positions:
             misfit = DoesNotFit("functions stand at other points than before")
             misfit.passed = []
@@ -302,7 +308,8 @@ def record(
     """Record a forward of inputs that are the graphs' own; with functions within it, it is computed too, and they are
     called. compute: the forward. memory: see GraphRunner."""
     # Whose functions they were must not be kept.
-    patches, own = inputs.patches, replace(inputs, patches=None)
+    patches = inputs.patches
+    own = replace(inputs, patches=None)
     positions: object = None
     passed: list[PassedPoint] = []
     recording.begin()
@@ -310,9 +317,11 @@ def record(
         output = compute(own)
         segments = [replaying(recording.stop().replay)]
     else:
-        points, positions = RecordedPoints(patches, recording), patches.positions
+        points = RecordedPoints(patches, recording)
+        positions = patches.positions
         output = compute(replace(inputs, patches=points))
-        segments, passed = [*points.segments, replaying(recording.end())], points.points
+        segments = [*points.segments, replaying(recording.end())]
+        passed = points.points
     return GraphRunner(segments, output, positions, passed, own, memory, bytes_of(own))
 
 

@@ -21,7 +21,8 @@ import torch
 from ....core.refusal import Refusal
 from ....core.version import written
 
-ARCHIVE, MANIFEST = Path(__file__).with_name("kernels.zip"), "manifest.json"
+ARCHIVE = Path(__file__).with_name("kernels.zip")
+MANIFEST = "manifest.json"
 SOURCES = ARCHIVE.with_name("source")
 # What reading a damaged archive raises: it is cut off, a member lacks or is another, its bytes are.
 DAMAGE = (
@@ -30,7 +31,8 @@ DAMAGE = (
 )
 OLDEST_CAPABILITY = (7, 5)
 # The CUDA of the driver's release 525, which loads PTX 8.0; and where an architecture's needs newer PTX: 8.4 and 8.6.
-OLDEST_DRIVER, OLDEST_DRIVER_NAME = (12, 0), "525"
+OLDEST_DRIVER = (12, 0)
+OLDEST_DRIVER_NAME = "525"
 NEWER_DRIVER = {"89": (12, 4), "90a": (12, 7)}
 TYPE_NAMES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8", torch.int64: "i64",
@@ -71,12 +73,14 @@ def key_of(
     kernel: str, arguments: Sequence[Any], warps: int, stages: int, constants: Mapping[str, int]
 ) -> tuple[Any, ...]:
     """What tells the variants of a kernel apart."""
-    types = (
-        argument.dtype if isinstance(argument, torch.Tensor)
-        else (argument.tensor.dtype, argument.block) if isinstance(argument, Tiles) else None
-        for argument in arguments
-    )
-    return (kernel, *types, warps, stages, *constants.values())
+    return (kernel, *map(type_of, arguments), warps, stages, *constants.values())
+
+
+def type_of(argument: Any) -> Any:
+    """What of an argument decides which variant of a kernel takes it."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype
+    return (argument.tensor.dtype, argument.block) if isinstance(argument, Tiles) else None
 
 
 def key_name(key: tuple[Any, ...]) -> str:
@@ -135,7 +139,8 @@ def variant_of(given: Any, sizes: Mapping[str, int]) -> Variant:
     cannot be one."""
     found = Variant(*given)
     numbers = found.start, found.bytes, found.threads, found.shared
-    texts, maps = (found.file, found.name, found.arguments), found.maps
+    texts = (found.file, found.name, found.arguments)
+    maps = found.maps
     if not all(type(one) is int and one >= 0 for one in numbers) or not all(type(one) is str for one in texts):
         raise ValueError(f"{given} is no kernel")
     if found.start + found.bytes > sizes.get(found.file, 0) or found.arguments.count("T") != len(maps):

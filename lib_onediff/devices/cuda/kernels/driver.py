@@ -16,9 +16,11 @@ from ....core.refusal import Refusal
 
 LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 OUT_OF_MEMORY = 2
-MAX_DYNAMIC_SHARED_SIZE_BYTES, USUAL_SHARED_BYTES = 8, 48 << 10
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+USUAL_SHARED_BYTES = 48 << 10
 # A CUtensorMap, and where it may lie.
-MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MAP_BYTES = 128
+MAP_ALIGNMENT = 64
 L2_PROMOTION_128 = 2
 
 
@@ -59,7 +61,8 @@ class Driver:
     def load(self, ptx: bytes, name: str, shared: int) -> c_void_p:
         """The function of this name in a module. It stays loaded as long as the process. shared: bytes of shared memory
         that it will be launched with."""
-        module, function = c_void_p(), c_void_p()
+        module = c_void_p()
+        function = c_void_p()
         self.call("cuModuleLoadData", byref(module), c_char_p(ptx))
         self.call("cuModuleGetFunction", byref(function), module, name.encode())
         if shared > USUAL_SHARED_BYTES:
@@ -83,9 +86,11 @@ class Driver:
     ) -> bytes:
         """How tiles of a tensor are copied; what lies beyond its edges is zero. strides: in items. box: the size of a
         tile. dtype, swizzle: of CUtensorMapDataType and CUtensorMapSwizzle."""
-        rank, room = len(shape), ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        rank = len(shape)
+        room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         start = -ctypes.addressof(room) % MAP_ALIGNMENT
-        sizes, pitches = (ctypes.c_uint64 * rank)(*shape[::-1]), [stride * item_bytes for stride in strides[-2::-1]]
+        sizes = (ctypes.c_uint64 * rank)(*shape[::-1])
+        pitches = [stride * item_bytes for stride in strides[-2::-1]]
         self.call(
             "cuTensorMapEncodeTiled", byref(room, start), dtype, rank, c_void_p(address), sizes,
             (ctypes.c_uint64 * (rank - 1))(*pitches), (c_uint * rank)(*box[::-1]), (c_uint * rank)(*[1] * rank), 0,

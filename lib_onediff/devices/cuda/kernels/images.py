@@ -25,7 +25,8 @@ from ....weights.low_bit import Kind
 from .launch_config import ADDITION, APPLICATION, STATISTICS, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
-CHANNEL_BLOCK, ROWS = 64, 64
+CHANNEL_BLOCK = 64
+ROWS = 64
 STRIPS_PER_PROCESSOR = 20
 MOST_STRIPS = 128
 # At once; more make a kernel that a driver translates for half a second.
@@ -67,7 +68,8 @@ def add_and_measure(
     """output = image + update + bias (channels) in channels-last memory, and its statistics. output may be update;
     None: of nothing but update."""
     batch, channels, height, width = update.shape
-    pixels, (rows, warps) = height * width, config
+    pixels = height * width
+    rows, warps = config
     channel_blocks = ceil_div(channels, CHANNEL_BLOCK)
     tiles = ceil_div(ceil_div(pixels, rows), wanted_strips(update.device, channel_blocks * batch))
     count = ceil_div(pixels, tiles * rows)
@@ -108,7 +110,8 @@ def group_norm(
     """
     batch, here, height, width = first.shape
     there = 0 if second is None else second.shape[1]
-    channels, pixels = here + there, height * width
+    channels = here + there
+    pixels = height * width
     group_width = channels // groups
     dtype = first.dtype if kind is None else kind.dtype
     shape = batch, channels, height, width

@@ -23,7 +23,8 @@ log = logging.getLogger("onediff")
 LaunchConfig = tuple[Any, ...]
 # Two measurements of one thing differ by less.
 WORTH_CHANGING = 0.97
-SMALL, LARGE = "small", "large"
+SMALL = "small"
+LARGE = "large"
 LARGE_IMAGE_PIXELS = 48 * 48
 # How many times wider than its tokens a feed-forward is.
 FEED_FORWARD = 4
@@ -167,7 +168,8 @@ def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs)
 def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
     """The fastest of the kernel's configurations that this GPU can run; the first, unless another is clearly faster."""
     first, *others = trial.kernel.candidates
-    best, best_ms = first, time_ms(partial(trial.run, first)) * WORTH_CHANGING
+    best = first
+    best_ms = time_ms(partial(trial.run, first)) * WORTH_CHANGING
     for config in others:
         work = partial(trial.run, config)
         try:
@@ -180,7 +182,8 @@ def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
             log.debug("%s cannot be launched as %s: %s", trial.kernel.name, config, error, exc_info=True)
             continue
         if ms < best_ms:
-            best, best_ms = config, ms
+            best = config
+            best_ms = ms
     return best
 
 

@@ -26,7 +26,8 @@ STAGES = 3
 ALIGNED = 16
 # By the letters of Variant.arguments: an address, a whole number, one that is a multiple of ALIGNED, a number, and the
 # address of scratch memory, which none of our kernels has. T is Tiles.
-FORMATS, SCRATCH = {"P": "P", "I": "i", "A": "i", "F": "f", "S": "P"}, "S"
+FORMATS = {"P": "P", "I": "i", "A": "i", "F": "f", "S": "P"}
+SCRATCH = "S"
 
 
 def launch(
@@ -61,7 +62,8 @@ def why_not(device: torch.device) -> str | None:
     if not is_ahead(device):
         # AMD's, where torch's ROCm brings it.
         return None if find_spec("triton") else "OneDiff's kernels need Triton on this GPU, and it is not installed"
-    capability, card = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    capability = torch.cuda.get_device_capability(device)
+    card = torch.cuda.get_device_name(device)
     if capability < archive.OLDEST_CAPABILITY:
         return (
             f"OneDiff's kernels need a GPU of compute capability {written(archive.OLDEST_CAPABILITY)} or higher, "
@@ -86,11 +88,15 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
     driver = driver_here()
     variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
     function = driver.load(ptx, variant.name, variant.shared)
-    (layout, offsets), threads, shared = layout_of(variant), variant.threads, variant.shared
-    letters, scratch = variant.arguments.rstrip(SCRATCH), [0] * variant.arguments.count(SCRATCH)
+    layout, offsets = layout_of(variant)
+    threads = variant.threads
+    shared = variant.shared
+    letters = variant.arguments.rstrip(SCRATCH)
+    scratch = [0] * variant.arguments.count(SCRATCH)
 
     def run(grid: Sequence[int], arguments: Sequence[Any]) -> None:
-        maps, values = iter(variant.maps), list[Any]()
+        maps = iter(variant.maps)
+        values = list[Any]()
         for letter, argument in zip(letters, arguments, strict=True):
             if letter == "T":
                 values += tiled(driver, argument, next(maps))
@@ -112,15 +118,19 @@ def aligned(number: int, name: str) -> int:
 
 def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
     """What a kernel is given for Tiles. given: of Variant.maps."""
-    tensor, (item_bytes, dtype, swizzle, box) = tiles.tensor, given
-    shape, strides = tensor.shape, tensor.stride()
+    tensor = tiles.tensor
+    item_bytes, dtype, swizzle, box = given
+    shape = tensor.shape
+    strides = tensor.stride()
     address = aligned(tensor.data_ptr(), "of tiles")
     return [driver.tensor_map(address, shape, strides, item_bytes, dtype, swizzle, box), *shape, *strides]
 
 
 def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
     """How its parameters lie in memory, for struct.pack, and where each begins."""
-    layout, offsets, maps = "@", list[int](), iter(variant.maps)
+    layout = "@"
+    offsets = list[int]()
+    maps = iter(variant.maps)
     for letter in variant.arguments:
         formats: Sequence[str] = FORMATS.get(letter, "")
         if letter == "T":

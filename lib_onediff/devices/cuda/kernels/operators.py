@@ -286,7 +286,8 @@ class NativeOperators:
             width = x.shape[-1]
             shape_class = products.product_class(x.numel() // width, *layer.weight.shape)
             config = self._launches.of(configs.EXACT_GATED_PRODUCT, shape_class, dtype)
-            weight, bias = layer.weight, layer.bias
+            weight = layer.weight
+            bias = layer.bias
             is_plain = config != configs.LIBRARY and layer.low_rank is None and not weight.is_meta
             # The kernel reads the weight row after row; a host may hold a view that is not contiguous.
             if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():

@@ -36,7 +36,8 @@ def int8_product(
     config: as configs.INT8_PRODUCT has them. Raises what a launch raises.
     """
     m, n, k, group, warps, stages = config
-    (rows, width), out = tokens.values.shape, len(weight.values)
+    rows, width = tokens.values.shape
+    out = len(weight.values)
     output = torch.empty((rows, out), device=tokens.values.device, dtype=result)
     # There is a kernel for each set of types: a bias that is not there is stood for by something of its type.
     offset, has_bias = (output, 0) if bias is None else (bias.to(result), 1)
@@ -76,7 +77,8 @@ def launch_gated(
 ) -> None:
     """scales: of the tokens, the weight and the output; none where nothing has one."""
     copied, m, n, k, group, warps, stages = config
-    (rows, width), half = tokens.shape, output.shape[1]
+    rows, width = tokens.shape
+    half = output.shape[1]
     matrices: Any = tokens, weight, output
     if copied:
         matrices = map(Tiles, matrices, ((m, k), (n, k), (m, n)))

@@ -30,7 +30,8 @@ def layer_norm(
     Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous.
     """
     tokens, deferred_bias, addend, update, update_scales, _ = residual
-    width, (rows_together, warps) = tokens.shape[-1], config
+    width = tokens.shape[-1]
+    rows_together, warps = config
     normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
     rows = len(normed.values)
     deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
@@ -65,8 +66,11 @@ def adaptive_norm(
         values = scales = normed
     else:
         normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
-        values, scales = normed.values, normed.scales
-    gate, largest, block = factor if gate is None else gate, 0.0 if kind is None else kind.largest, power_of_two(width)
+        values = normed.values
+        scales = normed.scales
+    gate = factor if gate is None else gate
+    largest = 0.0 if kind is None else kind.largest
+    block = power_of_two(width)
     if kind is not None and kind.dtype.is_floating_point:
         launch(
             "rounding.adaptive_scale", (1,), factor, shift, scales, batch, width, factor.stride(0), (width - 1) ** 0.5,
@@ -126,7 +130,8 @@ def launch_rows(
     rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False, gelu: bool = False
 ) -> None:
     """one: see plain_row; None for int8, which has no unit."""
-    kind, width = kind_of(values), rows.shape[1]
+    kind = kind_of(values)
+    width = rows.shape[1]
     launch(
         "rounding.plain_row", (len(rows),), rows, values, scales, scales if one is None else one, width, kind.largest,
         warps=warps_for(width), BLOCK=power_of_two(width), ONE_SCALE=one_scale, GELU=gelu,

@@ -84,8 +84,10 @@ def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
     written into."""
     batch, tokens, width = projected.shape
     normed = [part.norm for part in parts if part.norm is not None]
-    (first, norm), (second, _) = normed[0], normed[-1]
-    heads, rotary = parts[0].number, parts[0].rotary
+    first, norm = normed[0]
+    second, _ = normed[-1]
+    heads = parts[0].number
+    rotary = parts[0].rotary
     cosines, sines = (first.weight, first.weight) if rotary is None else rotary[:2]
     launch(
         "tokens.normed_heads_row", (batch * tokens,), projected, first.weight, second.weight, cosines, sines, width,
@@ -100,10 +102,12 @@ def has_heads_kernel(parts: Sequence[Heads]) -> bool:
     weights, over a power of two of numbers, and before the parts without; rotated in halves, all or none, at the same
     places in every row."""
     norms = [part.norm[1] for part in parts if part.norm is not None]
-    normed, plain = parts[:len(norms)], parts[len(norms):]
+    normed = parts[:len(norms)]
+    plain = parts[len(norms):]
     if len(norms) not in (1, 2) or any(part.norm is None for part in normed):
         return False
-    first, norm = parts[0], norms[0]
+    first = parts[0]
+    norm = norms[0]
     if any((one.width, one.eps, one.plus_one) != (norm.width, norm.eps, False) for one in norms):
         return False
     if norm.width != power_of_two(norm.width):

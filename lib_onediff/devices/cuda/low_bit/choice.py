@@ -107,7 +107,9 @@ class LowBit:
         """The kind in which each layer's weight is wanted; layers that are better off as they are have none. With
         lossy.only, no layer is, nor are the keys and values of the cross attention, which are multiplied in the model's
         type."""
-        dtype, kinds, every = call.latent.dtype, self._kinds_for(lossy, call), self._products_of(lossy, layout, call)
+        dtype = call.latent.dtype
+        kinds = self._kinds_for(lossy, call)
+        every = self._products_of(lossy, layout, call)
         # The nearest to the model's type.
         otherwise = kinds[-1] if lossy.only else None
 
@@ -122,8 +124,11 @@ class LowBit:
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
         """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
-        dtype, kinds, total = call.latent.dtype, self._kinds_for(lossy, call), 0.0
-        names, every = " or ".join(kind.name.upper() for kind in kinds), self._products_of(lossy, layout, call)
+        dtype = call.latent.dtype
+        kinds = self._kinds_for(lossy, call)
+        total = 0.0
+        names = " or ".join(kind.name.upper() for kind in kinds)
+        every = self._products_of(lossy, layout, call)
         # Alone, it is memory that is gained.
         if self.everywhere or (every and lossy.only):
             return None
@@ -148,7 +153,8 @@ class LowBit:
 
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
         """The product of every layer that may be in eight bits, by its name."""
-        batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
+        batch = call.latent.shape[0]
+        height, width = call.latent.shape[-2:]
         # What takes the place of the host's weights is linear layers'.
         convolves = call.latent.is_cuda and not lossy.only
         question = layout, batch, height, width, 0 if self.everywhere else None, convolves
@@ -204,7 +210,9 @@ class LowBit:
         """Measure which of this call's products gain by eight bits, where that is not known. Returns whether it was
         measured. time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
         """
-        dtype, device, measured = call.latent.dtype, call.latent.device, False
+        dtype = call.latent.dtype
+        device = call.latent.device
+        measured = False
         every = set() if self.everywhere else set(self._products_of(lossy, layout, call).values())
         for kind in self._kinds_for(lossy, call):
             for product in every:

@@ -74,8 +74,10 @@ def why_not(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.version.hip:
         return f"{name} has not been tried on AMD GPUs"
     if device.type == "cuda":
-        capability, card = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        oldest, example = OLDEST_CAPABILITY[kind], ", such as RTX 40 and H100" if kind is FP8 else ""
+        capability = torch.cuda.get_device_capability(device)
+        card = torch.cuda.get_device_name(device)
+        oldest = OLDEST_CAPABILITY[kind]
+        example = ", such as RTX 40 and H100" if kind is FP8 else ""
         if kind is INT8 and dtype == torch.bfloat16 and capability < (8, 0):
             return f"INT8 is for models in float16 on the {card}, and this one is in bfloat16"
         if capability < oldest:
@@ -113,8 +115,10 @@ def probe_error(device: torch.device, result: torch.dtype) -> float:
         for count in (PROBE_ROWS, 2 * PROBE_ROWS)
     )
     bias = torch.ones(2 * PROBE_ROWS, dtype=torch.float32, device=device)
-    scales, one_scale = rows.abs().amax(1, keepdim=True) / FP8.largest, columns.abs().amax().view(1, 1) / FP8.largest
-    values, weight = (rows / scales).to(FP8.dtype), QuantizedWeight((columns / one_scale).to(FP8.dtype), one_scale)
+    scales = rows.abs().amax(1, keepdim=True) / FP8.largest
+    one_scale = columns.abs().amax().view(1, 1) / FP8.largest
+    values = (rows / scales).to(FP8.dtype)
+    weight = QuantizedWeight((columns / one_scale).to(FP8.dtype), one_scale)
     sums = values.float() @ weight.values.float().t() * one_scale
     done = product(QuantizedTokens(values, one_scale, (PROBE_ROWS,)), weight, bias, result)
     left, _ = update(QuantizedTokens(values, scales, (PROBE_ROWS,), torch.ones_like(one_scale)), weight)
