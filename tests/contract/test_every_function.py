@@ -39,7 +39,7 @@ OUTERMOST = {
     # contract_hosts decorates within a generation; the script does once, when it is loaded.
     "Guard.hook", "Guard.hook.<locals>.decorate",
     "Link.__init__.<locals>.patched", "Link.__init__.<locals>.untraced", "ClassPatch.look_up", "TablePatch.look_up",
-    "TablePatch.get", "ModuleForward.stands", "is_front", "ModuleForward._by_hooks", "LoopAnnouncer.stands",
+    "TablePatch.get", "ModuleForward.look_up", "is_front", "ModuleForward._by_hooks", "LoopAnnouncer.look_up",
     "LoopAnnouncer._follow.<locals>.close",
     "listen.<locals>.listening", "status", "Cache.status",
     "Routes.status", "Runtime.settings",

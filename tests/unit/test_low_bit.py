@@ -2,6 +2,7 @@
 is within the budget: see test_low_bit_budget.py for the others."""
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from low_bit_builders import EIGHT, EXACT, compiled, entry_of, half_call, half_u
 
 import lib_onediff
 from lib_onediff.core.card import TuningCache
+from lib_onediff.core.layer_weights import QuantizedWeight
 from lib_onediff.core.leaves import GATED, NORMED
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR, Settings
 from lib_onediff.core.table import State
@@ -71,6 +73,11 @@ def test_each_setting_is_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather)
     assert torch.equal(served(fresh, call), exact), "nothing of it is left"
 
 
+def addresses_of(kept: Mapping[str, Sequence[QuantizedWeight]]) -> dict[str, list[int]]:
+    """Where the values of each layer's weights in eight bits lie."""
+    return {name: [weight.values.data_ptr() for weight in weights] for name, weights in kept.items()}
+
+
 @pytest.mark.parametrize("option", ["fp8", "int8"])
 def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather, option: str) -> None:
     """As a LoRA that is merged."""
@@ -78,7 +85,7 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
     call = half_call(unet)
     before = served(unet, call)
     kept = runtime.services.networks.get(unet).low_bit
-    addresses = {name: weight.values.data_ptr() for name, weight in kept._kept.items()}
+    addresses = addresses_of(kept.kept(KINDS))
     with torch.no_grad():
         for name, parameter in unet.named_parameters():
             if "ff.net" in name:
@@ -88,7 +95,7 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
         for rounded in weight.low_bit:
             back = rounded.values.float() * rounded.scales.t()
             assert relative_error(back.half(), weight.weight) < 0.05, name
-    assert {name: weight.values.data_ptr() for name, weight in kept._kept.items()} == addresses, "graphs know those"
+    assert addresses_of(kept.kept(KINDS)) == addresses, "graphs know those"
 
 
 def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def classes_kept(unet: nn.Module) -> set[str]:
     """Of the weights in eight bits that are there."""
     network = runtime.services.networks.get(unet)
     classes = runtime.devices.lossy.low_bit.classes(network.bound.layout)
-    return set() if network.low_bit is None else {classes[name] for name, _ in network.low_bit._kept}
+    return set() if network.low_bit is None else {classes[name] for name in network.low_bit.names()}
 
 
 def exact(unet: nn.Module, call: UNetCall) -> Tensor:

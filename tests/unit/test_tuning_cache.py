@@ -114,4 +114,6 @@ def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> 
         assert choices() == measured
         with cards.using(SECOND):
             assert choices() == unmeasured
-    assert all(name.endswith(", Large") for name in cache._values)
+    saved: dict[str, object] = {}
+    cache.attach(dict, saved.__setitem__)
+    assert saved and all(name.endswith(", Large") for name in saved)

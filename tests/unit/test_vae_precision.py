@@ -151,7 +151,7 @@ def test_a_healthy_vae_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert types == [torch.float16] * 3 and last() == ("ours", "")
     assert host.calls == 1, "the check of its first use at this size"
     assert relative_error(picture.float(), in_float32(host.decoder, latent)) < 1e-2
-    assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
+    assert not [name for name in runtime.history.tuned() if name.startswith("VAE")]
 
 
 def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatc
     reason = "this VAE overflows in float16, and its image in float32 is not finite too"
     assert last() == ("host", reason)
     assert caplog.messages == [f"VAE: the image is not finite, and OneDiff could not help: {reason}."]
-    assert not [name for name in runtime.tuning_cache._values if name.startswith("VAE")], "no verdict on float16"
+    assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
 
 
 def test_a_latent_that_the_unet_has_spoilt(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_store_that_anybody_has_written(stored: Any, monkeypatch: pytest.Monke
     decoder, latent = overflowing()
     types, host = count_decodes(monkeypatch), Host(decoder)
     decode(host, latent)
-    [name] = [name for name in runtime.tuning_cache._values if name.startswith("VAE")]
+    [name] = [name for name in runtime.history.tuned() if name.startswith("VAE")]
     for known, first in ((NOT_FINITE, torch.float32), (stored, torch.float16)):
         runtime.tuning_cache.set(name, known)
         types.clear()
