@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,11 +24,12 @@ NOTHING = WeightFunctions()
 
 
 class OnTheFly:
-    """reader, casts: see HostTraits.functions and HostTraits.casts.
+    """What a host applies to the weights of one network at each use, and the tensors made of that.
 
-    is_asked: whether stands has anything to look at.
-    applied: what was made of the host's functions, and of small parameters that it casts; None where the host computes
-    with the parameters as they are."""
+    reader, casts: see HostTraits.functions and HostTraits.casts. is_asked: False while nothing can be applied, so that
+    stands need not be called. applied: the tensors made of the host's functions, and of small parameters that it casts;
+    None where the host computes with the parameters as they are.
+    """
 
     def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
         self._reader = reader
@@ -37,7 +37,8 @@ class OnTheFly:
         self.is_asked = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
-        # Of the parts that it was made of: what marks them, what is alive as long as they are, what is in the tensors.
+        # Of the parts that applied was made of: see Parts.mark and Parts.facts, weak references to their objects, and
+        # the numbers in their tensors.
         self._mark: list[object] = []
         self._facts: list[object] = []
         self._references: list[Callable[[], Any]] = []
@@ -57,8 +58,8 @@ class OnTheFly:
     def refresh(
         self, binding: Binding, stand: bool, room: Callable[[], int] | None, contents_reader: ContentsReader | None
     ) -> bool | None:
-        """Apply what the host would apply now. stand: whether the parameters are known to be what they were at the last
-        refresh. room: how many bytes copies of weights may take; None: any number.
+        """Make applied what the host would apply now. stand: the parameters are known to be unchanged since the last
+        refresh. room: returns how many bytes copies of weights may take; None: any number.
 
         Returns whether the weights that the host computes with lie elsewhere than at the last refresh, or are others;
         None if nothing changed. Raises Refusal if the copies do not fit, or if a LoRA has no numbers.
@@ -93,7 +94,8 @@ class OnTheFly:
         return moved
 
     def stands(self, binding: Binding) -> bool:
-        """Whether the host applies what it did at the last refresh, in a sampling that goes on."""
+        """Whether the host applies now what it applied at the last refresh. Of the numbers in its tensors,
+        begin_contents tells."""
         try:
             parts = Parts() if self._reader is None else self._reader.parts(binding.called_layers())
         except Refusal:
@@ -105,16 +107,17 @@ class OnTheFly:
     def _was_made_of(self, parts: Parts, binding: Binding) -> bool:
         if self.applied is None or not self.applied.lasting or self.applied.dtype != binding.dtype:
             return False
-        # Whether the tensors are alive, begin_contents has told.
         return all(reference() is not None for reference in self._references) and parts.mark() == self._mark
 
     def begin_contents(self) -> Callable[[], bool]:
-        """Whether what is in the tensors that the host's functions hold is what it was: read now, told later."""
+        """Start reading the numbers in the tensors that the host's functions hold. The function that is returned waits
+        for the read, and returns whether they are what they were at the last refresh. It reports a change once; then
+        the next refresh makes applied anew."""
         changed = None if self._contents is None else self._contents.begin()
 
         def stand() -> bool:
             if changed is not None and changed():
-                # Told once: what was made of them is of no use from now on.
+                # An empty mark is no part's.
                 self._mark = []
                 return False
             return True
@@ -122,7 +125,7 @@ class OnTheFly:
         return stand
 
     def identity(self) -> str:
-        """What tells this from other things that could be applied."""
+        """A digest of what is applied, the numbers in its tensors included; "" where nothing is."""
         if self._contents is None or self.applied is None:
             return ""
         return digest_of_values(repr(self._facts), [self._contents.known])
@@ -136,7 +139,7 @@ class OnTheFly:
 
     @property
     def copies(self) -> bool:
-        """Whether anything was made of the host's own parameters, as they were."""
+        """Whether applied has copies of the host's own parameters: an edit of those must be copied again."""
         return self.applied is not None and bool(self.applied.weights or self.applied.biases)
 
     @property
@@ -177,12 +180,13 @@ class OnTheFly:
 
 
 class AppliedFunctions:
-    """What was made of a host's functions, for one UNet. It stays in the same memory as long as the same kinds of
-    functions are on the same layers: a captured graph knows the addresses alone.
+    """The tensors made of a host's functions for one network. They stay in the same memory as long as the same kinds
+    of functions are on the same layers, because captured graphs read them by address.
 
-    dtype, device: in which and where is computed. casts_norms: see Casts. before: whose memory is written over.
-    low_rank: the LoRAs of a layer, by path, and of a fused layer, by its name. weights, biases: what stands in the
-    place of its own. lasting: see WeightFunctions.
+    dtype, device: which is computed in, and where. casts_norms: see Casts. before: the tensors of the last refresh,
+    whose memory is written over.
+    low_rank: the LoRAs of each layer by path, and of each fused layer by name. weights, biases: what takes the place of
+    a layer's own, by the same names. lasting: see WeightFunctions.
     """
 
     def __init__(
@@ -207,14 +211,15 @@ class AppliedFunctions:
         self, functions: Mapping[str, WeightFunctions], weights: Weights, paths: Mapping[str, Sequence[str]],
         room: Callable[[], int] | None,
     ) -> bool:
-        """Make everything. functions: by path. weights: the parameters as they are stored, of fused layers too; some
-        may lie elsewhere for the time being. paths: see Binding.groups. room: how many bytes copies may take; None: any
-        number.
+        """Make all tensors. functions: what is applied to layers, by path. weights: the parameters as they are stored,
+        of fused layers too; some may be on another device. paths: see Binding.groups. room: see OnTheFly.refresh.
 
-        Returns whether anything lies elsewhere than before. Raises Refusal if there is no room.
+        Returns whether any tensor has another address than before. Raises Refusal if there is no room.
         """
         self.lasting = all(one.lasting for one in functions.values())
-        groups = {name: {path: functions.get(path, NOTHING) for path in group} for name, group in paths.items()}
+        groups: dict[str, dict[str, WeightFunctions]] = {}
+        for name, members in paths.items():
+            groups[name] = {path: functions.get(path, NOTHING) for path in members}
         self._refuse_without_room(groups, weights, room)
         # Tensors that count no edits: nobody but us writes to them.
         with torch.inference_mode():
@@ -227,41 +232,61 @@ class AppliedFunctions:
                 self._fit_parameters("bias", self.biases, name, group, weights, self._casts_norms or not is_norm)
         before = self._before
         self._before = {}
-        return before.keys() != self._made.keys() or any(self._made[key] is not one for key, one in before.items())
+        if before.keys() != self._made.keys():
+            return True
+        return any(self._made[key] is not tensor for key, tensor in before.items())
 
     def _refuse_without_room(
         self, groups: Mapping[str, Mapping[str, WeightFunctions]], weights: Weights, room: Callable[[], int] | None
     ) -> None:
-        copied = [
-            weights[name].weight.numel() for name, group in groups.items()
-            if weights[name].weight.dim() > 1 and any(one.weight is not None for one in group.values())
-        ]
-        needed = sum(copied) * self.dtype.itemsize
-        left = room() if needed and room is not None else needed
-        # What is held now is written over.
-        if needed > left + sum(tensor.nbytes for tensor in self._before.values()):
+        """Raise Refusal if the copies of matrices that functions change need more than room() bytes."""
+        copied = 0
+        for name, group in groups.items():
+            weight = weights[name].weight
+            if weight.dim() > 1 and any(one.weight is not None for one in group.values()):
+                copied += weight.numel()
+        needed = copied * self.dtype.itemsize
+        if not needed or room is None:
+            return
+        left = room()
+        written_over = sum(tensor.nbytes for tensor in self._before.values())
+        if needed > left + written_over:
             raise Refusal(
                 f"what is applied to the weights on the fly needs copies of {needed / MEBIBYTE:.0f} MiB, and the "
                 f"memory budget has {max(0, left) / MEBIBYTE:.0f} MiB"
             )
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:
-        """The LoRAs of the layers of a group: one product of all downs."""
-        narrow = {update.down.dtype for one in group.values() for update in one.updates if self._is_narrow(update)}
+        """Make the LoRAs of a group of layers: one matrix of all downs, and for each layer one of all its ups.
+
+        name: the group's, see Binding.groups. group: what is applied to each of its layers, by path.
+        """
+        updates = [update for one in group.values() for update in one.updates]
+        narrow = [update.down.dtype for update in updates if self._is_narrow(update)]
         if narrow:
-            return self._fit_narrow_updates(name, group, weights, narrow.pop())
-        factors = {path: [balanced(update, self._device) for update in one.updates] for path, one in group.items()}
-        downs = torch.cat([down for pairs in factors.values() for _, down in pairs]).to(self.dtype)
-        down = self._place("down", name, downs).copy_(downs)
+            self._fit_narrow_updates(name, group, weights, narrow[0])
+            return
+        balanced_ups: dict[str, list[Tensor]] = {}
+        balanced_downs: list[Tensor] = []
+        for path, one in group.items():
+            balanced_ups[path] = []
+            for update in one.updates:
+                balanced_up, balanced_down = balanced(update, self._device)
+                balanced_ups[path].append(balanced_up)
+                balanced_downs.append(balanced_down)
+        all_downs = torch.cat(balanced_downs).to(self.dtype)
+        down = self._place("down", name, all_downs).copy_(all_downs)
         ups: list[tuple[int, Tensor]] = []
-        first_row = first_rank = 0
-        for path, pairs in factors.items():
-            if pairs:
-                together = torch.cat([up for up, _ in pairs], dim=1).to(self.dtype)
-                up = self._place("up", path, together).copy_(together)
+        first_row = 0
+        first_rank = 0
+        for path, own_ups in balanced_ups.items():
+            if own_ups:
+                all_ups = torch.cat(own_ups, dim=1).to(self.dtype)
+                up = self._place("up", path, all_ups).copy_(all_ups)
                 ups.append((first_row, up))
-                self.low_rank[path] = LowRank(down[first_rank:first_rank + up.shape[1]], ((0, up),))
-                first_rank += up.shape[1]
+                end_rank = first_rank + up.shape[1]
+                self.low_rank[path] = LowRank(down[first_rank:end_rank], ((0, up),))
+                first_rank = end_rank
             first_row += len(weights[path].weight)
         self.low_rank[name] = LowRank(down, tuple(ups))
 
@@ -273,31 +298,31 @@ class AppliedFunctions:
     def _fit_narrow_updates(
         self, name: str, group: Mapping[str, WeightFunctions], weights: Weights, dtype: torch.dtype
     ) -> None:
-        """The LoRAs of the layers of a group, which the host computes in this narrower type, each by itself. Raises
-        Refusal where the group has others too."""
-        updates = [(path, update) for path, one in group.items() for update in one.updates]
-        if any({update.down.dtype, update.up.dtype} != {dtype} for _, update in updates):
+        """Make the LoRAs of a group of layers that the host computes in this narrower type, each up by itself. Raises
+        Refusal if the group has LoRAs of other types too."""
+        updates = [update for one in group.values() for update in one.updates]
+        if any(update.down.dtype != dtype or update.up.dtype != dtype for update in updates):
             raise Refusal(f"the LoRAs of {name} are stored in several types")
-        downs = torch.cat([update.down for _, update in updates]).to(self._device)
-        down = self._place("down", name, downs, dtype).copy_(downs)
-        first_rows = dict(zip(group, accumulate((len(weights[path].weight) for path in group), initial=0)))  # noqa: B905
+        all_downs = torch.cat([update.down for update in updates]).to(self._device)
+        down = self._place("down", name, all_downs, dtype).copy_(all_downs)
         ups: list[tuple[int, Tensor]] = []
         scales: list[Tensor] = []
-        first_rank = 0
-        for path in group:
-            own = [update for where, update in updates if where == path]
-            begin = first_rank
-            first = len(ups)
-            for index, update in enumerate(own):
-                scale = torch.full((), update.scale, dtype=torch.float32, device=self._device)
+        first_row = 0
+        end_rank = 0
+        for path, one in group.items():
+            first_up = len(ups)
+            first_rank = end_rank
+            for index, update in enumerate(one.updates):
                 label = f"{path} {index}"
-                up = self._place("up", label, update.up, dtype).copy_(update.up)
+                scale = torch.full((), update.scale, dtype=torch.float32, device=self._device)
                 scales.append(self._place("scale", label, scale, torch.float32).copy_(scale))
-                ups.append((first_rows[path], up))
-                first_rank += up.shape[1]
-            if own:
-                alone = tuple((0, up) for _, up in ups[first:])
-                self.low_rank[path] = LowRank(down[begin:first_rank], alone, tuple(scales[first:]))
+                up = self._place("up", label, update.up, dtype).copy_(update.up)
+                ups.append((first_row, up))
+                end_rank += up.shape[1]
+            if one.updates:
+                own_ups = tuple((0, up) for _, up in ups[first_up:])
+                self.low_rank[path] = LowRank(down[first_rank:end_rank], own_ups, tuple(scales[first_up:]))
+            first_row += len(weights[path].weight)
         self.low_rank[name] = LowRank(down, tuple(ups), tuple(scales))
 
     def _fit_parameters(
@@ -307,7 +332,10 @@ class AppliedFunctions:
         """The weights or the biases (kind) of a group in one tensor, each changed by its function, or cast."""
         together: Tensor | None = getattr(weights[name], kind)
         changes = [getattr(one, kind) for one in group.values()]
-        if together is None or not any(changes) and (together.dtype == self.dtype or not is_cast):
+        if together is None:
+            return
+        needs_cast = is_cast and together.dtype != self.dtype
+        if not any(changes) and not needs_cast:
             return
         stored: list[Tensor] = [getattr(weights[path], kind) for path in group]
         found[name] = self._place(kind, name, together)
@@ -321,8 +349,8 @@ class AppliedFunctions:
             found[path] = piece.copy_(changed)
 
     def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for what is laid out like a tensor, where such was before if it fits. dtype: by default, which is
-        computed in."""
+        """A tensor laid out like another one, at the address that it had at the last refresh if it still fits. Its
+        contents are undefined. dtype: by default, the type that is computed in."""
         kept = self._before.get((kind, name))
         dtype = dtype or self.dtype
         layout = like.shape, like.stride(), dtype, self._device
@@ -333,8 +361,8 @@ class AppliedFunctions:
 
 
 def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Up, scaled, and down of a LoRA in float32, with rows of down of a length near 1: whatever their sizes are in a
-    file, what lies between the two products does not overflow in float16. By powers of two, which round nothing."""
+    """Up, scaled, and down of a LoRA in float32, with rows of down of a length near 1, so that the product of down does
+    not overflow in float16. The factors are powers of two, which round nothing."""
     up = update.up.to(device, torch.float32)
     down = update.down.to(device, torch.float32)
     length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)

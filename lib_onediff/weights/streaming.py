@@ -74,23 +74,30 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(sizes: Sequence[int], ring: int, least: int = LEAST_CHUNK) -> list[Chunk]:
-    """How units of these sizes, in bytes, go through a ring that is twice as large as the largest. least: smaller ones
-    go together."""
-    found: list[Chunk] = []
+    """The chunks in which units of these sizes go through a ring at least twice as large as the largest unit. All in
+    bytes. least: smaller units that follow each other share a chunk."""
+    chunks: list[Chunk] = []
     for unit, size in enumerate(sizes):
-        last = found[-1] if found else Chunk(-1, 0, 0)
+        if not size:
+            continue
+        last = chunks[-1] if chunks else Chunk(-1, 0, 0)
         end = last.start + last.size
-        if size and found and last.size < least and size < least and end + size <= ring:
-            found[-1] = Chunk(unit, last.start, last.size + size)
-        elif size:
-            found.append(Chunk(unit, end if end + size <= ring else 0, size))
-    for index, chunk in enumerate(found):
-        end = chunk.start + chunk.size
-        over = [
-            number for number, other in enumerate(found[:index], 1)
-            if other.start < end and chunk.start < other.start + other.size
-        ]
-        found[index] = chunk._replace(waits=max(over, default=0))
+        fits = end + size <= ring
+        if chunks and fits and last.size < least and size < least:
+            chunks[-1] = Chunk(unit, last.start, last.size + size)
+        else:
+            chunks.append(Chunk(unit, end if fits else 0, size))
+    return [chunk._replace(waits=reads_before(chunk, chunks[:index])) for index, chunk in enumerate(chunks)]
+
+
+def reads_before(chunk: Chunk, earlier: Sequence[Chunk]) -> int:
+    """How many of the earlier chunks must have been read before this one is written: up to the last one that lies in
+    the same bytes of the ring."""
+    end = chunk.start + chunk.size
+    found = 0
+    for number, other in enumerate(earlier, 1):
+        if other.start < end and chunk.start < other.start + other.size:
+            found = number
     return found
 
 
@@ -110,17 +117,17 @@ class Streaming:
     """The layers of a network that are not, or not as a whole, on the device that computes."""
 
     def __init__(self, binding: Binding, units: Units, lane: CopyStream, memory: MainMemory, pinned: bool) -> None:
-        """Moves the parameters that lie in main memory to such that a GPU copies from by itself (pinned),
-        where they do not lie there. units: of the whole network.
+        """Moves the parameters that lie in main memory to pinned memory, from which a GPU copies by itself, where they
+        do not lie there. units: of the whole network. pinned: False where nothing has to be pinned.
 
-        Raises Refusal where there is none, and torch.cuda.OutOfMemoryError.
+        Raises Refusal if there is no main memory left, and torch.cuda.OutOfMemoryError.
         """
         self.device = binding.device
         self.lane = lane
         self._schedules: dict[Hashable, CopySchedule] = {}
         # Where each member of a fused layer begins in it, and how many rows it has.
         self.members = binding.fusion_of
-        names = [name for unit in units for name in unit if name in binding.away]
+        names = [name for name in chain.from_iterable(units) if name in binding.away]
         matrices: dict[tuple[str, str], list[Tensor]] = {}
         vectors: dict[tuple[str, str], list[Tensor]] = {}
         for name in names:
@@ -133,7 +140,7 @@ class Streaming:
             pin(part, memory, pinned)
         # Nothing here keeps them alive.
         self._matrices = {name: list(map(MemorySpan.of, parts)) for (name, _), parts in matrices.items()}
-        sizes = [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
+        sizes = self._sizes_of(units)
         self._ring_bytes = max(2 * max(sizes), min(RING, sum(sizes)))
         # Made when a matrix is copied.
         self._ring = room_of(0, self.device)
@@ -149,28 +156,33 @@ class Streaming:
 
     @property
     def bytes(self) -> int:
-        """Of the memory of the device that computes, which they go through."""
+        """GPU memory of the ring and of the vectors."""
         return self._room.nbytes + self._ring.nbytes
 
     def copied(self, left_out: Collection[str] = ()) -> int:
-        """Bytes of matrices that every call copies. left_out: layers of which nobody asks for the matrix."""
+        """Bytes of matrices that every call copies. left_out: layers whose matrices are not read."""
         return sum(size_of(parts) for name, parts in self._matrices.items() if name not in left_out)
 
     def forward(self, units: Units, left_out: frozenset[str]) -> StreamedForward:
-        """The copies of one forward. units: in which it reads its layers. left_out: layers whose matrices it does not
-        read."""
+        """The copies of one forward. units: the order in which it reads its layers. left_out: layers whose matrices it
+        does not read."""
         key = tuple(map(tuple, units)), left_out
         if key not in self._schedules:
             self._schedules[key] = self._schedule(units, left_out)
         return StreamedForward(self, self._schedules[key])
 
     def _schedule(self, units: Units, left_out: frozenset[str]) -> CopySchedule:
-        streamed = [[name for name in unit if name in self._matrices and name not in left_out] for unit in units]
-        sizes = [sum(size_of(self._matrices[name]) for name in unit) for unit in streamed]
+        copied = self._matrices.keys() - left_out
+        streamed: list[list[str]] = []
+        for unit in units:
+            streamed.append([name for name in unit if name in copied])
+        sizes = self._sizes_of(streamed)
         if any(sizes) and not len(self._ring):
             self._ring = room_of(self._ring_bytes, self.device)
         chunks = chunks_of(sizes, self._ring_bytes)
-        unit_of = {name: index for index, unit in enumerate(units) for name in unit}
+        unit_of: dict[str, int] = {}
+        for index, unit in enumerate(units):
+            unit_of.update(dict.fromkeys(unit, index))
         schedule = CopySchedule(len(units), unit_of, chunks, [], {}, {})
         first = 0
         for number, chunk in enumerate(chunks):
@@ -184,8 +196,12 @@ class Streaming:
             first = chunk.last_unit + 1
         return schedule
 
+    def _sizes_of(self, units: Units) -> list[int]:
+        """The bytes of the matrices of each unit that are away."""
+        return [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
+
     def begin(self) -> None:
-        """A forward begins: the vectors are on their way."""
+        """Copy all vectors, which every forward does first."""
         self.lane.wait(self.lane.copy(self._copies_of_vectors, self.lane.computed()))
 
     def vector(self, name: str, kind: str) -> Tensor | None:
@@ -193,8 +209,8 @@ class Streaming:
         return self._vectors.get((name, kind))
 
     def content(self, names: Collection[str]) -> int:
-        """What tells whether matrices in main memory were edited where no edit is counted (weight.data += ...): of the
-        first row of each; some milliseconds for SDXL's."""
+        """A checksum of the first row of each matrix in main memory, which shows edits that torch does not count
+        (weight.data += ...). Some milliseconds for SDXL."""
         found = 0
         for name in names:
             for span in self._matrices.get(name, ()):
@@ -219,16 +235,16 @@ class StreamedForward:
 
     def __init__(self, streaming: Streaming, schedule: CopySchedule) -> None:
         self._streaming = streaming
-        self._plan = schedule
+        self._copy_schedule = schedule
         self._unit = -1
         # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
         self._marks: dict[int, torch.cuda.Event] = {}
         self._begun = 0
 
     def weight(self, name: str) -> Tensor | None:
-        """The copy of a layer's weight, there once what is launched so far has run; None where it is not copied. Copies
-        what comes to lie over the units before this layer's."""
-        schedule = self._plan
+        """The copy of a layer's weight, complete once the launches so far have run; None where it is not copied. Starts
+        the copies that take the place of earlier units, which were launched."""
+        schedule = self._copy_schedule
         unit = schedule.unit_of.get(name, -1)
         if unit > self._unit:
             self._go_on(unit)
@@ -248,8 +264,9 @@ class StreamedForward:
         return self._streaming.vector(name, "bias")
 
     def _go_on(self, unit: int) -> None:
-        """What reads the units before was launched: copy what comes to lie over them."""
-        chunks = self._plan.chunks
+        """The forward comes to a unit: whatever reads the units before is launched, so start the copies that take
+        their place."""
+        chunks = self._copy_schedule.chunks
         lane = self._streaming.lane
         if self._unit < 0:
             self._streaming.begin()
@@ -260,9 +277,9 @@ class StreamedForward:
             if waits and chunks[waits - 1].last_unit >= unit:
                 break
             computed = lane.computed() if computed is None else computed
-            self._marks[self._begun] = lane.copy(self._plan.copies[self._begun], computed)
+            self._marks[self._begun] = lane.copy(self._copy_schedule.copies[self._begun], computed)
             self._begun += 1
-        if unit == self._plan.units - 1 and self._marks:
+        if unit == self._copy_schedule.units - 1 and self._marks:
             # Nothing is on its way when the forward ends: a capture has to find its streams together.
             self._wait(max(self._marks))
 
