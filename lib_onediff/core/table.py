@@ -82,54 +82,41 @@ class Times(NamedTuple):
 class Stopwatch:
     """The last times of one thing, in milliseconds. On a GPU it reads events only once they have happened.
 
+    route: how the thing is done: the times of another route say nothing of this one. add: adds a time.
     remembered: what an earlier process has measured, often enough; it holds until this one has.
     """
 
     def __init__(self) -> None:
-        self._route = ""
+        self.route = ""
         self.remembered: float | None = None
         self._times: deque[float] = deque(maxlen=MOST_TIMES)
         # A page and the runtime may ask at once.
         self._reading = threading.Lock()
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MOST_TIMES)
+        self._unread: deque[Took] = deque(maxlen=MOST_TIMES)
+        # No method: replays add a time at every step.
+        self.add: Callable[[Took], None] = self._unread.append
 
     def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
-        """What work() returns. route: see start. Written out for replays."""
-        if route != self._route:
-            self._begin_route(route)
-        if device.type != "cuda":
-            began = time.perf_counter()
-            result = work()
-            self._times.append((time.perf_counter() - began) * 1e3)
-            return result
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # Events go to the current card, which need not be this one.
-        begin.record(torch.cuda.current_stream(device))
+        """What work() returns; how long it takes is added, unless it raises. route: see begin_route."""
+        stop = self.start(device, route)
         result = work()
-        end.record(torch.cuda.current_stream(device))
-        self._pending.append((begin, end))
+        stop()
         return result
 
     def start(self, device: torch.device, route: str = "") -> Callable[[], None]:
         """Time what is done until the function that this returns is called; where it is not, there is no time. route:
-        how it is done; the times of another route say nothing of this one, and go."""
-        if route != self._route:
-            self._begin_route(route)
+        see begin_route."""
+        if route != self.route:
+            self.begin_route(route)
         stop = start_timing(device)
         return lambda: self.add(stop())
 
-    def _begin_route(self, route: str) -> None:
+    def begin_route(self, route: str) -> None:
+        """From now on, the thing is done by this route; the times until now go."""
         with self._reading:
-            self._route = route
+            self.route = route
             self._times.clear()
-            self._pending.clear()
-
-    def add(self, took: Took) -> None:
-        """Add a time."""
-        if isinstance(took, float):
-            self._times.append(took * 1e3)
-        else:
-            self._pending.append(took)
+            self._unread.clear()
 
     @property
     def median_ms(self) -> float | None:
@@ -149,10 +136,18 @@ class Stopwatch:
         return median_of(sorted(times)) if len(times) >= ENOUGH else self.remembered
 
     def _read(self) -> list[float]:
+        """The times, in milliseconds, but for those whose end the GPU has yet to reach and what follows them."""
         with self._reading:
-            while self._pending and self._pending[0][1].query():
-                begin, end = self._pending.popleft()
-                self._times.append(begin.elapsed_time(end))
+            while self._unread:
+                took = self._unread[0]
+                if isinstance(took, float):
+                    milliseconds = took * 1e3
+                elif took[1].query():
+                    milliseconds = took[0].elapsed_time(took[1])
+                else:
+                    break
+                self._unread.popleft()
+                self._times.append(milliseconds)
             return list(self._times)
 
 

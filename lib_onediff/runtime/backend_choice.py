@@ -255,7 +255,7 @@ class LowBitRoute:
         layout = network.bound.layout
         low_bit = self._devices.lossy.low_bit
         dtype = call.latent.dtype
-        name = f"low-bit {lossy.low_bit} errors, {network.bound.checkpoint()}, {str(dtype).removeprefix('torch.')}"
+        name = f"low-bit {lossy.low_bit} errors, {network.checkpoint()}, {str(dtype).removeprefix('torch.')}"
         known = low_bit.tuning_cache.get(name)
         choice = Choice(layout.model_name, wanted, low_bit.classes(layout), budget, known)
         before = network.low_bit_choice

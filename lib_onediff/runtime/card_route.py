@@ -28,7 +28,6 @@ from ..core.precision import Flags, autocast_dtype, flags_for, our_modes
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Entry, State, Stopwatch
-from ..weights.bound import BoundUNet
 from .backend_choice import BackendChoice, Candidate, LowBitRoute, first_to_serve
 from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
@@ -187,9 +186,10 @@ class OneCard:
         runner = network.runner(served.entry.key, call.cut)
         if runner is None:
             return
-        turn = self._services.computing(device)
-        autocast = autocast_dtype(device.type)
-        plan = Plan(served.entry, runner, served.reason, self.settings, autocast, device, network.bound.epoch, turn)
+        plan = Plan(
+            served.entry, runner, served.reason, self.settings, autocast_dtype(device.type), device, served.epoch,
+            self._services.computing(device),
+        )
         network.keep_plan(call.signature, plan)
 
     def check(self, call: Call, served: Served) -> None:
@@ -211,7 +211,7 @@ class OneCard:
                 compared = attempted(partial(why_cached_pass_differs, entry, served.output, cached))
                 if compared.fault is not None:
                     what = f"the cached pass failed: {first_line(compared.fault)}"
-                    entry.blame(what, sampling_now(self.network.bound), is_final=False)
+                    entry.blame(what, self.network.sampling_now, is_final=False)
                     log.error("%s (%s)", entry.reason, entry.key, exc_info=compared.fault)
                 elif miss := compared.given():
                     entry.blame(miss)
@@ -231,7 +231,7 @@ class OneCard:
         host_upcasts = call.upcast_attention
         dtype = bound.binding.dtype
         device = call.latent.device
-        name = f"attention overflows, {bound.identity()}, {str(dtype).removeprefix('torch.')}"
+        name = f"attention overflows, {self.network.identity()}, {str(dtype).removeprefix('torch.')}"
         is_known = tuned.get(name) is True
         overflows = is_known
         while True:
@@ -266,11 +266,11 @@ class OneCard:
             if functions is not None:
                 functions.rewind()
             if failed.fault is not None:
-                network.bound.bind_anew()
+                network.bound.forget_baseline()
 
         return first_to_serve(
             (self._candidate(device, lossy, call, functions, flags) for device, lossy in ways), candidates.reason,
-            sampling_now(network.bound), after_failure,
+            network.sampling_now, after_failure,
         )
 
     def _candidate(
@@ -289,7 +289,7 @@ class OneCard:
         dtype = bound.binding.dtype
         key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, network.weight_marks, lossy)
         entry = self._services.table.entry(key, layout.model_name)
-        return entry.of_weights(bound.identity(), sampling_now(bound), bound.replaced)
+        return entry.of_weights(network.identity(), network.sampling_now, bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """The entry of a call's shape by this device. Raises Refusal where the device does not compute such calls."""
@@ -341,7 +341,7 @@ class OneCard:
         if runner is not None:
             entry.state = State.READY
             output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
-            return Served(output, entry, network.bound.epoch, GRAPH, with_streamed(reason), call)
+            return Served(output, entry, network.bound.refreshed, GRAPH, with_streamed(reason), call)
         stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
         work: Callable[[], Tensor] = partial(plainly, call)
         if has_graphs and entry.state is not State.COLD:
@@ -352,7 +352,7 @@ class OneCard:
             reason = reason or entry.no_graph or entry.waits or (
                 "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
             )
-        return Served(output, entry, network.bound.epoch, PLAIN, with_streamed(reason), call)
+        return Served(output, entry, network.bound.refreshed, PLAIN, with_streamed(reason), call)
 
     def _plainly(self, entry: Entry, call: Call) -> Tensor:
         """The output of our forward, each operator launched by itself, without a graph."""
@@ -428,11 +428,6 @@ class OneCard:
             return False
         fitted.given()
         return True
-
-
-def sampling_now(bound: BoundUNet) -> int | None:
-    """The number of the sampling in progress; None outside of any."""
-    return bound.samplings if bound.in_sampling else None
 
 
 def kernel_use_of(network: Network, call: Call, lossy: Lossy = LOSSLESS) -> KernelUse:

@@ -40,6 +40,8 @@ class Network:
     runners: by shape; see runner.
     step_memories: what step policies keep of its calls, by their names.
     sampling: what its own host says of the sampling in progress; None where that host says nothing.
+    samplings: how many samplings its host has announced. in_sampling: whether one goes on.
+    weights: the digest of the weights of the last call; see identity.
     low_bit: the weights in eight bits, while they are used.
     low_bit_choice: the classes of layers that use them, once that was measured.
     served_last: whether we have served the last call, in this sampling where its host announces them.
@@ -60,6 +62,9 @@ class Network:
         self.step_memories: dict[str, StepMemory] = {}
         self._cut_memories: weakref.WeakValueDictionary[Hashable, CutMemory] = weakref.WeakValueDictionary()
         self.sampling: Sampling | None = None
+        self.samplings = 0
+        self.in_sampling = False
+        self.weights = ""
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
         self.no_room_for_low_bit = False
@@ -77,13 +82,30 @@ class Network:
         self.no_room_for_low_bit = False
         self.asked_for_room = 0
         self.plans.clear()
-        self.bound.begin_sampling()
+        self.samplings += 1
+        self.in_sampling = True
+        self.bound.retry()
 
     def end_sampling(self) -> None:
         """The host says that the sampling is over."""
         self.sampling = None
         self.step_memories.clear()
-        self.bound.end_sampling()
+        self.in_sampling = False
+
+    @property
+    def sampling_now(self) -> int | None:
+        """The number of the sampling in progress; None outside of any."""
+        return self.samplings if self.in_sampling else None
+
+    def identity(self) -> str:
+        """The key of verdicts over the weights as they are now, or were at the first call of this sampling; see
+        BoundUNet.identity."""
+        self.weights = self.bound.identity(self.sampling_now)
+        return self.weights
+
+    def checkpoint(self) -> str:
+        """The key of measurements; see BoundUNet.checkpoint."""
+        return self.bound.checkpoint(self.sampling_now)
 
     @property
     def architecture(self) -> str | None:

@@ -51,13 +51,13 @@ class PatchedRoute:
             raise Refusal("weights are copied from main memory between functions of other extensions")
         if entry.state is State.COLD:
             output = self._first(entry, guarded, functions, plainly, names)
-            return Served(output, entry, network.bound.epoch, PLAIN, reason, call)
+            return Served(output, entry, network.bound.refreshed, PLAIN, reason, call)
         if not traits.has_graphs or streams:
             output = entry.own.time(device, lambda: plainly(guarded), PLAIN)
-            return Served(output, entry, network.bound.epoch, PLAIN, reason, call)
+            return Served(output, entry, network.bound.refreshed, PLAIN, reason, call)
         replayed = self._replayed(network, entry, guarded, functions)
         if isinstance(replayed, Tensor):
-            return Served(replayed, entry, network.bound.epoch, GRAPH, reason, call)
+            return Served(replayed, entry, network.bound.refreshed, GRAPH, reason, call)
         if entry.no_graph and not traits.launches_patched and not replayed:
             # Operator by operator, PyTorch launches its own faster.
             raise Refusal(entry.no_graph)
@@ -65,7 +65,7 @@ class PatchedRoute:
         resumed = replace(call, patches=ResumedPoints(functions, replayed)) if replayed else guarded
         output = entry.own.time(device, lambda: self._graphs.measured(entry, lambda: plainly(resumed)), PLAIN)
         rewind = None if entry.no_graph else functions.rewind
-        return Served(output, entry, network.bound.epoch, PLAIN, reason, call, rewind)
+        return Served(output, entry, network.bound.refreshed, PLAIN, reason, call, rewind)
 
     def _first(
         self, entry: Entry, call: Call, functions: FunctionCalls, plainly: Callable[[Call], Tensor], names: str

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..core.call import Call
 from ..core.device import Runner
@@ -26,7 +26,8 @@ class Plan(NamedTuple):
 
     entry: of their shape: its backend, torch's switches of precision, and what was proved. runner: replays them.
     reason: why they go by no faster route. settings, autocast, device: under which the plan was made; autocast is the
-    type that torch casts to, None where it is off. epoch: of the network when it was made. turn: see
+    type that torch casts to, None where it is off. epoch: of the network at the refresh before the call that the plan
+    was made from. computing: the context in which this thread alone launches work on the device; see
     Services.computing.
     """
 
@@ -37,13 +38,32 @@ class Plan(NamedTuple):
     autocast: torch.dtype | None
     device: torch.device
     epoch: Epoch
-    turn: AbstractContextManager[object]
+    computing: AbstractContextManager[object]
+
+    def replay(self, call: Call) -> Tensor:
+        """The output of a call by the runner. The time that it takes counts for the shape."""
+        stopwatch = self.entry.own
+        if stopwatch.route != GRAPH:
+            stopwatch.begin_route(GRAPH)
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            output = self.runner.run(call)
+            stopwatch.add(time.perf_counter() - began)
+            return output
+        # Events go to the current card, which computing has made this one.
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        output = self.runner.run(call)
+        end.record()
+        stopwatch.add((begin, end))
+        return output
 
 
 def replayed(services: Services, network: Network, call: Call, settings: Settings) -> Served | None:
     """A call computed by its plan: copy the inputs, replay, clone.
 
-    Whether anything has changed is looked at while the GPU computes, except for what the graph would read from memory
+    The network is compared with its baseline while the GPU computes, except for what the graph would read from memory
     that is gone. None where there is no plan, or something has changed: what was computed is dropped, and the call is
     made as the first of its kind.
     """
@@ -59,34 +79,50 @@ def replayed(services: Services, network: Network, call: Call, settings: Setting
     device = call.latent.device
     if settings is not plan.settings or device != plan.device:
         return None
-    is_autocast = is_autocast_on(device.type)
-    if is_autocast is (plan.autocast is None) or (is_autocast and autocast_dtype(device.type) is not plan.autocast):
+    autocast = autocast_dtype(device.type) if is_autocast_on(device.type) else None
+    if autocast is not plan.autocast:
         return None
-    entry, runner = plan.entry, plan.runner
+    entry = plan.entry
     key = entry.key
     # torch's switches of precision may have been moved since: another graph computes with them. Which switches matter
     # follows from the key and from the build of torch, so where none did, none does.
     if key.precision and key.precision != flags_for(settings, key.dtype, device, key.upcast_attention):
         return None
-    bound, cut, own = network.bound, call.cut, runner.inputs.cut
-    if cut is not None and (own is None or own.memory is not cut.memory):
-        return None
-    with plan.turn:
+    cut = call.cut
+    if cut is not None:
+        own = plan.runner.inputs.cut
+        if own is None or own.memory is not cut.memory:
+            return None
+    with plan.computing:
         if services.is_between_graphs or services.generations.this_thread.is_warm_up:
             return None
         if network.plans.get(signature) is not plan or entry.verdict.state is not State.READY:
             # Another thread has dropped it, or what was proved, meanwhile.
             return None
-        output, made_at, now = None, plan.epoch, bound.epoch
+        baseline = network.bound.baseline
+        made_at = plan.epoch
+        now = baseline.epoch
+        is_same = None
         if made_at.structure == now.structure and made_at.addresses == now.addresses:
-            output = bound.during(partial(entry.own.time, device, partial(runner.run, call), GRAPH))
-        low_bit_stands = not key.lossy.low_bit or network.low_bit_stands()
-        cut_stands = cut is None or not cut.reads or cut.values == bound.epoch.values
-        if output is None or not low_bit_stands or not cut_stands:
+            is_same = baseline.begin()
+        output = None
+        if is_same is not None:
+            launched = plan.replay(call)
+            if is_same():
+                output = launched
+        epoch = baseline.epoch
+        if epoch.values != made_at.values and (network.bound.on_the_fly.copies or not network.in_sampling):
+            # Copies of the weights, and outside of a sampling what was proved, are of the values before.
+            output = None
+        if key.lossy.low_bit and not network.low_bit_stands():
+            output = None
+        if cut is not None and cut.reads and cut.values != epoch.values:
+            output = None
+        if output is None:
             # Nothing is replayed before the change is known.
             network.plans.clear()
             return None
         # As Entry.note_use, without a frame.
         entry.uses += 1
         entry.last_used = time.time()
-        return Served(output, entry, bound.epoch, GRAPH, plan.reason, call)
+        return Served(output, entry, epoch, GRAPH, plan.reason, call)

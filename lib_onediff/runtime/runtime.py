@@ -145,8 +145,9 @@ class Runtime:
             network = services.networks.get(unet)
             if network is None:
                 return
-            for entry in self.table.entries():
-                entry.forget_failures(network.bound.last_identity)
+            if not network.bound.is_copy:
+                for entry in self.table.entries():
+                    entry.forget_failures(network.weights)
             network.plans.clear()
             self.two_gpus.forget(unet)
             services.networks.pop(unet, None)
@@ -349,7 +350,7 @@ class Runtime:
             # Between graphs, the call around this one goes on with the weights where they are.
             return
         takes_turns = network.served_last
-        if not network.bound.in_sampling:
+        if not network.in_sampling:
             # Where no sampling was announced, only the call before counts.
             network.served_last = False
         if not takes_turns:

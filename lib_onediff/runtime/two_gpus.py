@@ -82,17 +82,19 @@ class Pair:
     def follow(self, first: Network) -> None:
         """What is known of the first card's UNet holds for this one."""
         self.network.settings = first.settings
-        if self.mirror.samplings != first.bound.samplings:
+        if self.network.samplings != first.samplings:
             self.network.plans.clear()
-        self.mirror.samplings, self.mirror.in_sampling = first.bound.samplings, first.bound.in_sampling
-        self.network.sampling, self.network.no_room_for_low_bit = first.sampling, first.no_room_for_low_bit
+        self.network.samplings = first.samplings
+        self.network.in_sampling = first.in_sampling
+        self.network.sampling = first.sampling
+        self.network.no_room_for_low_bit = first.no_room_for_low_bit
 
 
 def rest(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
     """Why one card computes, and the conditions under which that holds: the memory budget, the weights, and this
     sampling, unless it lasts."""
     bound = network.bound
-    sampling = None if lasts else bound.samplings
+    sampling = None if lasts else network.samplings
     return reason, lasts, settings.memory_budget, bound.epoch.structure, bound.epoch.values, sampling
 
 
@@ -150,7 +152,8 @@ class TwoGpusRoute:
             self.note(why_one=allowed.reason)
             return None
         allowed.given()
-        rests, unet = network.bound.in_sampling, network.bound.module
+        rests = network.in_sampling
+        unet = network.bound.module
         made = attempted(lambda: self._serve(network, settings, call, as_host(host)))
         if made.is_ours:
             served, split = made.given()

@@ -23,7 +23,6 @@ from ..core.leaves import Convolution
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
-from .parameters import present_in
 from .stored import StoredReader, StoredWeight
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -167,7 +166,9 @@ class Binding:
         """The tensors that all layers compute with, in their order: parameters, and in the place of a weight in few
         bits its values and scales. Drop the result after the call. Raises Refusal if a layer is gone."""
         layers = self.layers()
-        return present_in(layers) if self.reader is None else self.reader.tensors(layers)
+        if self.reader is not None:
+            return self.reader.tensors(layers)
+        return [one for layer in layers for one in layer._parameters.values() if one is not None]
 
     def stored(self, path: str) -> StoredWeight | None:
         """The weight of a layer that is in few bits, as it is now; None where it is a plain tensor. Drop the result

@@ -6,8 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,9 +18,8 @@ from .binding import Binding
 from .contents import PART, Contents, ContentsReader, MemorySpan
 from .digests import WeightsDigest, digest_of_values
 from .main_memory import MainMemory
-from .module_tree import Tree
+from .module_tree import Baseline, Parameters, Tree
 from .on_the_fly import OnTheFly
-from .parameters import Parameters
 from .reached import Reached
 from .scan import (
     APPLIED_AT_CALL,
@@ -36,7 +34,6 @@ from .streaming import Streaming, Units, streaming_of
 from .values import Tokens
 
 log = logging.getLogger("onediff")
-Result = TypeVar("Result")
 # How many digests of the code that a network calls are remembered.
 MOST_MET = 64
 # How many unknown ones may follow each other: each costs a check against the host. After more, the network is refused.
@@ -50,7 +47,9 @@ class BoundUNet:
     epoch: counts the changes that were found within this process. What was made at another epoch may be void.
     identity(): a digest, the same in any process, of weights and sources. Verdicts belong to it.
 
-    samplings: how many samplings the host has announced. in_sampling: whether one goes on.
+    is_copy: whether the module is a copy of ours on another device, which nobody else changes.
+    baseline: what the network was at the last look; a replay is compared with it.
+    refreshed: the epoch at the last refresh: what is computed, captured or copied after it holds for this one.
     channels_last: whether the convolutions' weights were laid out so.
     on_the_fly: what the host applies to the weights at each use.
     streaming: brings the weights that are in main memory to the device that computes; None where all are on that.
@@ -60,15 +59,18 @@ class BoundUNet:
 
     def __init__(
         self, unet: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
-        units_of: Callable[[Any, Call], Units] | None = None,
+        units_of: Callable[[Any, Call], Units] | None = None, is_copy: bool = False,
     ) -> None:
         """read, units_of: read the layout of a module, and give the order of its weights; see Families. None: weights
         that are away are refused."""
-        self._read_layout, self._units_of = read, units_of
+        self._read_layout = read
+        self._units_of = units_of
         self._unet = weakref.ref(unet)
         self.host_traits = host_traits
+        self.is_copy = is_copy
+        self.baseline = Baseline(unet, host_traits.wanted_lora, is_copy)
+        self.refreshed = self.baseline.epoch
         self.reader: ContentsReader | None = None
-        self._tree: Tree | None = None
         self._tokens = Tokens()
         # The facts of the host's code when the network was seen first.
         self._first: dict[str, str] | None = None
@@ -84,29 +86,25 @@ class BoundUNet:
         # The code that was judged last, and who has put a function there whose state cannot be seen.
         self._judged: Reached | None = None
         self._unseen = ""
-        self._parameters: Parameters | None = None
-        # How often each parameter had been edited in place at the last look.
-        self._edits: list[int] | None = None
-        self._contents: Contents | None = None
         # One in so many parts of the contents is watched; 0: contents are not watched.
         self._part = 0
         self.channels_last = False
         self._binding: Binding | None = None
         self._refusal: str | None = None
-        self.epoch = Epoch()
-        # epoch.values at the last refresh: what was copied from the weights is of these values.
-        self._refreshed: int | None = None
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.streaming: Streaming | None = None
         self._memory = MainMemory()
-        self.samplings = 0
-        self.in_sampling = False
-        self._lora: Hashable = None
-        self._checkpoint: tuple[Hashable, str] = None, ""
-        self._identity: tuple[Hashable, str] = None, ""
+        # The digests that were computed last, each with what it holds for; see _holds_for.
+        self._checkpoint: tuple[Hashable, str] = (None, "")
+        self._identity: tuple[Hashable, str] = (None, "")
         # What identity reads, and the version of the addresses that it was made for.
         self._digest: WeightsDigest | None = None
         self._digested: Hashable = None
+
+    @property
+    def epoch(self) -> Epoch:
+        """See Baseline."""
+        return self.baseline.epoch
 
     @property
     def layout(self) -> Any:
@@ -148,7 +146,8 @@ class BoundUNet:
         """Free the copies of weights that the host's functions were applied to, and the buffers for streamed weights;
         the next refresh makes them anew."""
         if self.streaming is not None:
-            self.streaming = self._parameters = None
+            self.streaming = None
+            self.baseline.parameters = None
         if self.on_the_fly.drop():
             self._note_moved()
 
@@ -157,86 +156,25 @@ class BoundUNet:
         """Memory of the device that computes, beside the host's own weights."""
         return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 
-    def begin_sampling(self) -> None:
-        """The host says that a new sampling starts."""
-        self.samplings += 1
-        self.in_sampling = True
+    def retry(self) -> None:
+        """Read the network again at the next call where OneDiff itself has failed to: another image may go well."""
         if self._has_failed:
-            # Another image may go well.
             self._has_failed = False
-            self._tree = None
             self._refusal = None
-
-    def end_sampling(self) -> None:
-        """The host says that it is over."""
-        self.in_sampling = False
+            self.baseline.tree = None
 
     # --- has anything changed? ------------------------------------------------------------------------------------
-
-    def during(self, work: Callable[[], Result]) -> Result | None:
-        """Runs work, which launches a replay, and looks for changes while the GPU computes. Returns what work returns;
-        None where that must be dropped, or where work was not run.
-
-        It is not run where addresses, or the LoRAs that the host wants, have changed. Its result is dropped where the
-        modules, their code, the parameter objects or what the host applies on the fly have changed. An edit of values
-        in place raises epoch.values. Its result is dropped then, too, but for one case: within a sampling, where
-        nothing was copied from the weights, because the graph itself has read the edited values.
-        """
-        parameters = self._parameters
-        tree = self._tree
-        unet = self._unet()
-        lora = self.host_traits.wanted_lora
-        if self._refusal is not None or parameters is None or tree is None or unet is None:
-            return None
-        if lora is not None and lora() != self._lora:
-            return None
-        on_the_fly = self.on_the_fly
-        applied = on_the_fly.begin_contents() if on_the_fly.is_asked else None
-        found = parameters.lie_still()
-        if found is None:
-            return None
-        changed = None if self._contents is None else self._contents.begin(are_alive=True)
-        result = work()
-        if not tree.stands(unet):
-            return None
-        have_changed = changed is not None and changed()
-        # Last, and noted at once: each edit is reported once.
-        edits = parameters.edits(found)
-        if edits is None:
-            return None
-        were_edited = edits != self._edits
-        self._edits = edits
-        if were_edited or have_changed:
-            self._raise(values=1)
-        # A graph reads weights as they were edited in place, but copies of weights are of the values before.
-        if self.epoch.values != self._refreshed and (on_the_fly.copies or not self.in_sampling):
-            return None
-        return result if applied is None or (applied() and on_the_fly.stands(self.binding)) else None
-
-    def _look_for_edits(self) -> bool:
-        """Raise epoch.values if values were edited since the last look. Returns True, whether edited or not; False, and
-        no edit is counted, where the parameters are others or lie elsewhere: they must be bound again."""
-        changed = self._contents is not None and self._contents.begin()()
-        # Last, and noted at once: each edit is reported once.
-        edits = None if self._parameters is None else self._parameters.edits()
-        if edits is None:
-            return False
-        were_edited = edits != self._edits
-        self._edits = edits
-        if were_edited or changed:
-            self._raise(values=1)
-        return True
 
     def values_now(self) -> int:
         """epoch.values after a look for edits; where weights lie elsewhere by now, the next version, which no call has
         had."""
-        return self.epoch.values if self._look_for_edits() else self.epoch.values + 1
+        return self.epoch.values if self.baseline.look_for_edits() else self.epoch.values + 1
 
     def watch_contents(self, whole: bool) -> None:
         """From now on, compare the contents of weights, so that edits are found that torch does not count: something
         that was made from the values is kept. whole: every number; otherwise one part in contents.PART."""
         part = 1 if whole else PART
-        if self._contents is None or part < self._part:
+        if self.baseline.contents is None or part < self._part:
             self._part = min(part, self._part or part)
             self._watch_parameters()
 
@@ -244,58 +182,61 @@ class BoundUNet:
         """Note where the bound parameters lie and how often they were edited; and their contents, where _part says so.
         Later looks compare with this."""
         binding = self.binding
-        self._parameters = Parameters(binding.layers(), binding.reader)
-        self._edits = self._parameters.edits()
-        spans = [
-            MemorySpan.of(parameter) for name in binding.groups if self._part and name not in binding.away
-            for parameter in chain(*binding.parts(name))
-        ]
-        self._contents = Contents(spans, self._part, self.reader) if self._part else None
+        self.baseline.parameters = Parameters(binding.layers(), binding.reader)
+        self.baseline.contents = None
+        if self._part:
+            spans: list[MemorySpan] = []
+            for name in binding.groups:
+                if name in binding.away:
+                    continue
+                for tensors in binding.parts(name):
+                    spans += map(MemorySpan.of, tensors)
+            self.baseline.contents = Contents(spans, self._part, self.reader)
 
-    def checkpoint(self) -> str:
+    def checkpoint(self, sampling: Hashable = None) -> str:
         """The key of measurements: a digest that tells checkpoints of an architecture apart and is the same under any
         LoRA, as far as that leaves biases and norms as they are: only those are read. Copies 3 MB of SDXL's from the
-        device and waits for it, where the weights may be others than at the last call of this method."""
-        state = self._state()
+        device and waits for it, where the weights may be others than at the last call of this method. sampling: see
+        identity."""
+        state = self._holds_for(sampling)
         if self._checkpoint[0] != state:
             vectors = self.binding.vectors()
-            self._checkpoint = state, digest_of_values(self.layout.architecture, vectors)
+            self._checkpoint = (state, digest_of_values(self.layout.architecture, vectors))
         return self._checkpoint[1]
 
-    def identity(self) -> str:
+    def identity(self, sampling: Hashable = None) -> str:
         """The key of verdicts: a digest of every number of these weights, of what is applied to them, and of the
         sources of the host's forward.
 
-        Read when a sampling begins, and outside of samplings whenever a change was seen. All numbers count, which takes
-        13 ms for SDXL on an H200, waits for the device, and takes seconds for one on a CPU. Of weights in main memory
-        that another device computes with, one part in contents.PART is read.
+        sampling: the number of the sampling in progress, within which the digest holds whatever is edited; None:
+        outside of samplings, where it is computed whenever a change was seen. All numbers count, which takes 13 ms for
+        SDXL on an H200, waits for the device, and takes seconds for one on a CPU. Of weights in main memory that
+        another device computes with, one part in contents.PART is read.
         """
-        state = self._state()
+        state = self._holds_for(sampling)
         if self._identity[0] != state:
             label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()}"
             found = self.binding.parameters()
             if self._digest is None or self._digested != self.epoch.addresses:
                 self._digested = self.epoch.addresses
                 self._digest = WeightsDigest(found, self.binding.device, self.reader)
-            self._identity = state, self._digest.read(label, found)
+            self._identity = (state, self._digest.read(label, found))
         return self._identity[1]
 
     def sources(self) -> str:
         """What tells the host's own forward from those of other sources; see Tree.digest."""
-        return "" if self._tree is None else self._tree.digest
+        tree = self.baseline.tree
+        return "" if tree is None else tree.digest
 
-    @property
-    def last_identity(self) -> str:
-        """As it was when it was asked for last; "" before that."""
-        return self._identity[1]
-
-    def _state(self) -> Hashable:
+    def _holds_for(self, sampling: Hashable) -> Hashable:
         """Equal as long as identity() and checkpoint() need not be computed anew. Outside of samplings: the versions of
         the structure and of the values. Within one: the structure's and the sampling's number, so that both digests
         hold for the whole sampling, although scheduled LoRAs may edit values at each step. (_bind forgets both
         digests.)"""
-        structure = self.epoch.structure
-        return (structure, self.samplings) if self.in_sampling else (structure, -1, self.epoch.values)
+        now = self.epoch
+        if sampling is None:
+            return now.structure, None, now.values
+        return now.structure, sampling
 
     # --- made true for a call -------------------------------------------------------------------------------------
 
@@ -319,22 +260,29 @@ class BoundUNet:
         if traits.sync_lora is not None:
             traits.sync_lora(binding.layers())
             # It notes on the layers what it has merged: no news at the next call.
-            if self._tree is not None and not self._tree.stands(self.module):
-                self._tree = self._tree_now()
+            tree = self.baseline.tree
+            if tree is not None and not tree.stands(self.module):
+                self.baseline.tree = self._tree_now()
         if traits.wanted_lora is not None:
-            self._lora = traits.wanted_lora()
+            self.baseline.lora = traits.wanted_lora()
         cast_before = binding.cast_to
         binding.cast_to = self.on_the_fly.cast_to(binding, call.latent.dtype)
         stays = channels_last == self.channels_last and binding.cast_to == cast_before and device == binding.device
-        is_bound = self.unmoved() and stays and self._look_for_edits()
-        if not is_bound:
+        if not stays or not self.baseline.look_for_edits():
             self._bind(channels_last, call)
-        moved = self.on_the_fly.refresh(binding, self.epoch.values == self._refreshed, room, self.reader)
+        are_unedited = self.epoch.values == self.refreshed.values
+        moved = self.on_the_fly.refresh(binding, are_unedited, room, self.reader)
         if moved is not None:
-            self._raise(addresses=int(moved), values=1)
-        self._refreshed = self.epoch.values
+            self.baseline.advance(addresses=int(moved), values=1)
+        self.refreshed = self.epoch
+        self.baseline.begin_applied = self._begin_applied if self.on_the_fly.is_asked else None
         if self.on_the_fly.copies:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
+
+    def _begin_applied(self) -> Callable[[], bool]:
+        """See Baseline.begin_applied."""
+        have_same_contents = self.on_the_fly.begin_contents()
+        return lambda: have_same_contents() and self.on_the_fly.stands(self.binding)
 
     def refresh_in_place(self) -> None:
         """As refresh, for a call that reads the weights where and as the host laid them out: no parameter is
@@ -354,8 +302,8 @@ class BoundUNet:
         binding.refuse_mixture()
         is_read_each_time = self.reader is not None or any(map(Tensor.is_inference, parameters))
         self._part = 1 if is_read_each_time else 0
-        had_contents = self._contents is not None
-        if had_contents is not is_read_each_time or not self.unmoved() or not self._look_for_edits():
+        had_contents = self.baseline.contents is not None
+        if had_contents is not is_read_each_time or not self.baseline.look_for_edits():
             self._watch_parameters()
             self._note_moved()
 
@@ -364,11 +312,11 @@ class BoundUNet:
         weights are where they are needed."""
         began = time.perf_counter()
         binding = self.binding
-        self._parameters = None
+        self.baseline.parameters = None
         self.streaming = None
-        # Both digests are computed anew; see _state. The last ones stay for last_identity.
-        self._checkpoint = (None, self._checkpoint[1])
-        self._identity = (None, self._identity[1])
+        # Both digests are computed anew.
+        self._checkpoint = (None, "")
+        self._identity = (None, "")
         copied = binding.bind(channels_last, None if call is None else call.latent.device)
         self.channels_last = channels_last
         if binding.away and call is not None:
@@ -378,38 +326,34 @@ class BoundUNet:
         milliseconds = (time.perf_counter() - began) * 1e3
         log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
 
-    def bind_anew(self) -> None:
-        """Forget what was read and bound, so that the next call reads and binds everything again: something failed over
-        these weights."""
-        self._tree = None
-        self._parameters = None
-        self._contents = None
+    def forget_baseline(self) -> None:
+        """Have the next call read and bind everything again: something failed over these weights."""
+        self.baseline.tree = None
+        self.baseline.parameters = None
+        self.baseline.contents = None
         self.streaming = None
 
     def _note_moved(self) -> None:
         """Some weights lie elsewhere now."""
-        self._raise(addresses=1, values=1)
-
-    def _raise(self, structure: int = 0, addresses: int = 0, values: int = 0) -> None:
-        """Add these to the versions of the epoch. (It raises no exception.)"""
-        now = self.epoch
-        self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
+        self.baseline.advance(addresses=1, values=1)
 
     def unmoved(self) -> bool:
         """Whether the parameters are the very ones that were bound, at the same addresses and in the same layout. Takes
         a millisecond."""
-        return self._parameters is not None and self._parameters.stand()
+        parameters = self.baseline.parameters
+        return parameters is not None and parameters.stand()
 
     def _look(self) -> None:
         """See whether the module tree computes as it did, and read it again if not. Raises Refusal where it cannot be
         run."""
         unet = self.module
-        if self._tree is not None and self._tree.stands(unet):
+        known = self.baseline.tree
+        if known is not None and known.stands(unet):
             self._new_ones = 0
         else:
-            self._raise(structure=1)
+            self.baseline.advance(structure=1)
             tree = self._tree_now()
-            self._tree = None
+            self.baseline.tree = None
             self._refusal = None
             try:
                 self._read(unet, tree)
@@ -418,12 +362,12 @@ class BoundUNet:
                 self._refusal = str(refusal)
             except Exception as error:
                 # A fault of ours. The same tree is not read again within this image.
-                self._tree = tree
+                self.baseline.tree = tree
                 self._refusal = f"OneDiff has failed to read this network: {error}"
                 self._has_failed = True
                 self._drop_binding()
                 raise
-            self._tree = tree
+            self.baseline.tree = tree
             facts = tree.reached.facts_of_ours
             if self._code and facts != self._code:
                 # Our operators call torch's functions by name too: what was captured or made of the weights while
@@ -444,7 +388,7 @@ class BoundUNet:
     def _tree_now(self) -> Tree:
         traits = self.host_traits
         ignored = traits.written.union(APPLIED_AT_CALL)
-        return Tree(self.module, ignored, traits.placed, self._tokens, self._tree, traits.synced)
+        return Tree(self.module, ignored, traits.placed, self._tokens, self.baseline.tree, traits.synced)
 
     def _read(self, unet: nn.Module, tree: Tree) -> None:
         """Find out what the module tree is. Where layers and layout are what they were, weights and graphs stay as they
@@ -483,8 +427,8 @@ class BoundUNet:
     def _drop_binding(self) -> None:
         self.undo_channels_last()
         self._binding = None
-        self._parameters = None
-        self._contents = None
+        self.baseline.parameters = None
+        self.baseline.contents = None
         self.streaming = None
         self.drop_applied()
 
@@ -493,7 +437,7 @@ class BoundUNet:
         if not self.channels_last or self._binding is None:
             return False
         self._binding.turn_convolutions_back()
-        self._parameters = None
+        self.baseline.parameters = None
         self.channels_last = False
         self._note_moved()
         return True
@@ -503,15 +447,11 @@ class BoundUNet:
         self._memory = MainMemory()
         if self._binding is not None:
             self._binding.unbind()
-        self._tree = None
-        self._parameters = None
-        self._contents = None
+        self.forget_baseline()
         self._binding = None
-        self.streaming = None
         self._refusal = None
         self._digest = None
         self.channels_last = False
-        self.in_sampling = False
         self._part = 0
         self.drop_applied()
         self._note_moved()

@@ -1,7 +1,7 @@
 """A copy of a UNet's weights on another device, kept true to them: rows of a call can be computed there."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from ..core.call import Call
 from .binding import Binding
-from .bound import BoundUNet, Result
+from .bound import BoundUNet
 from .scan import HostTraits
 
 
@@ -22,7 +22,8 @@ class MirrorUNet(BoundUNet):
 
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
         """copy: made by empty_copy of the source's binding; whoever calls keeps it alive."""
-        super().__init__(copy, lambda unet: source.layout, HostTraits(yardstick=source.host_traits.yardstick))
+        traits = HostTraits(yardstick=source.host_traits.yardstick)
+        super().__init__(copy, lambda unet: source.layout, traits, is_copy=True)
         self._source = source
         self._of = source.binding
         # The version of the source's values that the copies are of.
@@ -39,7 +40,6 @@ class MirrorUNet(BoundUNet):
     def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
         """As of BoundUNet, where the source was refreshed for the same call. Copies the weights where any have changed,
         behind what the devices are doing. Raises torch.cuda.OutOfMemoryError too."""
-        self.samplings, self.in_sampling = self._source.samplings, self._source.in_sampling
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
         if self.code_changes != self._source.code_changes:
@@ -50,19 +50,15 @@ class MirrorUNet(BoundUNet):
             self._bind(channels_last)
         self._copy_changes()
         self.binding.layout = self._source.layout
+        self.refreshed = self.epoch
 
     def layout_now(self) -> Any:
         """The source's: a copy has no modules to read."""
         return self._source.layout_now()
 
-    def identity(self) -> str:
+    def identity(self, sampling: Hashable = None) -> str:
         """The source's: these are its weights."""
-        return self._source.identity()
-
-    def during(self, work: Callable[[], Result]) -> Result | None:
-        """Our own parameters lie where they lay. Whoever computes on both cards asks is_true, once the source was
-        looked at."""
-        return None if self._parameters is None else work()
+        return self._source.identity(sampling)
 
     def _copy_changes(self) -> None:
         if self._copied == self._source.epoch.values:
@@ -77,11 +73,13 @@ class MirrorUNet(BoundUNet):
             for copy, parameter in zip(ours, theirs, strict=True):
                 copy.copy_(parameter, non_blocking=True)
         self._copied = self._source.epoch.values
-        self._raise(values=1)
+        self.baseline.advance(values=1)
 
     def release(self) -> None:
         """Forget everything. The copies go with their module."""
-        self._binding = self._parameters = self._copied = None
+        self._binding = None
+        self._copied = None
+        self.baseline.parameters = None
 
 
 def empty_copy(binding: Binding, device: torch.device) -> nn.Module:

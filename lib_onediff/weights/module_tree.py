@@ -1,23 +1,30 @@
-"""A module tree, and whether it still computes the same.
+"""A network as it was at the last look: its modules, its parameters, and the comparison of both around a replay.
 
-Noted once and compared at every call: the modules and their order, their classes, every attribute, hooks, and all code
-that they reach by name (reached.py). An edit of a parameter is none of these, see parameters.py and contents.py.
+Tree: the modules and their order, their classes, every attribute, hooks, and all code that they reach by name
+(reached.py). Parameters: which objects they are, where they lie and how, and how often they were edited. Baseline: all
+that a replay is compared with. Everything that a replay goes through in weights/ is in this file, without a frame for
+each module; contents.py and on_the_fly.py come in where a network needs them.
 """
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.edits import edit_counts, version_of
+from ..core.epoch import Epoch
 from ..core.origins import package
 from .code import NOT_READ, objects_in
+from .contents import Contents
 from .reached import Names, Reached
 from .snapshot import PLAIN_CLASSES, PLAIN_TYPES, same, snapshot, state_of
+from .stored import StoredReader
 from .values import CONTAINERS, FUNCTIONS, Digests, Tokens, name_of, short
 
 # What torch keeps on every module and no forward pass reads, or what is compared by itself.
@@ -32,6 +39,8 @@ FORWARDS = ("forward", "_forward")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 of_children = operator.itemgetter("_modules")
 of_hooks = tuple(map(operator.itemgetter, HOOKS))
+of_parameters = operator.itemgetter("_parameters")
+layout_of = operator.attrgetter("shape", "dtype")
 State = dict[str, Any]
 
 
@@ -166,6 +175,168 @@ class Tree:
         if isinstance(value, CONTAINERS):
             return type(value) in CONTAINERS
         return not isinstance(value, (nn.Module, Tensor, type))
+
+
+class Parameters:
+    """The parameters of some modules as they were when this was made. Keeps none of them alive."""
+
+    def __init__(self, modules: Sequence[nn.Module], reader: StoredReader | None = None) -> None:
+        """reader: of weights in few bits: their values and scales stand in the place of their parameters."""
+        self._modules = list(map(weakref.ref, modules))
+        self._reader = reader
+        self._facts: list[object] = []
+        parameters: list[Tensor]
+        if reader is None:
+            parameters = [one for module in modules for one in module._parameters.values() if one is not None]
+        else:
+            parameters = reader.tensors(modules)
+            self._facts = reader.facts(modules)
+        self._references = list(map(weakref.ref, parameters))
+        self._addresses = list(map(Tensor.data_ptr, parameters))
+        self._layouts = list(map(layout_of, parameters))
+        self._strides = list(map(Tensor.stride, parameters))
+        # How often each was edited in place when were_edited was called last.
+        self._edits = edit_counts(parameters)
+        # Of an inference tensor torch counts no edits.
+        self._all_counted = not any(map(Tensor.is_inference, parameters))
+
+    def in_place(self) -> list[Any] | None:
+        """The parameters, if each module is alive and each parameter has the address that was noted. None otherwise:
+        the memory at these addresses may have been freed, and nothing may read there. A fifth of a millisecond for
+        SDXL's UNet. Let go of the list after the call: it keeps the parameters alive."""
+        modules: list[Any] = [reference() for reference in self._modules]
+        if None in modules:
+            return None
+        if self._reader is None:
+            # Without a frame for each module.
+            dictionaries = filter(None, map(of_parameters, map(state_of, modules)))
+            values = chain.from_iterable(map(dict.values, dictionaries))
+            parameters = [one for one in values if one is not None]
+        else:
+            parameters = self._reader.tensors(modules)
+        with suppress(RuntimeError, TypeError):
+            if self._reader is not None and self._reader.facts(modules) != self._facts:
+                return None
+            if self._addresses == list(map(Tensor.data_ptr, parameters)):
+                return parameters
+        return None
+
+    def are_same(self, parameters: Sequence[Any]) -> bool:
+        """Whether these are the very tensors that were noted, of the same shapes, types and strides. parameters: what
+        in_place has returned."""
+        if not all(map(operator.is_, parameters, [reference() for reference in self._references])):
+            return False
+        with suppress(RuntimeError, TypeError):
+            return (
+                list(map(Tensor.stride, parameters)) == self._strides
+                and list(map(layout_of, parameters)) == self._layouts
+            )
+        return False
+
+    def were_edited(self, parameters: Sequence[Any]) -> bool:
+        """Whether any was edited in place since this was called last, as far as torch counts edits. parameters: what
+        in_place has returned."""
+        before = self._edits
+        self._edits = []
+        if self._all_counted:
+            # Without the test of each tensor that edit_counts makes. It raises where a parameter's data was replaced
+            # by an inference tensor's.
+            with suppress(RuntimeError):
+                self._edits = list(map(version_of, parameters))
+        self._edits = self._edits or edit_counts(parameters)
+        return self._edits != before
+
+    def stand(self) -> bool:
+        """Whether these are still the parameters, and each lies where and as it lay."""
+        found = self.in_place()
+        return found is not None and self.are_same(found)
+
+
+class Baseline:
+    """A network as it was at the last look. Each call compares the network with it, and a replay does so while the GPU
+    computes. Keeps no module alive.
+
+    epoch: the versions that are raised where a difference is found; see Epoch.
+    tree: the modules. parameters: where the weights lie. None: to be noted anew before the next replay.
+    contents: the numbers in memory; None where no edit has to be found there.
+    wanted_lora: returns which LoRAs the host wants; None where it brings weights up to date by itself. lora: what that
+    returned when the weights were brought up to date last.
+    begin_applied: begins to compare what the host applies to the weights at each use with what it was, and returns a
+    function that ends that and returns whether it is the same; None where the host applies nothing.
+    """
+
+    def __init__(
+        self, root: nn.Module, wanted_lora: Callable[[], Hashable] | None = None, is_copy: bool = False
+    ) -> None:
+        """is_copy: the network is a copy of ours, which nobody else changes: nothing is compared."""
+        self._root = weakref.ref(root)
+        self._is_copy = is_copy
+        self.epoch = Epoch()
+        self.tree: Tree | None = None
+        self.parameters: Parameters | None = None
+        self.contents: Contents | None = None
+        self.wanted_lora = wanted_lora
+        self.lora: Hashable = None
+        self.begin_applied: Callable[[], Callable[[], bool]] | None = None
+
+    def advance(self, structure: int = 0, addresses: int = 0, values: int = 0) -> None:
+        """Add these to the versions of the epoch."""
+        now = self.epoch
+        self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
+
+    def begin(self) -> Callable[[], bool] | None:
+        """Begin to compare the network with this, around a replay. Returns the function to call once the replay is
+        launched; None where it must not be launched: weights lie elsewhere, or the host wants other LoRAs.
+
+        That function returns whether the output is this network's: False where the modules, their code, the parameter
+        objects or what the host applies to them have changed. An edit of values in place raises epoch.values, and is
+        otherwise the caller's affair: the graph has read the edited values.
+        """
+        parameters = self.parameters
+        if self._is_copy:
+            return None if parameters is None else unchanged
+        tree = self.tree
+        root = self._root()
+        if tree is None or parameters is None or root is None:
+            return None
+        if self.wanted_lora is not None and self.wanted_lora() != self.lora:
+            return None
+        is_same_applied = None if self.begin_applied is None else self.begin_applied()
+        present = parameters.in_place()
+        if present is None:
+            return None
+        contents_changed = None if self.contents is None else self.contents.begin(are_alive=True)
+
+        def is_same() -> bool:
+            if not tree.stands(root):
+                return False
+            have_changed = contents_changed is not None and contents_changed()
+            if not parameters.are_same(present):
+                return False
+            # Last, and noted at once: each edit is reported once.
+            if parameters.were_edited(present) or have_changed:
+                self.advance(values=1)
+            return is_same_applied is None or is_same_applied()
+
+        return is_same
+
+    def look_for_edits(self) -> bool:
+        """Raise epoch.values if values were edited in place since the last look. Returns True, whether edited or not;
+        False, and no edit is counted, where the parameters are others or lie elsewhere: they must be bound again."""
+        parameters = self.parameters
+        present = None if parameters is None else parameters.in_place()
+        if parameters is None or present is None or not parameters.are_same(present):
+            return False
+        have_changed = self.contents is not None and self.contents.begin(are_alive=True)()
+        # Last, and noted at once: each edit is reported once.
+        if parameters.were_edited(present) or have_changed:
+            self.advance(values=1)
+        return True
+
+
+def unchanged() -> bool:
+    """The end of a comparison that has nothing to compare."""
+    return True
 
 
 def held_by(value: Any) -> list[Any]:

@@ -30,8 +30,7 @@ from ..core.origins import (
 )
 from ..core.refusal import Refusal
 from .code import NOT_READ, Code, Named, names_in
-from .module_tree import FORWARDS
-from .parameters import layout_of
+from .module_tree import FORWARDS, layout_of
 from .reached import Reached
 from .stored import StoredReader
 from .values import FUNCTIONS, Digests, Tokens

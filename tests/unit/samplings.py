@@ -94,7 +94,6 @@ class Oracle:
         return deepcache.cached_pass(*self._inputs(call), self.depth, feature)
 
     def _inputs(self, call: UNetCall) -> tuple:
-        self._bound.begin_sampling()
         self._bound.refresh(call)
         binding = self._bound.binding
         return binding.layout, binding.weights(), torch_ops, call

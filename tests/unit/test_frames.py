@@ -16,7 +16,8 @@ from lib_onediff.weights.module_tree import Tree
 
 # One frame each: the network's forward, a graph's replay, and the walk through a module tree.
 CLOSED = tuple(one.__code__ for one in (compute, Families.output, PretendedGraph.run, Tree.stands))
-REPLAY_FILES, REPLAY_FRAMES = 12, 25
+REPLAY_FILES = 8
+REPLAY_FRAMES = 25
 FIRST_CALL_FILES = 43
 
 
