@@ -161,6 +161,6 @@ def half_of(batch: int, is_first: bool) -> slice:
     return slice(0, batch // 2) if is_first else slice(batch // 2, batch)
 
 
-def why_not_taken(call: Call) -> str:
+def why_rows_stay_together(call: Call) -> str:
     """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
     return "" if call.patches is None else PATCHED

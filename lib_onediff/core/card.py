@@ -1,7 +1,7 @@
-"""The card that computes: whoever launches makes it torch's current one, and what was measured on it carries its name.
-TuningCache holds what was measured to be best: block sizes, attention backends. Whoever measures is handed one.
+"""The card that computes, and TuningCache: the choices that were measured to be fastest on a card, such as block sizes
+and attention implementations, under names that contain the card's.
 
-Kernels, CUDA graphs and events go to the current card; a model may lie on another.
+Kernels, CUDA graphs and events go to torch's current card, while a model may lie on another: launch inside on_card().
 """
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ NONE = -1
 
 
 def on_card(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, this card is torch's current one; afterwards, the one that was. Microseconds; nothing for what is none.
-    """
+    """A context manager that makes this card torch's current one inside; does nothing for a CPU. Microseconds."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -29,22 +28,22 @@ def current_card() -> int:
 
 
 def card_name(device: torch.device) -> str:
-    """What tells kinds of cards apart, such as "NVIDIA H200"; of what is none, the kind of device ("cpu")."""
+    """The model of a card, such as "NVIDIA H200"; for any other device its type, such as "cpu"."""
     is_card = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_name(device) if is_card else device.type
 
 
 def named(choice: str) -> str:
-    """The name of a choice that was measured on the card that computes here, and holds on cards of its kind alone."""
+    """The name in TuningCache of a choice for the current card: it holds on cards of the same model alone."""
     card = current_card()
     return f"{choice}, {'cpu' if card == NONE else card_name(torch.device('cuda', card))}"
 
 
 class TuningCache:
-    """Values by name, in memory, and in a store from the moment that one is attached. Safe on any thread.
+    """Values by name, in memory, and also in a store once one is attached. Safe on any thread.
 
-    A value is anything that JSON can hold and must not be changed once it is here. What comes from a store may have
-    been written by anybody: whoever asks for a value must look whether it makes sense.
+    A value is anything that JSON can hold, and must not be changed after set(). Values from a store may have been
+    written by anybody: callers of get() must check that a value makes sense.
     """
 
     def __init__(self) -> None:
@@ -53,11 +52,11 @@ class TuningCache:
         self._save: Callable[[str, Any], object] = lambda name, value: None
 
     def get(self, name: str) -> Any | None:
-        """What was chosen under a name, or None."""
+        """The value of a name; None if nothing was chosen."""
         return self._values.get(name)
 
     def set(self, name: str, value: Any) -> None:
-        """Choose. Raises TypeError for a value that JSON cannot hold."""
+        """Set the value of a name. Raises TypeError for a value that JSON cannot hold."""
         json.dumps(value)
         with self._lock:
             self._values[name] = value
@@ -65,15 +64,15 @@ class TuningCache:
         save(name, value)
 
     def clear(self) -> None:
-        """Forget everything. What a store has kept of it is the store's to forget, before anything is chosen again."""
+        """Forget everything in memory. The caller clears the store, before any value is set again."""
         with self._lock:
             self._values = {}
 
     def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], object]) -> None:
-        """Know from now on what load() knows, and save what is chosen; safe to call again.
+        """Take the values that load() returns, and save() every value that is set from now on. Safe to call again.
 
-        What was chosen before is saved now, and counts more than what was loaded: it was measured later. save must
-        return at once.
+        Values that were set before are saved now, and replace loaded ones: they were measured later. save must return
+        at once.
         """
         loaded = load()
         with self._lock:

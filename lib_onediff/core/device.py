@@ -23,7 +23,7 @@ from .settings import Settings
 Result = TypeVar("Result")
 # Reads the contents of many tensors in one launch: see weights.contents.ContentsReader.
 ContentsReader = Callable[[Sequence[Any], int], Callable[[], Tensor] | None]
-# How long work takes in milliseconds, for a device that measures which of its ways is the fastest.
+# Returns the time of work in milliseconds, for a device that measures its fastest configurations.
 TimeMs = Callable[[Callable[[], object]], float]
 
 
@@ -103,14 +103,14 @@ class Traits:
     """Properties of a device that decide how the runtime uses it.
 
     has_graphs: CUDA graphs can capture its launches.
-    launches: it can run a forward outside of a CUDA graph, each operator launched by itself.
+    serves_ungraphed: it can run a forward outside of a CUDA graph, each operator launched by itself.
     launches_patched: it does so between functions of other extensions, too.
     channels_last: it needs the weights of convolutions in the channels-last memory format.
     takes_lossy: it computes the 8-bit products that Lossy names.
     """
 
     has_graphs: bool = False
-    launches: bool = True
+    serves_ungraphed: bool = True
     launches_patched: bool = True
     channels_last: bool = False
     takes_lossy: bool = False

@@ -1,4 +1,4 @@
-"""How much memory a GPU has, and how much of it anybody can still have."""
+"""The memory of GPUs: how large it is, and how much of it is free."""
 from __future__ import annotations
 
 import logging
@@ -10,14 +10,14 @@ from .units import MEBIBYTE
 
 log = logging.getLogger("onediff")
 UNLIMITED = 2**62
-# What must stay for whoever needs it next, as a share of the card, and within which limits.
+# The memory that is left for others: one part in so many of the card, but no less and no more than this.
 LEAST_SHARE = 32
 LEAST = 256 * MEBIBYTE
 MOST = 1024 * MEBIBYTE
 
 
 class Card:
-    """The GPUs and their memory, as this process can have them."""
+    """The GPUs and their memory, as this process sees them."""
 
     def all(self) -> list[torch.device]:
         """Every GPU that torch can use."""
@@ -25,17 +25,17 @@ class Card:
         return [torch.device("cuda", index) for index in range(count)]
 
     def using(self, device: torch.device) -> AbstractContextManager[object]:
-        """Kernels are launched there inside."""
+        """A context manager that makes this GPU torch's current one inside, so that kernels are launched there."""
         return torch.cuda.device(device)
 
     def total(self, device: torch.device | None = None) -> int:
-        """Bytes of the whole card, by default of the one that torch uses; 0 for what is none."""
+        """Bytes of the whole card, by default of torch's current one; 0 for a CPU."""
         if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
             return 0
         return torch.cuda.get_device_properties(device).total_memory
 
     def free(self, device: torch.device) -> int:
-        """What the driver would still give this process: tens of microseconds."""
+        """Bytes that the driver would still give this process. Takes tens of microseconds."""
         if device.type != "cuda":
             return UNLIMITED
         free, total = torch.cuda.mem_get_info(device)
@@ -45,17 +45,17 @@ class Card:
         return max(0, free)
 
     def unused(self, device: torch.device) -> int:
-        """What torch holds and nobody uses, the graphs' memory included."""
+        """Bytes that torch has reserved and no tensor uses, in the graphs' memory too."""
         if device.type != "cuda":
             return 0
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def reserved(self) -> int:
-        """What torch holds of all GPUs' memory."""
+        """Bytes that torch has reserved on all GPUs."""
         return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
 
     def wait(self, device: torch.device) -> None:
-        """Wait until the card has done all that it was told."""
+        """Wait until the card has finished all work that was launched."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -71,9 +71,9 @@ class Card:
             log.debug("torch's cache is not emptied now: %s", refusal)
 
     def room(self, device: torch.device) -> int:
-        """Bytes that weights may take there, with some to spare for whoever else uses the GPU."""
+        """Bytes that weights may take on a GPU, without those that are left for others."""
         return self.free(device) + self.unused(device) - self.spare(device)
 
     def spare(self, device: torch.device) -> int:
-        """What should be left of a card for others."""
+        """Bytes that should be left free for other users of a card."""
         return min(MOST, max(LEAST, self.total(device) // LEAST_SHARE))

@@ -1,4 +1,4 @@
-"""When something was derived from a network, so that it is not used once the network is another."""
+"""Version numbers of a network: what was derived from it at other versions must not be used."""
 from __future__ import annotations
 
 from typing import NamedTuple

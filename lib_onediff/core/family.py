@@ -1,4 +1,4 @@
-"""The protocol of families: a kind of network, how it is read, and its forward."""
+"""The protocol of families: how networks of one kind are read, and their forward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ Output = Callable[[Any, Weights, Operators, Call], Tensor]
 
 
 class Layout:
-    """What a network is: a frozen dataclass, a tree of core.leaves, which holds no parameter.
+    """The description of a network: a frozen dataclass, a tree of core.leaves without any parameter.
 
-    It also has architecture, equal for networks that are the same but for weights and names; model_name, for people;
-    and sized_layers(height, width of the latent), the parts that hold all blocks, each with the height and width of
-    what it takes.
+    It also has architecture, equal for networks that differ only in weights and names; model_name, for people; and
+    sized_layers(height, width of the latent), the parts that hold all blocks, each with the height and width of its
+    input.
     foreign: parts of other extensions in the module, each in words for the user. The network is served only for calls
     that bring these parts, as Call.patches or as additions (Network.refuse_call).
     """
@@ -53,8 +53,8 @@ class Layout:
 
 
 class UsualSizes(NamedTuple):
-    """Of one kind of model. name: for people. models: how the model_name of its layouts may begin. sizes: what it was
-    trained at, then what hires fix makes of that."""
+    """The usual sizes of one model. name: for people. models: prefixes of the model_name of its layouts. sizes: those
+    that it was trained at, then those that hires fix makes of them."""
 
     name: str
     models: tuple[str, ...]
@@ -69,8 +69,8 @@ class DecoderFamily(Protocol):
 
     @property
     def layout(self) -> type[Layout]:
-        """The type of its layouts. encodes: whether the layout is an encoder's; reduction: how many pixels of its input
-        are one pixel of its output, in width."""
+        """The class of its layouts. A layout also has encodes, whether it is an encoder's, and reduction, the number of
+        columns of its input for one of its output: 1 for a decoder, 8 for most encoders."""
 
     @property
     def readers(self) -> tuple[LayoutReader, ...]:
@@ -83,8 +83,8 @@ class DecoderFamily(Protocol):
         self, layout: Any, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,
         fold_biases: bool = False,
     ) -> Tensor:
-        """The image of a latent (batch, channels, h, w), in its dtype; or of an encoder's image its latent's mean and
-        variance.
+        """The image of a latent (batch, channels, h, w), in its dtype. For an encoder's layout, latent is an image, and
+        the output is the mean and the variance of its latent.
 
         fold_biases: the bias of a convolution is added by the operator that follows it, which saves kernels of ours a
         pass over the image.
@@ -117,7 +117,8 @@ class Family(Protocol):
         self, layout: Any, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Call:
         """A call such as one in the middle of an image. size: height and width of the latent. tokens: the length of the
-        prompt, as a user counts it. noise: draws a tensor of a shape from a normal distribution."""
+        context, 77 or a multiple; a family whose contexts are longer takes its own length. noise: draws a tensor of a
+        shape from a normal distribution."""
 
     def output(self, layout: Any, weights: Weights, ops: Operators, call: Any) -> Tensor:
         """The network's output, of the latent's shape and dtype but for the channels. With call.cut, hidden states
@@ -131,7 +132,7 @@ class Family(Protocol):
         and no matrix of an earlier unit again."""
 
     def deepest(self, layout: Any) -> int:
-        """The largest depth at which it can be cut in two; 0 where it cannot."""
+        """The largest depth at which the network can be cut in two; 0 if it cannot be cut."""
 
     def attentions(self, layout: Any, call: Any) -> list[AttentionShapes]:
-        """The different attentions of a call."""
+        """The shapes of a call's attentions, each once."""

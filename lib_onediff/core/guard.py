@@ -19,13 +19,13 @@ from .attempt import Attempt, HostError, HostFunction
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-# More different errors than this are no news to anybody.
+# The largest number of different errors that are logged.
 MOST_FAULTS = 50
 A_FAULT_IN = "a fault of OneDiff in "
 
 
 class Here(threading.local):
-    """Of a thread. hooks: how many hooks of ours it is inside of."""
+    """State of one thread. hooks: the number of our hooks that it is inside of."""
 
     hooks = 0
 
@@ -41,7 +41,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._faults: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._given_up = ""
         self.suspended = ""
         self.generation = 0
@@ -54,14 +54,11 @@ class Guard:
         return list(self._faults.values())
 
     def note(self, hook: str, error: BaseException) -> str:
-        """Take a fault down. hook: what we were doing, in words that complete "a fault of OneDiff in ...".
-
-        Returns the sentence for the user.
-        """
+        """Log a fault, and return the sentence for the user. hook: words that complete "a fault of OneDiff in ..."."""
         sentence = f"{A_FAULT_IN}{hook}, please report it: {first_line(error)}"
         self._faults[hook] = sentence
-        if sentence not in self._told and len(self._told) < MOST_FAULTS:
-            self._told.add(sentence)
+        if sentence not in self._logged and len(self._logged) < MOST_FAULTS:
+            self._logged.add(sentence)
             log.error("%s", sentence, exc_info=error)
         return sentence
 
@@ -77,14 +74,14 @@ class Guard:
         return sentence
 
     def forget(self) -> None:
-        """The page is made anew: old faults are no longer shown, and are logged again when they come again."""
+        """Forget all faults, as when the page is reloaded: they are no longer shown, and logged if they come again."""
         self._faults.clear()
-        self._told.clear()
+        self._logged.clear()
         self.resume()
         self._hears_of_generations = False
 
     def resume(self) -> None:
-        """A generation begins: what went wrong in the last one may go well now."""
+        """Begin a generation: OneDiff serves again after a fault in the last one."""
         self.suspended = ""
         self._given_up = ""
         self.generation += 1
@@ -98,7 +95,7 @@ class Guard:
 
         host is original as a HostFunction: what it raises is raised here as the host has raised it. Where original
         raises too after ours has failed, that is the answer: the arguments are to blame, and no fault is noted.
-        declined is told the reason whenever original answers in place of ours.
+        declined is called with the reason whenever original answers instead of ours.
         """
         reason = self.suspended
         fault: Exception | None = None
@@ -189,7 +186,7 @@ class Guard:
     def hook(
         self, name: str, otherwise: Any = None, in_generation: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorate a function that the host calls: it is attempted."""
+        """A decorator for functions that the host calls: see attempt."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -202,8 +199,8 @@ class Guard:
 
 
 def outcome_of(work: Callable[[], Result]) -> Future[Result]:
-    """What work() returns or raises, for the thread that waits for it. A host's own kind of thread may print an
-    exception and return None in its place."""
+    """What work() returns or raises, as a Future for the thread that waits for it: a host's own class of threads may
+    print an exception and return None instead."""
     future: Future[Result] = Future()
     try:
         future.set_result(work())
@@ -217,6 +214,6 @@ def outcome_of(work: Callable[[], Result]) -> Future[Result]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line. Triton's begins with a place in its source and ends with the reason."""
+    """The message of an exception, in one line. Triton's begins with a line of its source, and ends with the reason."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[-1] if re.match(r"at \d+:\d+:$", lines[0]) else lines[0]

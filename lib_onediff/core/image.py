@@ -30,7 +30,7 @@ PLAIN = "plain"
 HOST = "host"
 ROUTES = (GRAPH, PLAIN, HOST)
 # The largest number of reasons shown for steps that the host computed.
-MOST_TOLD = 2
+MOST_REASONS = 2
 # How an image ended. FAILED: the host raised an exception. UNTOLD: its beginning and end are unknown, as in a pipeline
 # of diffusers.
 OPEN = "in progress"
@@ -97,9 +97,10 @@ class Duration:
 class Spent:
     """Seconds of one image, by what they were spent on; None: unknown.
 
-    unet: the number of steps times their median time. first_use: the calls' time beyond that, in an image with a first
-    check, capture, measurement or compilation. slower: the same in any other image. vae: decodes and encodes. inside:
-    images that were made for this one. rest: everything else, such as the prompt, other extensions, saving.
+    unet: the number of steps times their median time, at most the time of all UNet calls. first_use: the calls' time
+    beyond that, in an image with a first check, capture, measurement or compilation, and the check of the VAE. slower:
+    the calls' time beyond unet in any other image. vae: decodes and encodes without that check. inside: images that
+    were made for this one. rest: everything else, such as the prompt, other extensions, saving.
     """
 
     unet: float | None = None
@@ -182,17 +183,17 @@ class ImageRecord:
 
     @property
     def why_not_faster(self) -> str:
-        """Why the image was not faster, for users: up to MOST_TOLD reasons why the host computed steps, then the last
-        call's reason, joined by "; "; "" for nothing.
+        """Why the image was not faster, for users: up to MOST_REASONS reasons why the host computed steps, then the
+        last call's reason, joined by "; "; "" for nothing.
 
         The last call's reason alone where the host computed that call too, or outside of a generation: there earlier
         calls may belong to another image.
         """
         is_one_image = self.state != UNTOLD
-        earlier = list(self.by_host.items())[:MOST_TOLD] if is_one_image and self.route != HOST else []
+        earlier = list(self.by_host.items())[:MOST_REASONS] if is_one_image and self.route != HOST else []
         total = sum(self.steps.values())
-        told = [f"{calls} of {total} steps by the WebUI: {reason}" for reason, calls in earlier]
-        return "; ".join(filter(None, (*told, self.reason)))
+        sentences = [f"{calls} of {total} steps by the WebUI: {reason}" for reason, calls in earlier]
+        return "; ".join(filter(None, (*sentences, self.reason)))
 
 
 class ImageLog:

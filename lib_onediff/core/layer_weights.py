@@ -1,4 +1,4 @@
-"""What a forward reads of a network: a weight and a bias for each layer, by the layer's path."""
+"""The weights that a forward reads of a network, by the paths of its layers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What the console shows of OneDiff: one line per change of route, or with ONEDIFF_DEBUG=1 everything with its time."""
+"""OneDiff's log on the console: one line per change of route, or with ONEDIFF_DEBUG=1 everything, with timestamps."""
 from __future__ import annotations
 
 import logging
@@ -8,7 +8,7 @@ import sys
 DEBUG_VARIABLE = "ONEDIFF_DEBUG"
 FALSE_VALUES = ("", "0", "false", "off", "no")
 LONGEST_SENTENCE = 300
-# By which our handler is known at a reload.
+# The name of our handler, by which it is found at a reload.
 CONSOLE = "onediff-console"
 log = logging.getLogger("onediff")
 

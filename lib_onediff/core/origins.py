@@ -1,5 +1,5 @@
-"""Whose code a function, method or class runs; and what peft puts around a layer: its plain LoRAs, as diffusers
-loads them."""
+"""Finds the module and the extension whose code a callable runs; and recognises the plain LoRAs that peft puts around
+layers."""
 from __future__ import annotations
 
 import functools
@@ -16,12 +16,12 @@ TORCH = "torch"
 FOLDERS = ("extensions", "extensions-builtin")
 # The package of our own code.
 OURS = __name__.partition(".")[0]
-# Of these classes, everything that a layer adds to the one within is in its attributes.
+# Classes of LoRA layers of which all that they add to the layer within is in their attributes.
 LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
 WITHIN = "base_layer"
-# Of one callable; an object may reach any number of others.
+# The largest number of callables followed within one: an object may reach any number of others.
 MOST_PARTS = 64
-# These run nothing by themselves.
+# Types that only hold the functions that they run.
 HOLDERS = (types.MethodType, functools.partial, staticmethod, classmethod, property)
 
 
@@ -31,7 +31,8 @@ def origin(function: object) -> str:
 
 
 def author(function: object) -> str:
-    """Whose code that is, for people: the folder of the extension; the Python module, where it is in none."""
+    """The author of the code that a callable runs, for people: the folder of the extension, or else the Python
+    module."""
     inner = decorated(function)
     namespace = globals_of(inner)
     code = getattr(inner, "__code__", None)
@@ -45,7 +46,7 @@ def author(function: object) -> str:
 
 
 def namespace_of(function: object) -> Mapping[str, Any]:
-    """The globals of the code that runs."""
+    """The globals of the code that a callable runs."""
     return globals_of(decorated(function))
 
 
@@ -82,8 +83,8 @@ def is_decorated(function: object) -> bool:
 
 
 def callables_within(function: object) -> Iterator[Any]:
-    """The callables that a callable runs by holding them: in its closure, as defaults, as parts of a partial or of a
-    bound method, of a property, or as attributes."""
+    """The callables that a callable holds, and so may run: in its closure or defaults, in a partial, a bound method or
+    a property, or as attributes."""
     if isinstance(function, types.FunctionType):
         parts = [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
         parts += (function.__kwdefaults__ or {}).values()
@@ -102,8 +103,8 @@ def callables_within(function: object) -> Iterator[Any]:
 
 
 def parts_of(function: object) -> Iterator[Any]:
-    """Every function that runs when a callable is called, as far as it holds them: a decorator, then what it decorates.
-    Of a callable object, its class as well."""
+    """Every function that runs when a callable is called, as far as the callable holds them: a decorator, then the
+    function that it decorates; of a callable object, its class as well."""
     waiting = [function]
     seen = dict[int, Any]()
     while waiting and len(seen) < MOST_PARTS:
@@ -117,7 +118,7 @@ def parts_of(function: object) -> Iterator[Any]:
 
 
 def content_of(cell: types.CellType) -> Any:
-    """What a cell of a closure holds; None for one that nothing has been put into yet."""
+    """The content of a closure's cell; None for an empty cell."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -126,7 +127,7 @@ def content_of(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def extension_of(path: str) -> str:
-    """The folder of the extension to which a file belongs; "" where it is none's."""
+    """The folder of the extension to which a file belongs; "" if it belongs to none."""
     parts = PurePath(path).parts
     return next((name for folder, name in zip(parts, parts[1:-1], strict=False) if folder in FOLDERS), "")
 
@@ -144,7 +145,7 @@ def underlying(function: Any) -> Any:
 
 
 def beneath_ours(function: Any) -> Any:
-    """The function that stood in a class before OneDiff put its own there; any other function as it is."""
+    """The function that a class had before OneDiff patched it; any function that is not ours is returned as it is."""
     while package(origin(function)) == OURS and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -156,6 +157,7 @@ def package(module: str) -> str:
 
 
 def is_lora(kind: type) -> bool:
+    """Whether a class is one of peft's plain LoRA layers."""
     return (kind.__module__, kind.__qualname__) in LORAS
 
 

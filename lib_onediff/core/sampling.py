@@ -22,7 +22,7 @@ FEW_STEP_MODEL = (
     f"the sampling has fewer than {FEWEST_UNGUIDED_STEPS} steps at a CFG scale of {LITTLE_GUIDANCE:g} or less, "
     "as few-step models have (LCM, Lightning, Turbo, Hyper, DMD2)"
 )
-# How far a timestep may be from the beginning of its step, as a part of the interval to the next step.
+# A timestep that is above the next step's first timestep by at most this part of the interval belongs to the next step.
 NEAR = 0.05
 UNANNOUNCED = "nobody says when a sampling begins and ends (in your own loop, use lib_onediff.sampling(unet))"
 UNKNOWN_TIMES = (

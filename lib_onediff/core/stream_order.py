@@ -1,7 +1,7 @@
-"""Calls of several threads, each with a CUDA stream of its own, follow one another on the GPU.
+"""Orders the calls of several threads, each with a CUDA stream of its own, one after another on the GPU.
 
-A graph's inputs, its memory and the prompts' keys and values are shared by all calls of a UNet. The lock keeps the
-launches apart; without the rest, the kernels of two streams would still overlap.
+All calls of a network share the inputs and the memory of a graph. A lock keeps their launches apart, and events keep
+the kernels of two streams apart.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StreamOrder:
 
 
 class Turn:
-    """On a GPU. Written out, and not as a generator: every replay goes through it."""
+    """StreamOrder.turn() on a GPU. A class, because a generator would be slower, and every replay enters one."""
 
     def __init__(self, order: StreamOrder, device: torch.device) -> None:
         self._order = order

@@ -1,4 +1,4 @@
-"""A weak dictionary that threads can walk: the runtime and the engines keep in such what they know of each module."""
+"""A weak dictionary that can be iterated while another thread changes it, for what is known of each module."""
 from __future__ import annotations
 
 import weakref
@@ -10,9 +10,9 @@ Value = TypeVar("Value")
 
 
 class WeakDictionary(weakref.WeakKeyDictionary[Key, Value]):
-    """A WeakKeyDictionary that may change while another thread walks it: that thread sees it as it was.
+    """A WeakKeyDictionary that may change while another thread iterates over it: that thread sees it as it was.
 
-    Python's own is walked in Python, so that even list(dictionary.values()) is no copy: it fails when a key is added.
+    Python's own iterates in Python code, so that even list(dictionary.values()) fails when a key is added meanwhile.
     """
 
     data: dict[weakref.ref[Key], Value]

@@ -27,36 +27,37 @@ AUTO = "auto"
 
 
 def devices_here(tuning_cache: TuningCache, output: Output) -> tuple[Device, ...]:
-    """One of each, the fastest first, the reference last. output: computes a call; see Families.output."""
+    """One object of each device, the fastest first, the reference last. output: computes a call; see
+    Families.output."""
     return OneFlow(output), Native(tuning_cache), CudaGraphs(), Eager()
 
 
 def graph_maker(output: Output) -> GraphMaker:
-    """Captures the calls of every device that has graphs. output: computes a call; see Families.output."""
+    """The GraphMaker for every device that has graphs. output: computes a call; see Families.output."""
     return GraphsOfCuda(output)
 
 
 class Devices:
-    """Chooses among devices. The last is the reference: it serves everything, everywhere."""
+    """Chooses among devices. The last one, the reference, serves every call on every torch device."""
 
     def __init__(self, devices: Iterable[Device], read: Callable[[nn.Module], Any]) -> None:
-        """read: what makes a network's layout; see Families.read."""
+        """read: makes a network's layout; see Families.read."""
         self._read = read
         self.all = tuple(devices)
         self.reference = self.all[-1]
         self._worker = ThreadPoolExecutor(1, "onediff-devices")
 
     def named(self, name: str) -> Device:
-        """The device of a shape's key."""
+        """The device of this name, as a shape's key has it."""
         return next(device for device in self.all if device.name == name)
 
     def has_graphs(self, name: str | None) -> bool:
-        """Whether calls by the device of this name, if it is one, are captured and replayed."""
+        """Whether calls by the device of this name are captured and replayed; False if there is no such device."""
         return any(one.name == name and one.traits.has_graphs for one in self.all)
 
     @property
     def lossy(self) -> Any:
-        """The one that computes in eight bits; None where there is none."""
+        """The device that computes in eight bits; None if there is none."""
         return next((device for device in self.all if device.traits.takes_lossy), None)
 
     def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
@@ -87,12 +88,12 @@ class Devices:
     def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
         """As candidates, for work that is launched operator by operator and never captured."""
         found = self.candidates(settings, device, dtype, is_warm_up)
-        launching = dict.fromkeys(one if one.traits.launches else self.reference for one in found.devices)
+        launching = dict.fromkeys(one if one.traits.serves_ungraphed else self.reference for one in found.devices)
         # Without a GPU, that it has no graphs is no reason.
         return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
 
     def start_line(self, settings: Settings) -> str:
-        """What a float16 UNet will be served by on this machine, and why by nothing faster, for the console."""
+        """The device for float16 networks on this machine, and why no faster one, in one line for the console."""
         kinds = ("cuda", torch.cuda), ("xpu", getattr(torch, "xpu", None)), ("mps", torch.backends.mps)
         device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
         is_newer = release(torch.__version__) > release(NEWEST_TORCH)
@@ -103,15 +104,15 @@ class Devices:
         return f"{way} on {card_name(device)} with {here}{why}"
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
-        """Of the first that has one."""
+        """The contents reader of the fastest device that has one; see Device."""
         return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
 
     def operators(self, name: str, wide_norms: bool = False) -> Operators:
-        """Of the device of a shape's key; see Device.operators."""
+        """The operators of the device of this name; see Device.operators."""
         return self.named(name).operators(wide_norms)
 
     def measure_anew(self) -> None:
-        """Trust nothing that was measured before."""
+        """Have every device forget its measurements."""
         for one in self.all:
             one.measure_anew()
 
@@ -120,8 +121,8 @@ class Devices:
     def prepare_early(
         self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] | None = None
     ) -> None:
-        """Begin to load what the first calls of this network need. read: what makes its layout, where it is none of a
-        family."""
+        """Begin to load the kernels for the first calls of this network, in a thread. read: makes its layout, if it is
+        of no Family, such as a VAE."""
         if not settings.enabled:
             return
         parameter = next(network.parameters(), None)
@@ -129,7 +130,7 @@ class Devices:
             return
         device = parameter.device
         if device.type == "cpu" and torch.cuda.is_available():
-            # A network that waits in the computer's memory goes to the GPU when it is used.
+            # A network in main memory is moved to the GPU when it is used.
             device = torch.device("cuda", torch.cuda.current_device())
         given = weakref.ref(network), settings, read or self._read, parameter.dtype, device
         self._worker.submit(self._prepare, *given)

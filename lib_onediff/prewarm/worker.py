@@ -1,5 +1,5 @@
-"""The pre-warm queue: makes sizes ready before an image needs them, between images and never during one.
-It tells a load balancer whether this process may be sent images."""
+"""The pre-warm queue: makes sizes ready before an image needs them, between images and never during one. It also
+answers a load balancer's question whether this process is ready for images."""
 from __future__ import annotations
 
 import atexit
@@ -34,18 +34,18 @@ CALLS_PER_SHAPE = 3
 FINISHED_JOBS_KEPT = 50
 # Python aborts when it ends below a thread that computes.
 SECONDS_AT_EXIT = 20.0
-# The hosts' queue lock goes to whoever is there first when it is released, and a thread that has just waited is not.
+# Between two calls, so that an image that waits for the WebUI's queue lock gets it: the lock is not fair.
 SECONDS_LEFT_TO_IMAGES = 0.02
 WAITING = "waiting for the image that is being made"
 DECODING = "checking the VAE's decode"
 CHECKING = "checking against the WebUI's own"
 CAPTURING = "capturing a graph"
 MEASURING = "measuring"
-# What each piece of a job's work takes, in calls that only compute: where this process has not measured it yet.
+# The duration of each piece of work, in plain calls: used until this process has measured it.
 WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
-# Of a shape, in this order.
+# The work of the calls of a shape, in their order.
 WORK_OF_A_SHAPE = (CHECKING, CAPTURING, MEASURING)
-# What is shown of a job before it is over.
+# The largest share that is shown of a job before it is over.
 MOST_OF_A_JOB = 0.99
 LOADING = "The WebUI is loading its checkpoint."
 NO_CHECKPOINT = "Sizes wait to be pre-warmed, but no checkpoint is loaded yet: ask for one size by POST prewarm."
@@ -53,11 +53,12 @@ NO_CHECKPOINT = "Sizes wait to be pre-warmed, but no checkpoint is loaded yet: a
 
 @dataclass
 class Job:
-    """One size in the queue. done and total count UNet calls, made those that were needed. seconds: what its work took;
-    of_calls: the UNet calls alone. share: how much of the work is done, from 0 to 1, by the time that it takes.
+    """One size in the queue. done, total: numbers of UNet calls; a call that finds its shape ready counts for the calls
+    that it saves. made: the number of calls that were made. seconds: the time of all work; of_calls: of the UNet calls
+    alone. share: the share of the work that is done, from 0 to 1, by time.
 
-    source: who asked, for people. reason: why it failed, or why it is done and yet has no graph, in one line. what:
-    what is being done now, for people. shapes: of its UNet calls, how many latents each takes, and how many tokens.
+    source: who asked, for people. reason: why it failed, or why it is done without a graph, in one line. what: what is
+    being done now, for people. shapes: of its UNet calls, pairs of the number of latents and of tokens.
     """
 
     id: int
@@ -81,18 +82,18 @@ class Job:
 
 
 class WorkTimes:
-    """How long each piece of a job's work takes, by what this process has measured."""
+    """Estimates the duration of each piece of a job's work from what this process has measured."""
 
     def __init__(self) -> None:
         # Seconds of one pixel.
         self._measured: dict[str, float] = {}
 
     def note(self, what: str, pixels: int, seconds: float) -> None:
-        """A piece of work was done for so many pixels."""
+        """Note the duration of a piece of work for so many pixels."""
         self._measured[what] = seconds / pixels
 
     def estimate(self, what: str, pixels: int) -> float:
-        """Seconds that a piece of work will take; in another unit before the first was measured."""
+        """Seconds that a piece of work will take; before anything was measured, in an arbitrary unit."""
         known = self._measured.get(what)
         if known is not None:
             return known * pixels
@@ -108,34 +109,35 @@ def check_tokens(tokens: int) -> None:
 
 
 def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[Job], model: str | None) -> list[ResolutionRow]:
-    """The rows, with the state "queued" or "warming 33 %" where a pending job has that resolution, and with what the
-    last one that is done took.
+    """The rows, with the state "queued" or "warming 33 %" where a pending job has their resolution, and with the times
+    of the last job that is done.
 
-    model: of the loaded checkpoint ("SD1"), for which the queue works; its row is marked, or made where there is none,
-    and then stands first. None: not known, so that every row of that resolution is marked.
+    model: of the loaded checkpoint ("SD1"), for which the queue works: its row gets the state, or a new row at the
+    beginning if there is none. None: unknown, so every row of the resolution gets it.
     """
     states: dict[str, str] = {}
     done: dict[str, Job] = {}
     for job in jobs:
         if job.state == DONE:
             done[job.size.resolution] = job
-        # Of several jobs at one resolution the one that runs is told.
+        # Of several jobs at one resolution, the running one is shown.
         if job.pending and (job.state != QUEUED or job.size.resolution not in states):
             states[job.size.resolution] = QUEUED if job.state == QUEUED else f"warming {100 * job.share:.0f} %"
-    told = list(rows)
-    present = {row.resolution for row in told if is_meant(row, model)}
+    known = list(rows)
+    present = {row.resolution for row in known if is_meant(row, model)}
     new = [
         ResolutionRow(resolution, model or "", state) for resolution, state in states.items()
         if resolution not in present
     ]
-    return new + [
-        with_prewarm(replace(row, state=states.get(row.resolution, row.state)), done.get(row.resolution))
-        if is_meant(row, model) else row for row in told
-    ]
+    for index, row in enumerate(known):
+        if is_meant(row, model):
+            state = states.get(row.resolution, row.state)
+            known[index] = with_prewarm(replace(row, state=state), done.get(row.resolution))
+    return new + known
 
 
 def with_prewarm(row: ResolutionRow, job: Job | None) -> ResolutionRow:
-    """A row with what pre-warming it took, and what of that is no step that the first image needs anyway."""
+    """A row with the seconds of its pre-warming, and those of them that the first image is spared."""
     if job is None:
         return row
     steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
@@ -143,6 +145,7 @@ def with_prewarm(row: ResolutionRow, job: Job | None) -> ResolutionRow:
 
 
 def is_meant(row: ResolutionRow, model: str | None) -> bool:
+    """Whether jobs for this model make this row ready."""
     return not row.is_decode and model in (None, row.model)
 
 
@@ -163,14 +166,14 @@ class WarmUp:
 
     @property
     def model(self) -> str | None:
-        """The loaded model as the rows call it, which is what the queue makes ready."""
+        """The name of the loaded model, for which the queue works, as in ResolutionRow.model."""
         return self._webui.model_name()
 
     def add(self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS, first: bool = False) -> list[Job]:
-        """Queue sizes; one that waits already keeps its job. Returns the job of every size.
+        """Queue sizes, and return the job of each; a size that is queued already keeps its job.
 
-        tokens: the length of the context, 77 for each started 75 tokens of the prompt. first: before what waits.
-        Raises ValueError with a sentence for a length that cannot be, and where OneDiff is switched off.
+        tokens: the length of the context, 77 for each started 75 tokens of the prompt. first: ahead of the queue.
+        Raises ValueError with a sentence for a length that no context has, and where OneDiff is switched off.
         """
         if not self._runtime.settings.enabled:
             raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be pre-warmed.")
@@ -194,13 +197,13 @@ class WarmUp:
             return list(map(replace, asked))
 
     def jobs(self) -> list[Job]:
-        """As they are now: the last jobs that are over and the one that runs, in the order of asking, then the queue in
-        its own."""
+        """Copies of the jobs: the last ones that are over and the running one, in the order in which they were added,
+        then the queue in its order."""
         with self._lock:
             return list(map(replace, self._jobs))
 
     def cancel(self, job_id: int) -> bool:
-        """Take a job out of the queue, or end it after the UNet call in progress; False when it is over or unknown."""
+        """Cancel a job, a running one after its UNet call in progress. Returns False if it is over or unknown."""
         with self._lock:
             job = next((job for job in self._jobs if job.id == job_id and job.pending), None)
             if job is not None:
@@ -208,7 +211,7 @@ class WarmUp:
             return job is not None
 
     def stop(self, seconds: float = 0.0) -> int:
-        """Cancel every pending job and return how many; waits at most so long for the UNet call in progress."""
+        """Cancel every pending job, and return their number. Waits at most so long for the UNet call in progress."""
         cancelled = sum(self.cancel(job.id) for job in self.jobs())
         worker = self._worker
         if worker is not None and seconds:
@@ -218,17 +221,17 @@ class WarmUp:
     # --- whether this process is ready ----------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """After a reload of the scripts the checkpoint is there already, and nobody tells of it again."""
+        """Look for a checkpoint that was loaded before the scripts: after a reload, the WebUI does not announce it."""
         self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
 
     def checkpoint_loaded(self) -> None:
-        """What a loaded checkpoint wants ready has been queued. Not earlier: the WebUI knows a new checkpoint before it
-        tells, and for that moment nothing would be queued."""
+        """The sizes for a loaded checkpoint have been queued. To be called no earlier: between the load and the
+        queueing, why_not_ready would find nothing queued."""
         self._had_checkpoint = True
 
     def why_not_ready(self) -> str:
-        """Why images should go elsewhere for now, as a sentence for a load balancer; "" where what the settings or
-        users want ready is so."""
+        """Why images should go elsewhere for now, as a sentence for a load balancer; "" if all sizes that the settings
+        or users want are ready."""
         if not self._had_checkpoint:
             if self._webui.loads_at_start():
                 return LOADING
@@ -240,7 +243,7 @@ class WarmUp:
         return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready."
 
     def _wants_sizes(self) -> bool:
-        """Whether the first checkpoint will have sizes made ready."""
+        """Whether sizes will be made ready for the first checkpoint."""
         settings = self._runtime.settings
         history = self._runtime.history
         wanted = parse_prewarm(settings.prewarm)
@@ -273,13 +276,13 @@ class WarmUp:
             return job
 
     def _say(self, job: Job, what: str) -> None:
-        """What is being done for a job now, for people."""
+        """Set what is being done for a job now, for people."""
         with self._lock:
             if job.state == RUNNING:
                 job.what = what
 
     def _advance(self, job: Job, seconds: float, calls: int) -> None:
-        """A call was made, which stands for so many; counted unless the job was cancelled meanwhile."""
+        """Count one call, which did the work of so many, unless the job was cancelled meanwhile."""
         with self._lock:
             if job.state == RUNNING:
                 job.done = job.done + calls
@@ -289,7 +292,7 @@ class WarmUp:
                 job.share = max(job.share, min(self._share(job), MOST_OF_A_JOB))
 
     def _share(self, job: Job) -> float:
-        """How much of a job's work is done, by the seconds that it took, and those that what is left will take."""
+        """The share of a job's work that is done: its seconds until now, of these and the estimate for the rest."""
         pixels = job.size.width * job.size.height
         left = 0.0
         for number in range(job.done, job.total):
@@ -299,7 +302,7 @@ class WarmUp:
         return job.seconds / (job.seconds + left)
 
     def _end(self, job: Job, state: str, reason: str = "") -> None:
-        """A job is over; one that was cancelled meanwhile stays so."""
+        """End a job; one that was cancelled meanwhile stays cancelled."""
         with self._lock:
             if job.pending:
                 job.state = state
@@ -311,7 +314,7 @@ class WarmUp:
                     self._jobs.remove(old)
 
     def _run(self, job: Job) -> str:
-        """Make a job's calls. Returns why it has no graph, if so. Raises Refusal, and what a call raises."""
+        """Make a job's calls. Returns why it has no graph; "" if it has one. Raises Refusal, and what a call raises."""
         no_graph = ""
         while job.state == RUNNING and job.done < job.total:
             self._say(job, WAITING)
@@ -321,7 +324,8 @@ class WarmUp:
         return no_graph
 
     def _decode(self, job: Job) -> None:
-        """Let the first decode at a size be checked now. Nothing depends on it: the first image would do it too."""
+        """Make the first decode at a size, which is checked. A failure is no failure of the job: the first image would
+        do the check, too."""
         size = job.size
         known = any(
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD
@@ -344,13 +348,12 @@ class WarmUp:
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
 
     def _call(self, job: Job) -> str:
-        """The next UNet call. Returns why the last of a shape was not replayed, where graphs are what makes it fast.
-
-        Raises Refusal, and what the call raises.
+        """Make the next UNet call. Returns why the last call of a shape was not replayed, if its backend has graphs;
+        else "". Raises Refusal, and what the call raises.
         """
         if job.state != RUNNING:
             return ""
-        place, number = divmod(job.done, CALLS_PER_SHAPE)
+        shape, number = divmod(job.done, CALLS_PER_SHAPE)
         devices = self._runtime.devices
         call_stats = self._runtime.call_stats
         standing = self._runtime.settings.backend
@@ -358,7 +361,7 @@ class WarmUp:
         self._say(job, MEASURING if number == 1 and not captures else WORK_OF_A_SHAPE[number])
         began = time.perf_counter()
         with self._runtime.warming_up():
-            self._webui.warm(job.size.width, job.size.height, *job.shapes[place])
+            self._webui.warm(job.size.width, job.size.height, *job.shapes[shape])
         made = call_stats.last_call
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         if made.route not in (GRAPH, PLAIN):
@@ -366,7 +369,7 @@ class WarmUp:
         took = time.perf_counter() - began
         is_ready = made.route == GRAPH
         left = CALLS_PER_SHAPE - number
-        self._times.note(WORK_OF_A_SHAPE[number], job.shapes[place][0] * job.size.width * job.size.height, took)
+        self._times.note(WORK_OF_A_SHAPE[number], job.shapes[shape][0] * job.size.width * job.size.height, took)
         self._advance(job, took, left if is_ready else 1)
         lacks_graph = left == 1 and not is_ready and devices.has_graphs(made.backend or standing)
         return made.reason if lacks_graph else ""

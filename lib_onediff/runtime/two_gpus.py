@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.attempt import Outcome, as_host, attempted
-from ..core.call import Call, why_not_taken
+from ..core.call import Call, why_rows_stay_together
 from ..core.device_memory import Card
 from ..core.fields import mapped
 from ..core.inputs import take_rows
@@ -193,7 +193,7 @@ class TwoGpusRoute:
             del self._rests[network.bound.module]
         if network.bound.has_binding:
             refuse_marked_weights(network)
-        if lack := why_not_taken(call):
+        if lack := why_rows_stay_together(call):
             raise Refusal(lack)
 
     def _serve(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..core.call import PromptRows, why_not_taken
+from ..core.call import PromptRows, why_rows_stay_together
 from ..core.image import PROMPT_ALONE
 from ..core.inputs import take_rows
 from ..core.policy import Answer, Compute, StepContext, StepMemory
@@ -81,7 +81,7 @@ class GuidanceEnd:
             guided.look(position.time, is_pair=False)
             raise
         is_first = guided.look(position.time, is_pair=True)
-        reason = guided.refusal or why_not_taken(step_context.call)
+        reason = guided.refusal or why_rows_stay_together(step_context.call)
         if reason:
             raise Refusal(reason)
         step = position.step

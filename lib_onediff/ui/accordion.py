@@ -71,7 +71,7 @@ def build_accordion(
                 changes = a_text_of_changes(tab, value=changes_at_first)
             # What changes by itself stands last, in a place of its own (style.css): no control moves away.
             with gr.Column(elem_classes="onediff-told"):
-                told = live_html(f"{tab}_told")
+                message = live_html(f"{tab}_told")
                 status = live_html(f"{tab}_status", value=lambda: status_lines()[1])
         if tab == "txt2img":
             # gradio 6 makes other tabs when they are first opened, the settings among them.
@@ -79,7 +79,7 @@ def build_accordion(
                 # Read by javascript/onediff_settings.js: the WebUI itself builds the settings page.
                 gr.HTML(settings_tab.for_the_browser())
         arguments = [enabled, preset, changes]
-        ask = connect_controls(tab, arguments, controls, told, set_here, settings_of)
+        ask = connect_controls(tab, arguments, controls, message, set_here, settings_of)
     return arguments, (summary, status, ask)
 
 
@@ -106,9 +106,9 @@ def a_text_of_changes(tab: str, label: str = EXTRA_OPTIONS, value: str = "") -> 
 
 
 def connect_controls(
-    tab: str, run: list[Any], controls: list[Any], told: Any, set_here: Any, settings_of: Callable[..., Settings],
+    tab: str, run: list[Any], controls: list[Any], message: Any, set_here: Any, settings_of: Callable[..., Settings],
 ) -> Any:
-    """Have the controls write the text box and show what the run will be, and told say it. Returns the hidden button
+    """Have the controls write the text box and show what the run will be in message. Returns the hidden button
     that asks for it, which javascript/onediff_accordion.js clicks.
 
     run: the components that settings_of takes; the last two are the list of presets and the text box. set_here: shows
@@ -142,7 +142,7 @@ def connect_controls(
         return tell(*values)
 
     ask = kept_out_of_defaults(gr.Button("", elem_id=f"onediff_{tab}_ask", elem_classes=HIDDEN))
-    everything = {"inputs": [*run, *controls], "outputs": [told, set_here, *controls], "queue": False, **QUIET}
+    everything = {"inputs": [*run, *controls], "outputs": [message, set_here, *controls], "queue": False, **QUIET}
     for event in (ask.click, *(choice.change for choice in choices), changes.submit, changes.blur):
         event(tell, **everything)
     changes.change(tell_if_readable, **everything)

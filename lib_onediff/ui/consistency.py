@@ -56,8 +56,8 @@ def differences_html(text: str, mine: Facts) -> str:
         return sentence(str(problem), wrong=True)
     if not found:
         return sentence("Nothing differs: both machines should make the same image.")
-    told = sentence(f"{counted(len(found), 'fact differs', 'facts differ')}, the likeliest causes first.")
-    return f'{told}<ul class="onediff-differing">{"".join(f"<li>{html.escape(line)}</li>" for line in found)}</ul>'
+    summary = sentence(f"{counted(len(found), 'fact differs', 'facts differ')}, the likeliest causes first.")
+    return f'{summary}<ul class="onediff-differing">{"".join(f"<li>{html.escape(line)}</li>" for line in found)}</ul>'
 
 
 def report(facts: Facts) -> str:

@@ -64,7 +64,7 @@ def nothing_seen() -> gr.Textbox:
     return kept_out_of_defaults(gr.Textbox("", visible=False))
 
 
-def forget_when_changed(fields: list[Any], told: Any) -> None:
+def forget_when_changed(fields: list[Any], output: Any) -> None:
     """Clear a message about these fields as soon as the user changes one of them."""
     for field in fields:
-        field.input(None, inputs=[], outputs=[told], api_name=False, **in_the_browser("() => ''"))
+        field.input(None, inputs=[], outputs=[output], api_name=False, **in_the_browser("() => ''"))

@@ -13,10 +13,10 @@ def sentence(text: str, wrong: bool = False) -> str:
 
 def folded(summary: str, lines: Iterable[str]) -> str:
     """A summary that opens; of one line, that line alone."""
-    told = list(lines)
-    if len(told) < 2:
-        return "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in told)
-    items = "".join(f"<li>{html.escape(line)}</li>" for line in told)
+    shown = list(lines)
+    if len(shown) < 2:
+        return "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in shown)
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in shown)
     return f'<details class="onediff-folded"><summary>{html.escape(summary)}</summary><ul>{items}</ul></details>'
 
 

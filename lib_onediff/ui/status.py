@@ -26,7 +26,7 @@ STEPS = {
 }
 # What a status says of what leaves steps out or splits them; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
-# What the time of an image went into, besides its steps, and how much of it is told in the title.
+# What the time of an image went into, besides its steps, and the least share of it that the title shows.
 SPENT = {
     "unet": "steps", "first_use": "first use of this size", "slower": "slower steps", "vae": "VAE",
     "inside": "images inside it", "rest": "other",
@@ -70,14 +70,14 @@ def summary_html(status: dict[str, Any]) -> str:
     elif route is None:
         words = "no image yet"
     else:
-        told = []
+        parts = []
         if (taken := image_sentence(status, "/image")):
-            told.append(f"{taken}{largest_beside_steps(status)}")
+            parts.append(f"{taken}{largest_beside_steps(status)}")
         if status["step_ms"] is not None:
-            told.append(f"{milliseconds(status['step_ms'])}/step{beside_step(status)}")
+            parts.append(f"{milliseconds(status['step_ms'])}/step{beside_step(status)}")
         if route != "host" and gain_of(status) is not None:
-            told.append(times(gain_of(status)))
-        words = ", ".join([*told, SHORT_ROUTES[route]])
+            parts.append(times(gain_of(status)))
+        words = ", ".join([*parts, SHORT_ROUTES[route]])
     return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
 
 

@@ -52,7 +52,7 @@ def switches_stay_as_they_are() -> Iterator[None]:
 
 
 @grid(kind=list(SHAPES), scores_bytes=[1, 3000, 40_000, 64 << 20], dtype=list(ROUNDING))
-def test_gemm_attention_is_exact_however_it_is_cut(kind: str, scores_bytes: int, dtype: torch.dtype) -> None:
+def test_gemm_attention_is_exact_however_it_is_divided(kind: str, scores_bytes: int, dtype: torch.dtype) -> None:
     inputs = inputs_of(random_on(CPU, dtype), *SHAPES[kind])
     output = gemm_attention(*inputs, scores_bytes=scores_bytes)
     assert output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"

@@ -75,7 +75,7 @@ def test_every_number_of_channels_and_pixels(sizes: tuple[int, int, int, int, in
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
-def test_every_cut_gives_the_same(config: dict[str, tuple[int, int]]) -> None:
+def test_every_launch_config_gives_the_same(config: dict[str, tuple[int, int]]) -> None:
     assert error(False, random_image(1, 72, 5, 11, mean=1.0), None, 4, silu=True, **config) < CLOSE
 
 

@@ -114,7 +114,7 @@ def test_a_gelu_comes_in_eight_bits(kind: Kind) -> None:
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_cut_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
+def test_every_launch_config_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
     tokens, weight = random(7, 96), random(96)
     _, normed = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind, config)
     _, first = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind)

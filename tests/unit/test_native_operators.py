@@ -176,7 +176,7 @@ def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
     [(width, config) for width, kernel in ((64, ATTENTION), (80, WIDE_ATTENTION))
      for config in ends([config for config in kernel.candidates if config != LIBRARY])], ids=str,
 )
-def test_every_cut_gives_the_same(width: int, config: LaunchConfig) -> None:
+def test_every_launch_config_gives_the_same(width: int, config: LaunchConfig) -> None:
     inputs = inputs_of(random_on(DEVICE, torch.float16), (1, 2, 70, width), (1, 2, 154, width))
     assert relative_error(attention(*inputs, config).double(), exact_attention(*inputs)) < ROUNDING[torch.float16]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, relative_error, shared_unet
 
-from lib_onediff.core.call import PATCHED, half_of, why_not_taken
+from lib_onediff.core.call import PATCHED, half_of, why_rows_stay_together
 from lib_onediff.core.inputs import take_rows
 from lib_onediff.families.unet.call import Control, ImagePrompt, UNetCall
 from lib_onediff.families.unet.patch_points import PatchPoints
@@ -56,5 +56,5 @@ def test_an_input_of_another_number_of_rows_is_refused(changes: dict[str, Any]) 
 
 def test_what_tells_rows_apart_by_itself_is_refused() -> None:
     call = whole_call()
-    assert why_not_taken(call) == ""
-    assert why_not_taken(replace(call, patches=PatchPoints())) == PATCHED
+    assert why_rows_stay_together(call) == ""
+    assert why_rows_stay_together(replace(call, patches=PatchPoints())) == PATCHED

@@ -19,7 +19,8 @@ def said(pictures: Pictures) -> str:
     return pictures.info["infotexts"][0].partition("OneDiff: ")[2].partition(",")[0].strip()
 
 
-# All of them change the picture of a small model on any machine; below 10 steps, those that leave steps out rest.
+# All of them change the picture of a small model on any machine; below 10 steps, those that leave steps out are
+# inactive.
 OPTIONS = {"vae_precision": "bf16", "deepcache_interval": 2, "deepcache_depth": 2, "skip_negative_after": 50}
 TEN_STEPS = {"steps": 10, "sampler_name": "Euler", "negative_prompt": "snow"}
 

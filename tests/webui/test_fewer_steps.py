@@ -11,7 +11,7 @@ from webui_client import PICTURE, Pictures, WebUI, gradient, largest_difference,
 from webui_compare import need
 from webui_models import Models
 
-# Below 10 steps all of them rest.
+# Below 10 steps all of them are inactive.
 THIRTEEN = {"steps": 13, "sampler_name": "Euler", "negative_prompt": "snow"}
 EVERY_THIRD, HALF = {"deepcache_interval": 3}, {"skip_negative_after": 50}
 FORECAST = {**EVERY_THIRD, "deepcache_depth": 0}

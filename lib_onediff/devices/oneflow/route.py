@@ -74,7 +74,7 @@ class OneFlow(Device):
     """
 
     name = "oneflow"
-    traits = Traits(launches=False)
+    traits = Traits(serves_ungraphed=False)
 
     def __init__(self, output: Output, most: int = MOST_GRAPHS) -> None:
         """output: computes a call; see Families.output."""

@@ -26,7 +26,7 @@ class CudaGraphs(Eager):
     """The same operators, launched as one graph."""
 
     name = "cudagraph"
-    traits = Traits(has_graphs=True, launches=False)
+    traits = Traits(has_graphs=True, serves_ungraphed=False)
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
         refuse_without_gpu(device)

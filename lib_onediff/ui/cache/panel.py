@@ -78,8 +78,8 @@ class Panel:
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
         sizes = self.warmup.stop()
-        told = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
-        return sentence(told), "", waiting
+        message = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
+        return sentence(message), "", waiting
 
     # --- the table ------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
             cancel = a_button("Cancel all", "prewarm_cancel")
-        told = live_html("cache_result")
+        message = live_html("cache_result")
         jobs = live_html("cache_jobs")
         gr.HTML("<h2>Resolutions</h2>")
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
@@ -229,7 +229,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         """Have an event do something, and show what is so then. first: what the first value is, in JavaScript."""
         values = [*own, waiting]
         script = f"(...values) => [{first}, ...values.slice(1, {len(values)})]"
-        done = event(handler, inputs=values, outputs=[told, below, waiting], queue=False, **QUIET,
+        done = event(handler, inputs=values, outputs=[message, below, waiting], queue=False, **QUIET,
                      **(in_the_browser(script) if first else {}))
         done.then(panel.view, **shown)
 
@@ -244,7 +244,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
     on(purge.click, panel.purge_selected, keys, first=if_confirmed(PURGE_SELECTED, SELECTED))
     on(purge_all.click, panel.purge_all, keys, first=if_confirmed(PURGE_ALL))
     on(purge_disk.click, panel.purge_disk, keys, first=if_confirmed(PURGE_DISK))
-    forget_when_changed([sizes], told)
+    forget_when_changed([sizes], message)
 
 
 def build_presets(families: Iterable[UsualSizes]) -> tuple[list[Any], list[tuple[Any, str]]]:

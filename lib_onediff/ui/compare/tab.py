@@ -67,7 +67,7 @@ class ComparePanel:
         if job is None:
             return (UNCHANGED,) * 5
         over = job.over()
-        told = (sentence(job.outcome, wrong=True), "") if over else (UNCHANGED, progress_html(job))
+        message = (sentence(job.outcome, wrong=True), "") if over else (UNCHANGED, progress_html(job))
         pairs = list(job.pairs)
         seen: tuple[Any, Any] = UNCHANGED, UNCHANGED
         if len(pairs) > job.shown:
@@ -76,7 +76,7 @@ class ComparePanel:
                 images += images_of(pair, job.sides)
             seen = outcome_html(pairs, job.sides), images
             job.shown = len(pairs)
-        return *told, *seen, gr.update(interactive=not over)
+        return *message, *seen, gr.update(interactive=not over)
 
     def cancel(self, job: Comparison | None) -> str:
         if job is not None:
@@ -115,18 +115,18 @@ def build_compare_page(panel: ComparePanel) -> None:
         with gr.Row(elem_classes=ACTIONS):
             compare = a_button("Compare", "compare_start", variant="primary")
             cancel = a_button("Cancel", "compare_cancel", interactive=False)
-        told, progress, numbers = (live_html(f"compare_{name}") for name in ("told", "progress", "numbers"))
+        message, progress, numbers = (live_html(f"compare_{name}") for name in ("told", "progress", "numbers"))
         gallery = gr.Gallery(
             label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_gallery",
             **LOSSLESS,
         )
         look = a_button("", "compare_look", elem_classes=HIDDEN)
     job = gr.State(None)
-    shown = [told, progress, numbers, gallery, cancel]
+    shown = [message, progress, numbers, gallery, cancel]
     compare.click(
         panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[*shown, job], queue=False, **QUIET,
         **in_the_browser(READ_TXT2IMG),
     )
     look.click(panel.look, inputs=[job], outputs=shown, queue=False, **QUIET)
-    cancel.click(panel.cancel, inputs=[job], outputs=[told], queue=False, **QUIET)
-    forget_when_changed([*sides, images], told)
+    cancel.click(panel.cancel, inputs=[job], outputs=[message], queue=False, **QUIET)
+    forget_when_changed([*sides, images], message)

@@ -1,5 +1,5 @@
-"""Products in eight bits on this machine: which kinds there are, and which products gain by them, as was measured once
-on a kind of card."""
+"""Products in eight bits on this machine: the kinds (FP8, INT8) that it has, and the products that gain by them, as was
+measured once on each model of card."""
 from __future__ import annotations
 
 import contextlib
@@ -39,21 +39,21 @@ from .float8 import float8_support, why_not
 
 log = logging.getLogger("onediff")
 Answer = TypeVar("Answer")
-# What is lossy must be clearly faster. So must INT8 than FP8: what is measured are short bursts; at a card's power
-# limit, an H100's clock fell by a tenth under INT8, and did not under FP8 (.readme/speed-and-quality.md).
+# A lossy product must be clearly faster than an exact one, and INT8 than FP8: only short bursts are measured, and at
+# its power limit an H100's clock fell by a tenth under INT8, but not under FP8 (.readme/speed-and-quality.md).
 WORTH_ROUNDING = 0.9
-# To look whether the weights are still those that were rounded takes a tenth of a millisecond a call.
+# The check that the weights have not changed since they were rounded takes a tenth of a millisecond a call.
 WORTH_LOOKING_MS = 0.15
-# What a forward has in use at a time beside weights, in outputs of its widest product: SDXL's graph at 1024x1024 takes
-# 348 MiB, 4.1 of them, and a plain call some more.
+# The memory of a forward beside weights, in outputs of its widest product: SDXL's graph at 1024x1024 takes 348 MiB,
+# which is 4.1 outputs, and a call without a graph some more.
 WIDEST_OUTPUTS = 5
 
 
 class LowBit:
-    """What products in eight bits need besides exact kernels. Sizes are those of the call that is asked about.
+    """Chooses the layers of a call that are computed in eight bits, by what was measured at the call's sizes.
 
-    everywhere: choose eight bits for every layer of any size, whatever it gains; what that does to images is then seen
-    on a model too small to gain."""
+    everywhere: choose eight bits for every layer of any size, whatever it gains. So tests see the effect on images with
+    models that are too small to gain."""
 
     everywhere = False
 
@@ -62,14 +62,14 @@ class LowBit:
         self._launches = launches
         self._float8_support = functools.cache(float8_support)
         self._known = functools.cache(lambda card, *question: self._best(*question))
-        # Questions of which the last one is answered alike, and that question and its answer.
+        # The last question of each sort, and its answer: see _once.
         self._answers: dict[str, tuple[object, Any]] = {}
-        # What could not be timed: tried once in a process, and done in the model's type.
+        # Products that could not be timed. They are tried once in a process, and computed in the model's type.
         self._not_timed: set[tuple[Product, torch.dtype, Kind, int]] = set()
-        # How often what gains may have changed.
+        # The number of changes of the measurements that choices depend on.
         self._changes = 0
 
-    # --- what there is --------------------------------------------------------------------------------------------
+    # --- what the machine has -------------------------------------------------------------------------------------
 
     def why_not(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a device has no products as the option wants them for a model of this dtype, in one sentence; None if it
@@ -79,21 +79,21 @@ class LowBit:
         return None if self.kinds(wanted, device, dtype) else self._lack(wanted[-1], device, dtype)
 
     def kinds(self, wanted: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
-        """Those of these kinds that a device has."""
+        """Those of these kinds that a device computes for a model of this dtype."""
         return tuple(kind for kind in wanted if self._lack(kind, device, dtype) is None)
 
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
         return why_not(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
 
     def quantizer(self) -> Round:
-        """By what weights are rounded."""
+        """The function that rounds weights."""
         return rounding.rounded_rows
 
     def operators(
         self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any = None
     ) -> Operators:
-        """Our own. The weights that are there in eight bits tell what is done in them. choose: in the place of best."""
-        # None where there are no products in float8: then nobody asks.
+        """Our own operators. They compute in eight bits with layers that have such weights. choose: instead of best."""
+        # It is not called where there are no products in float8.
         result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
         return NativeOperators(self._launches, attention, result, choose or self.best)
 
@@ -104,8 +104,8 @@ class LowBit:
         return self._once("classes", layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
     def wanted(self, lossy: Lossy, layout: Any, call: Call) -> WantedKinds:
-        """The kind in which each layer's weight is wanted; layers that are better off as they are have none. With
-        lossy.only, no layer is, nor are the keys and values of the cross attention, which are multiplied in the model's
+        """The kind in which each layer's weight is wanted, without layers that gain nothing. With lossy.only, every
+        layer has one, and so have the keys and values of the cross attention, which are multiplied in the model's
         type."""
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
@@ -123,13 +123,13 @@ class LowBit:
         return self._once("wanted alone" if lossy.only else "wanted", question, find)
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
-        """Why this call gains nothing by products in eight bits, in one sentence; None where it does, or may."""
+        """Why this call gains nothing by products in eight bits, in one sentence; None if it does, or may."""
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
         total = 0.0
         names = " or ".join(kind.name.upper() for kind in kinds)
         every = self._products_of(lossy, layout, call)
-        # Alone, it is memory that is gained.
+        # With only, memory is gained.
         if self.everywhere or (every and lossy.only):
             return None
         if not every:
@@ -144,7 +144,7 @@ class LowBit:
         return f"at this size the matrix products gain nothing by {names} on this machine (measured)"
 
     def working_bytes(self, lossy: Lossy, layout: Any, call: Call) -> int:
-        """What a call takes on the GPU beside weights, about."""
+        """About the bytes that a call takes on the GPU beside weights."""
         widest = max((one.rows * one.out for one in self._products_of(lossy, layout, call).values()), default=0)
         return WIDEST_OUTPUTS * widest * call.latent.element_size()
 
@@ -155,15 +155,15 @@ class LowBit:
         """The product of every layer that may be in eight bits, by its name."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
-        # What takes the place of the host's weights is linear layers'.
+        # Only linear layers replace the host's weights.
         convolves = call.latent.is_cuda and not lossy.only
         question = layout, batch, height, width, 0 if self.everywhere else None, convolves
-        # A call may be asked about both ways.
+        # One call may be asked about with only and without.
         what = "products alone" if lossy.only else "products"
         return self._once(what, (question, self._changes), lambda: low_bit_products(*question))
 
     def _once(self, what: str, question: object, find: Callable[[], Answer]) -> Answer:
-        """What find returns, which is asked when the question is another one than last time."""
+        """The result of find(), kept until the question of this sort is another one."""
         known = self._answers.get(what)
         if known is None or known[0] != question:
             known = self._answers[what] = question, find()
@@ -173,7 +173,8 @@ class LowBit:
     # --- what gains -----------------------------------------------------------------------------------------------
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
-        """In which of these kinds a product is done, None for none: as was measured. Safe on any thread."""
+        """The kind of these in which a product is computed, as was measured; None: in the model's type. Safe on any
+        thread."""
         return self._known(current_card(), product, dtype, tuple(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
@@ -187,7 +188,7 @@ class LowBit:
         return min(takes, key=takes.__getitem__, default=None)
 
     def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
-        """The milliseconds that were measured to be gained, 0 where they are too few; None where nothing was."""
+        """The milliseconds that a product gains, 0 if they are too few; None if it was not measured."""
         times = self.measured(product, dtype, kind)
         if times is None:
             return None
@@ -195,14 +196,14 @@ class LowBit:
         return plain - rounded if rounded < WORTH_ROUNDING * plain else 0.0
 
     def measured(self, product: Product, dtype: torch.dtype, kind: Kind) -> tuple[float, float] | None:
-        """Milliseconds of a product as the model's type has it, and in eight bits; None where nothing was measured."""
+        """Milliseconds of a product in the model's type, and in eight bits; None if it was not measured."""
         value = self.tuning_cache.get(times_name(product, dtype, kind))
         if not (isinstance(value, list) and len(value) == 2 and all(isinstance(ms, (int, float)) for ms in value)):
             return None
         return value[0], value[1]
 
     def note(self, product: Product, dtype: torch.dtype, kind: Kind, plain: float, rounded: float) -> None:
-        """Milliseconds were measured; see measured."""
+        """Keep the milliseconds of a product; see measured."""
         self.tuning_cache.set(times_name(product, dtype, kind), [plain, rounded])
         self._ask_again()
 
@@ -225,7 +226,7 @@ class LowBit:
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except RuntimeError:
-                    # The call can be served all the same.
+                    # The call is served without it.
                     self._not_timed.add(untimed)
                     log.warning("OneDiff: %s in %s cannot be timed", product, kind.name, exc_info=True)
         return measured
@@ -233,7 +234,7 @@ class LowBit:
     def measure(
         self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, time_ms: TimeMs
     ) -> None:
-        """Measure what a product gains by a kind."""
+        """Measure a product in the model's type and in a kind."""
         result: Any = self._float8_support(device, dtype).result
         trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
         if trial is not None:
@@ -241,7 +242,7 @@ class LowBit:
         way = way_of(product, dtype, device, kind)
 
         def plainly(one: Product, *given: Any) -> Kind | None:
-            # What makes the tokens of a GEGLU's consumer is in eight bits both ways.
+            # The layer that makes the tokens of a GEGLU's consumer is in eight bits in both measurements.
             return kind if product.source == GATED and one.source == NORMED else None
 
         plain, rounded = (
@@ -251,13 +252,13 @@ class LowBit:
         self.note(product, dtype, kind, plain, rounded)
 
     def forget(self) -> None:
-        """Trust no choice that was made before."""
+        """Make every choice anew."""
         self._not_timed = set()
         self._ask_again()
 
     @contextlib.contextmanager
     def used_everywhere(self) -> Iterator[None]:
-        """Inside, see everywhere."""
+        """A context manager inside which everywhere is True."""
         self.everywhere = True
         self._ask_again()
         try:

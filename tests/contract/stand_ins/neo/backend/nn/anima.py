@@ -67,12 +67,12 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(width // heads, eps=EPS) for _ in range(2))
         self.output_proj = linear(width, width)
 
-    def forward(self, x: Tensor, context: Any = None, turns: Any = None, options: Any = None) -> Tensor:
+    def forward(self, x: Tensor, context: Any = None, rotary: Any = None, options: Any = None) -> Tensor:
         context = x if context is None else context
         split = lambda rows: rows.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # noqa: E731
         q, k, v = self.q_norm(split(self.q_proj(x))), self.k_norm(split(self.k_proj(context))), self.v_proj(context)
-        if turns is not None:
-            q, k = (ck.apply_rope_split_half(heads, turns) for heads in (q, k))
+        if rotary is not None:
+            q, k = (ck.apply_rope_split_half(heads, rotary) for heads in (q, k))
         return self.compute_attention(q, k, split(v), options)
 
     def compute_attention(self, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
@@ -91,9 +91,9 @@ class Block(nn.Module):
             setattr(self, f"layer_norm_{place}", norm(width))
             setattr(self, f"adaln_modulation_{place}", modulation(width, rank, 3))
 
-    def forward(self, x: Tensor, time: Tensor, shared: Tensor, context: Tensor, turns: Tensor, options: Any) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, shared: Tensor, context: Tensor, rotary: Tensor, options: Any) -> Tensor:
         layers = {
-            "self_attn": lambda rows: self.self_attn(rows, turns=turns, options=options),
+            "self_attn": lambda rows: self.self_attn(rows, rotary=rotary, options=options),
             "cross_attn": lambda rows: self.cross_attn(rows, context, options=options),
             "mlp": lambda rows: self.mlp.layer2(self.mlp.activation(self.mlp.layer1(rows))),
         }
@@ -132,10 +132,10 @@ class Anima(nn.Module):
         angles = timesteps.float()[:, None] * torch.exp(-math.log(BASE) * place)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
         shared = embedding.linear_2(functional.silu(embedding.linear_1(waves)))
-        time, turns = self.t_embedding_norm(waves), self.pos_embedder(counts)
+        time, rotary = self.t_embedding_norm(waves), self.pos_embedder(counts)
         x = x.flatten(1, 3).to(torch.float32 if x.dtype == torch.float16 else x.dtype)
         for block in self.blocks:
-            x = block(x, time, shared, context, turns, kwargs.get("transformer_options", {}))
+            x = block(x, time, shared, context, rotary, kwargs.get("transformer_options", {}))
         made = self.final_layer.adaln_modulation(time) + shared[:, :2 * x.shape[-1]]
         shift, scale = made.unsqueeze(1).chunk(2, dim=-1)
         x = self.final_layer.linear(self.final_layer.layer_norm(x.to(context.dtype)) * (1 + scale) + shift)
