@@ -26,9 +26,9 @@ from .scan import (
     HostTraits,
     foreign_parts,
     has_unseen_state,
+    reason_of,
     refuse_foreign_code,
-    stand_ins,
-    told,
+    replaced_names,
 )
 from .streaming import Streaming, Units, streaming_of
 from .values import Tokens
@@ -415,11 +415,11 @@ class BoundUNet:
         trusted = self.host_traits.trusted
         if reached is not self._judged:
             self._first = reached.facts if self._first is None else self._first
-            found = stand_ins(reached, tree.hosts, self._first, trusted)
+            found = replaced_names(reached, tree.hosts, self._first, trusted)
             known = {*trusted, *map(package, trusted), *tree.hosts}
             foreign = (one for one in found if foreign_parts(one, known))
-            self.replaced = tuple(dict.fromkeys(map(told, found)))
-            self._unseen = next((told(one) for one in foreign if has_unseen_state(one, tree.hosts)), "")
+            self.replaced = tuple(dict.fromkeys(map(reason_of, found)))
+            self._unseen = next((reason_of(one) for one in foreign if has_unseen_state(one, tree.hosts)), "")
             self._judged = reached
         if self._unseen:
             raise Refusal(f"{self._unseen}, and OneDiff cannot see on what it depends")

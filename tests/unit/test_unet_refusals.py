@@ -121,7 +121,7 @@ def test_dropout_in_training_mode_and_an_extra_parameter_are_left_to_the_host() 
         (lambda: unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3))),
          "1 parameters that we do not know, such as mid_block.strange"),
         (lambda: delattr(unet.mid_block, "strange"), ""),
-        (unet.train, "dropout drops values (the UNet is in training mode)"),
+        (unet.train, "dropout drops values (the network is in training mode)"),
     ):
         change()
         unet.conv_in.noted = reason  # a parameter of a block alone is no change of what it computes
