@@ -164,7 +164,8 @@ class LeafReader:
             raise self.unknown(layer, "it has no weight")
         if getattr(layer, "scale_weight", None) is not None:
             raise self.unknown(layer, "its weight is stored scaled")
-        for name in ("weight", "bias"):
+        # input_scale: by which a host rounds what a layer in 8 bits reads. Ours finds its own.
+        for name in ("weight", "bias", "input_scale"):
             if getattr(layer, name, None) is not None:
                 self._unclaimed.discard(f"{self.path(layer)}.{name}")
         if layer is not module:

@@ -148,6 +148,7 @@ class OneCard:
             entry, served.output, services.history, host, bound.host_traits.yardstick(host), is_warm_up,
             () if call.patches is None else call.patches.functions, self._times_host, allowed,
             partial(self._spread, key, served.call) if has_spread else None,
+            bound.binding.multiplies_in_eight_bits(),
         )
         if is_news:
             services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))

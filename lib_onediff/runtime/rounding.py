@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.layer_weights import LayerWeights
 from ..core.operators import Heads, Operators, Residual
 from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 
@@ -78,8 +79,16 @@ EXACT_OPERATIONS = frozenset({
 })
 
 
+# Of an input that is rounded to float8 (e4m3) by one scale or another: the reference does not round it.
+ROUNDING_OF_FLOAT8 = 2.0**-5
+
+
 class RoundingNoise:
-    """Operators whose results are multiplied by 1 + precision * noise, normally distributed and the same each time."""
+    """Operators whose results are multiplied by 1 + precision * noise, normally distributed and the same each time.
+
+    Where a layer's inputs are rounded to int8, the reference rounds them as well: noise that takes one over the edge
+    between two integers has the effect that it has in a network.
+    """
 
     def __init__(self, ops: Operators, precision: float, device: torch.device) -> None:
         self._ops, self._precision = ops, precision
@@ -89,24 +98,31 @@ class RoundingNoise:
         operator = getattr(self._ops, name)
         if name in EXACT_OPERATIONS:
             return operator
-        return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs))
+        return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs), self._precision_for(args))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
         """Noise only on heads that are normed or rotated: others are views."""
         found = []
         for heads, part in zip(self._ops.split_heads(projected, parts), parts, strict=True):
             is_view = part.norm is None and part.rotary is None
-            found.append(heads if is_view else self._noisy(heads))
+            found.append(heads if is_view else self._noisy(heads, self._precision))
         return found
 
-    def _noisy(self, found: Any) -> Any:
+    def _precision_for(self, arguments: tuple[Any, ...]) -> float:
+        """The noise of an operator with these arguments."""
+        for one in arguments:
+            if isinstance(one, LayerWeights) and one.low_bit and one.low_bit[0].values.dtype.is_floating_point:
+                return max(self._precision, ROUNDING_OF_FLOAT8)
+        return self._precision
+
+    def _noisy(self, found: Any, precision: float) -> Any:
         if isinstance(found, Residual):
-            return found._replace(tokens=self._noisy(found.tokens))
+            return found._replace(tokens=self._noisy(found.tokens, precision))
         if isinstance(found, (tuple, list)):
-            return type(found)(map(self._noisy, found))
+            return type(found)(self._noisy(one, precision) for one in found)
         wide = found.float()
         noise = torch.randn(wide.shape, generator=self._generator, dtype=torch.float32, device=wide.device)
-        return torch.addcmul(wide, wide, noise, value=self._precision).to(found.dtype)
+        return torch.addcmul(wide, wide, noise, value=precision).to(found.dtype)
 
 
 def spread(compute: Callable[[Operators], Tensor], ops: Operators, dtype: torch.dtype, device: torch.device) -> float:

@@ -40,15 +40,15 @@ SCRIPT = ".py"
 def prove(
     entry: Entry, output: Tensor, history: History, host: Callable[[], Tensor],
     yardstick: Callable[[], Tensor] | None, is_warm_up: bool, functions: Iterable[Any] = (), times_host: bool = True,
-    allowed: float = 0.0, spread: Callable[[], float] | None = None,
+    allowed: float = 0.0, spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> bool:
     """Prove a shape: compare its first output with the host's, unless that was done on this machine before. The entry
     becomes PROVED. Calls with functions of other extensions are always compared.
 
-    host: the host's own forward of this call. yardstick, is_warm_up, spread: see why_it_differs. functions: those of
-    other extensions (Points.functions), which are set back after a failed comparison, because the host calls them again
-    for the answer. times_host: host makes this call and no more, so that its time can be compared. allowed: the
-    relative error that the backend may have, where that is more than rounding.
+    host: the host's own forward of this call. yardstick, is_warm_up, spread, rounds_inputs: see why_it_differs.
+    functions: those of other extensions (Points.functions), which are set back after a failed comparison, because the
+    host calls them again for the answer. times_host: host makes this call and no more, so that its time can be
+    compared. allowed: the relative error that the backend may have, where that is more than rounding.
 
     Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be
     used; the entry is FAILED then, unless neither output was finite.
@@ -60,7 +60,9 @@ def prove(
         time_host(entry, output.device, host, often=True)
     if not known:
         rewind = rewinder_of_all(entry.key.device, functions)
-        miss = why_it_differs(entry, output, host, yardstick, is_warm_up, times_host, allowed, spread=spread)
+        miss = why_it_differs(
+            entry, output, host, yardstick, is_warm_up, times_host, allowed, False, spread, rounds_inputs
+        )
         if miss is not None:
             # The host runs once more, for the answer.
             rewind()
@@ -84,7 +86,7 @@ def prove(
 def why_it_differs(
     entry: Entry, output: Tensor, host: Callable[[], Tensor], yardstick: Callable[[], Tensor] | None = None,
     is_warm_up: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
-    spread: Callable[[], float] | None = None,
+    spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Returns None where they agree, HOST_NOT_FINITE where the
     host's cannot be compared with, else in words for the user how ours differs. Notes the error in the entry.
@@ -93,6 +95,8 @@ def why_it_differs(
     in place of host. is_warm_up: the host is timed often enough, however long that takes. times_host, allowed: see
     prove. same_type: whether ours has to have the type of the host's; under autocast, a UNet's need not. spread:
     measures how far rounding moves this output, where the error is neither usual nor too large; see rounding.spread.
+    rounds_inputs: the host rounds the inputs of layers to eight bits, as a file stores their weights: a number near the
+    edge between two steps goes up on one side and down on the other, so that two honest outputs differ by more.
     """
     with torch.no_grad():
         # Not timed: a first run at a size loads kernels and picks algorithms.
@@ -107,6 +111,7 @@ def why_it_differs(
             time_host(entry, output.device, host, is_warm_up)
     least = no_question(entry.key.dtype, output.device, entry.key.precision)
     most = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
+    most = max(most, MOST_LOW_BIT_ERROR) if rounds_inputs else most
     allowed = max(allowed, MOST_LOW_BIT_ERROR if entry.key.lossy != LOSSLESS else 0.0)
     limit = max(allowed, explained(entry.relative_error, max(least, allowed), most, spread))
     if entry.relative_error <= limit:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.edits import UNCOUNTED, edit_count
 from ..core.layer_weights import LayerWeights, Weights
-from ..core.leaves import Convolution
+from ..core.leaves import Convolution, FusedLinear
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
@@ -56,21 +56,18 @@ class Binding:
         self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
         # The layers as the host calls them: those, or the LoRAs around them.
         self._called = list(map(weakref.ref, called))
-        self.fusions = layout.fusions()
+        self._every_fusion = tuple(layout.fusions())
+        self.fusions = self._every_fusion
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._turned: set[str] = set()
-        # By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it has.
-        self.fusion_of: dict[str, tuple[str, int, int]] = {}
-        for fusion in self.fusions:
-            first = 0
-            for member in fusion.members:
-                self.fusion_of[member.path] = fusion.name, first, member.out_features
-                first += member.out_features
-        self.groups = {path: [path] for path in self._leaves if path not in self.fusion_of}
-        self.groups |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
         self.cast_to: torch.dtype | None = None
         # The paths of layers whose weights are in few bits.
         self.stored_paths = frozenset[str]()
+        # The paths of the members of fused layers that cannot lie in one tensor, by the fused layer's name.
+        self.apart: dict[str, list[str]] = {}
+        # By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it has.
+        self.fusion_of: dict[str, tuple[str, int, int]] = {}
+        self.groups: dict[str, list[str]] = {}
         self.look_for_stored()
         self.device = self._first_weight().device
         self.away: frozenset[str] = frozenset()
@@ -165,10 +162,14 @@ class Binding:
     def parameters(self) -> list[Tensor]:
         """The tensors that all layers compute with, in their order: parameters, and in the place of a weight in few
         bits its values and scales. Drop the result after the call. Raises Refusal if a layer is gone."""
-        layers = self.layers()
-        if self.reader is not None:
-            return self.reader.tensors(layers)
-        return [one for layer in layers for one in layer._parameters.values() if one is not None]
+        if not self.stored_paths:
+            return [one for layer in self.layers() for one in layer._parameters.values() if one is not None]
+        found: list[Tensor] = []
+        for path in self._leaves:
+            stored = self.stored(path)
+            found += [one for one in self._parameters(path) if one is not None]
+            found += [] if stored is None else stored.scales
+        return found
 
     def stored(self, path: str) -> StoredWeight | None:
         """The weight of a layer that is in few bits, as it is now; None where it is a plain tensor. Drop the result
@@ -177,6 +178,11 @@ class Binding:
             return None
         return self.reader.weight(self._layer(path))
 
+    def multiplies_in_eight_bits(self) -> bool:
+        """Whether the host rounds the inputs of any layer to the eight bits that its weight is stored in."""
+        found = map(self.stored, self.stored_paths)
+        return any(stored is not None and stored.format.kind is not None for stored in found)
+
     def formats(self) -> list[str]:
         """The names of the formats of the weights in few bits, the most frequent one first."""
         names = Counter(stored.format.name for path in self.stored_paths if (stored := self.stored(path)) is not None)
@@ -184,16 +190,70 @@ class Binding:
 
     def numel(self, path: str) -> int:
         """The numbers in a layer's weight, decoded."""
+        return math.prod(self._shape(path))
+
+    def _shape(self, path: str) -> tuple[int, ...]:
+        """The shape of a layer's weight, decoded."""
         stored = self.stored(path)
-        return self._parameters(path)[0].numel() if stored is None else math.prod(stored.shape)
+        return tuple(self._parameters(path)[0].shape) if stored is None else stored.shape
 
     def look_for_stored(self) -> None:
-        """Note anew which weights are in few bits. Raises Refusal for a format that is not known."""
+        """Note anew which weights are in few bits, and which layers can lie together: not those of a format that is not
+        stored row by row. Raises Refusal for a format that is not known."""
         reader = self.reader
-        if reader is not None:
-            self.stored_paths = frozenset(
-                path for path in self._leaves if reader.weight(self._layer(path)) is not None
-            )
+        found = {} if reader is None else {path: reader.weight(self._layer(path)) for path in self._leaves}
+        stored = {path: one for path, one in found.items() if one is not None}
+        self.stored_paths = frozenset(stored)
+        has_other_rows = {path for path, one in stored.items() if not one.format.is_by_rows}
+        together: list[FusedLinear] = []
+        self.apart = {}
+        for fusion in self._every_fusion:
+            paths = [member.path for member in fusion.members]
+            if has_other_rows.isdisjoint(paths):
+                together.append(fusion)
+            else:
+                self.apart[fusion.name] = paths
+        self.fusions = tuple(together)
+        self.fusion_of = {}
+        for fusion in self.fusions:
+            first = 0
+            for member in fusion.members:
+                self.fusion_of[member.path] = fusion.name, first, member.out_features
+                first += member.out_features
+        self.groups = {path: [path] for path in self._leaves if path not in self.fusion_of}
+        self.groups |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
+
+    def products(self) -> dict[str, list[str]]:
+        """The paths of the layers that one product computes: as groups, with layers that cannot lie together."""
+        apart = {path for paths in self.apart.values() for path in paths}
+        return {name: paths for name, paths in self.groups.items() if name not in apart} | self.apart
+
+    def shapes(self) -> Weights:
+        """As weights, with the shape alone, decoded, of what is in few bits."""
+        found = dict(self.weights())
+        for name, paths in self.products().items():
+            for path in {name, *paths}:
+                if not self.stored_paths.isdisjoint(paths):
+                    found[path] = found[path]._replace(weight=self._decoded_shape([path] if path in paths else paths))
+        return found
+
+    def _decoded_shape(self, paths: Sequence[str]) -> Tensor:
+        """A tensor without values, of the shape of these layers' weights one below the other, in the computed type."""
+        rows = sum(self._shape(path)[0] for path in paths)
+        return torch.empty((rows, *self._shape(paths[0])[1:]), dtype=self.dtype, device=NOWHERE)
+
+    def members(self, name: str) -> list[str]:
+        """The paths of a fused layer's members in order; of another layer, its own."""
+        return self.groups.get(name) or self.apart.get(name) or [name]
+
+    def decoded(self, path: str, dtype: torch.dtype) -> Tensor | None:
+        """The weight of a layer that is in few bits, decoded on the device that computes; None where it is a plain
+        tensor."""
+        stored = self.stored(path)
+        if stored is None:
+            return None
+        scales = [scale.to(self.device) for scale in stored.scales]
+        return stored.decode(stored.values.to(self.device), scales, dtype)
 
     def vectors(self) -> list[Tensor]:
         """The biases, and the weights of norms."""
@@ -232,7 +292,14 @@ class Binding:
         for fusion in self.fusions:
             is_away = fusion.name in self.away
             layer_weights[fusion.name] = self.weights_on(NOWHERE, fusion.name) if is_away else self._joined(fusion.name)
+        for name, paths in self.apart.items():
+            layer_weights[name] = self._unjoined(paths)
         return layer_weights
+
+    def _unjoined(self, paths: Sequence[str]) -> LayerWeights:
+        """The shape alone of the weight of layers that cannot lie together, and a copy of their biases."""
+        biases = [bias for path in paths if (bias := self._parameters(path)[1]) is not None]
+        return LayerWeights(self._decoded_shape(paths), in_one(biases, self.device) if biases else None)
 
     def _joined(self, name: str) -> LayerWeights:
         """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""
@@ -300,7 +367,7 @@ class Binding:
                 self._refuse_elsewhere(path, parameter)
                 if self.cast_to is None and parameter.dtype != stored:
                     raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")
-        for fusion in self.fusions:
+        for fusion in self._every_fusion:
             members = [layer_weights[member.path] for member in fusion.members]
             parameters = [parameter for layer in members for parameter in layer[:2] if parameter is not None]
             if len({parameter.dtype for parameter in parameters}) > 1:

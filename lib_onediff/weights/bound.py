@@ -182,7 +182,7 @@ class BoundUNet:
         """Note where the bound parameters lie and how often they were edited; and their contents, where _part says so.
         Later looks compare with this."""
         binding = self.binding
-        self.baseline.parameters = Parameters(binding.layers(), binding.reader)
+        self.baseline.parameters = Parameters(binding.layers(), binding.reader if binding.stored_paths else None)
         self.baseline.contents = None
         if self._part:
             spans: list[MemorySpan] = []

@@ -46,7 +46,8 @@ class OnTheFly:
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
         """The type to which the host casts the parameters for inputs of this type, or None."""
-        if self._casts is None or dtype not in BOUND_DTYPES or binding.stored_dtype == dtype:
+        is_as_stored = binding.stored_dtype == dtype and not binding.stored_paths
+        if self._casts is None or dtype not in BOUND_DTYPES or is_as_stored:
             return None
         return self._casts.to(binding.layers(), dtype)
 
@@ -84,7 +85,7 @@ class OnTheFly:
         before = self.applied
         self.applied = None
         applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before)
-        moved = applied.fit(functions, binding.weights(), binding.groups, room)
+        moved = applied.fit(functions, binding.shapes(), binding.products(), room, binding.decoded)
         self.applied = applied
         self._mark = parts.mark()
         self._facts = parts.facts
@@ -162,14 +163,14 @@ class OnTheFly:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
         key."""
         if self.applied is None:
-            return ()
+            return tuple(f"{name} weights" for name in binding.formats())
         stored = str(binding.stored_dtype).removeprefix("torch.")
-        found: list[str] = []
+        found = [f"{name} weights" for name in binding.formats()]
         if self.applied.low_rank:
             found.append("LoRA on the fly")
         if self.copies_matrices:
             found.append("weights changed on the fly")
-        if binding.cast_to is not None:
+        if binding.cast_to is not None and not binding.stored_paths:
             found.append(f"weights stored as {stored}")
         return tuple(found)
 
@@ -200,6 +201,7 @@ class AppliedFunctions:
         self.biases: dict[str, Tensor] = {}
         self._before: dict[tuple[str, str], Tensor] = {} if before is None else before._made
         self._made: dict[tuple[str, str], Tensor] = {}
+        self._decoded: Callable[[str, torch.dtype], Tensor | None] = lambda path, dtype: None
         self.lasting = True
 
     @property
@@ -209,13 +211,15 @@ class AppliedFunctions:
 
     def fit(
         self, functions: Mapping[str, WeightFunctions], weights: Weights, paths: Mapping[str, Sequence[str]],
-        room: Callable[[], int] | None,
+        room: Callable[[], int] | None, decoded: Callable[[str, torch.dtype], Tensor | None] = lambda path, dtype: None,
     ) -> bool:
         """Make all tensors. functions: what is applied to layers, by path. weights: the parameters as they are stored,
-        of fused layers too; some may be on another device. paths: see Binding.groups. room: see OnTheFly.refresh.
+        of fused layers too; some may be on another device; see Binding.shapes. paths: see Binding.products. room: see
+        OnTheFly.refresh. decoded: see Binding.decoded.
 
         Returns whether any tensor has another address than before. Raises Refusal if there is no room.
         """
+        self._decoded = decoded
         self.lasting = all(one.lasting for one in functions.values())
         groups: dict[str, dict[str, WeightFunctions]] = {}
         for name, members in paths.items():
@@ -341,6 +345,8 @@ class AppliedFunctions:
         found[name] = self._place(kind, name, together)
         pieces = found[name].split(list(map(len, stored)))
         for path, piece, parameter, change in zip(group, pieces, stored, changes, strict=True):
+            decoded = self._decoded(path, self.dtype) if kind == "weight" else None
+            parameter = parameter if decoded is None else decoded
             changed = parameter
             if change is not None:
                 changed = change(parameter.detach().to(self._device, self.dtype, copy=True))

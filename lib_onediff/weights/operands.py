@@ -6,16 +6,15 @@
    its copy on a second card, see mirror.py) or in main memory. Layers that are fused share one tensor, of which each
    is a view.
 2. `Streamed` brings what lies in main memory to the device. All later steps find tensors there.
-3. `Changed` puts what the host's functions make of a parameter in its place.
-4. `Cast` gives a weight the type that is computed in.
-5. `WithLoras` adds the LoRAs that are computed beside a layer. The weight has the type of its product by now.
-6. `WithLowBit` adds the copies in eight bits. They were rounded from the operand of step 5, so they take the place of
+3. `Decoded` makes of values in few bits a weight in the type that is computed in or, where the host multiplies them as
+   they are, an operand in eight bits.
+4. `Changed` puts what the host's functions make of a parameter in its place.
+5. `Cast` gives a weight the type that is computed in.
+6. `WithLoras` adds the LoRAs that are computed beside a layer. The weight has the type of its product by now.
+7. `WithLowBit` adds the copies in eight bits. They were rounded from the operand of step 6, so they take the place of
    its weight and its LoRAs.
 
-**A storage format** (scaled float8, INT8, rotated INT8, GGUF, nf4) **is one class and one line**: a step `Decoded`
-between 2 and 3, appended as `Decoded(replaced)` in `steps_of`. It finds a layer's tensors on the device as they are
-stored, and returns the weight decoded, or, where a kernel computes with the stored numbers, as `LayerWeights.low_bit`.
-It skips the layers in `replaced`, whose weight a later step brings by itself.
+A weight that a file stores in few bits (weights/stored.py) stands in 1 and 2 as its values, whatever their type.
 """
 from __future__ import annotations
 
@@ -30,6 +29,7 @@ from ..core.layer_weights import LayerWeights, QuantizedWeight, Source, Weights,
 from .binding import Binding
 from .bound import BoundUNet
 from .on_the_fly import AppliedFunctions, OnTheFly
+from .stored import StoredWeight
 from .streaming import Streaming, Units
 
 
@@ -110,6 +110,81 @@ class Streamed(Step):
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
         bias = self._forward.bias(name)
         return before if bias is None else bias
+
+
+class Decoded(Step):
+    """Where the values of weights in few bits are on the device: makes the operand of their layers.
+
+    Where the host multiplies all members of a layer in one type of eight bits, the operand has the file's own numbers
+    (LayerWeights.low_bit alone), and nothing is rounded again. Otherwise its weight is decoded by the host's own
+    function, anew at each use: there is never a decoded copy of the network.
+    """
+
+    def __init__(self, binding: Binding, replaced: frozenset[str], channels_last: bool) -> None:
+        """replaced: the layers whose weight a later step brings. channels_last: how convolutions' weights lie."""
+        self._binding = binding
+        self._dtype = binding.dtype
+        self._left = replaced
+        self._channels_last = channels_last
+        # Forwards read a layer twice in a row: for the norm before it, and for its product.
+        self._last_name = ""
+        self._last_weight: Tensor | None = None
+
+    def operand(self, name: str, before: LayerWeights) -> LayerWeights:
+        binding = self._binding
+        paths = binding.members(name)
+        if name in self._left or binding.stored_paths.isdisjoint(paths):
+            return before
+        members = [binding.stored(path) for path in paths]
+        joint = quantized(before.weight, members)
+        if joint is not None:
+            shape = torch.empty(joint.values.shape, dtype=self._dtype, device="meta")
+            return before._replace(weight=shape, low_bit=(joint,))
+        if self._last_weight is None or self._last_name != name:
+            self._last_weight = self._weight(name, before.weight, paths, members)
+            self._last_name = name
+        return before._replace(weight=self._last_weight)
+
+    def _weight(
+        self, name: str, values: Tensor, paths: Sequence[str], members: Sequence[StoredWeight | None]
+    ) -> Tensor:
+        """The decoded weight of a layer. values: of all its members, unless these cannot lie together."""
+        device = self._binding.device
+        is_together = name not in self._binding.apart
+        found: list[Tensor] = []
+        first = 0
+        for path, stored in zip(paths, members, strict=True):
+            own = self._binding.parts(path)[0][0] if stored is None else stored.values
+            if is_together:
+                own = values.narrow(0, first, len(own))
+                first += len(own)
+            own = own.to(device)
+            if stored is None:
+                found.append(own.to(self._dtype))
+            else:
+                scales = [scale.to(device) for scale in stored.scales]
+                found.append(stored.decode(own, scales, self._dtype))
+        weight = found[0] if len(found) == 1 else torch.cat(found)
+        if weight.dim() == 4 and self._channels_last:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        return weight
+
+
+def quantized(values: Tensor, members: Sequence[StoredWeight | None]) -> QuantizedWeight | None:
+    """The weights of layers over the same input as one operand in eight bits; None where not all are multiplied so, or
+    not alike. values: of all, one below the other."""
+    formats = {None if stored is None else (stored.format.kind, stored.format.rotation) for stored in members}
+    if len(formats) > 1:
+        return None
+    scales: list[Tensor] = []
+    rotation = 0
+    for stored in members:
+        if stored is None or stored.format.kind is None:
+            return None
+        rotation = stored.format.rotation
+        scale = stored.scales[0].to(values.device, torch.float32).reshape(1, -1)
+        scales.append(scale if len(members) == 1 else scale.expand(1, len(stored.values)))
+    return QuantizedWeight(values, scales[0] if len(scales) == 1 else torch.cat(scales, dim=1), rotation)
 
 
 class Changed(Step):
@@ -207,21 +282,23 @@ class WithLowBit(Step):
 
 
 def steps_of(
-    stored: Weights, dtype: torch.dtype, streaming: Streaming | None, units: Units, applied: AppliedFunctions | None,
-    low_bit: WithLowBit | None = None,
+    binding: Binding, stored: Weights, streaming: Streaming | None, units: Units, applied: AppliedFunctions | None,
+    low_bit: WithLowBit | None = None, channels_last: bool = False,
 ) -> list[Step]:
     """The steps of one forward, in their order: the one place that has it.
 
-    stored: the parameters. dtype: which is computed in. streaming, units: None where no parameter is in main memory.
-    applied: None where the host computes with its parameters as they are. low_bit: None for exact products.
+    stored: the parameters. streaming, units: None where no parameter is in main memory. applied: None where the host
+    computes with its parameters as they are. low_bit: None for exact products. channels_last: see BoundUNet.
     """
+    dtype = binding.dtype
     changed = None if applied is None else Changed(applied)
     last = frozenset[str]() if low_bit is None else low_bit.replaced
     replaced = last if changed is None else last | changed.replaced
     steps: list[Step] = []
     if streaming is not None:
         steps.append(Streamed(streaming, stored, units, replaced))
-    # Here: steps.append(Decoded(replaced))
+    if binding.stored_paths:
+        steps.append(Decoded(binding, replaced, channels_last))
     if applied is not None and changed is not None:
         steps.append(changed)
         steps.append(Cast(dtype, last))
@@ -240,7 +317,7 @@ def source_of(bound: BoundUNet, call: Call, low_bit: WithLowBit | None = None) -
 
     def operands() -> Operands:
         stored = binding.weights()
-        return Operands(stored, steps_of(stored, binding.dtype, streaming, units, applied, low_bit))
+        return Operands(stored, steps_of(binding, stored, streaming, units, applied, low_bit, bound.channels_last))
 
     return Source(binding.layout, binding.dtype, operands)
 
@@ -252,5 +329,5 @@ def merged_operand(binding: Binding, on_the_fly: OnTheFly, name: str) -> LayerWe
     """
     # One layer is copied as a whole, not in the order of a forward.
     stored = {name: binding.weights_on(binding.device, name)}
-    steps = steps_of(stored, binding.dtype, None, (), on_the_fly.applied_now())
+    steps = steps_of(binding, stored, None, (), on_the_fly.applied_now())
     return merged(Operands(stored, steps)[name])

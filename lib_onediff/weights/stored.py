@@ -24,19 +24,21 @@ class Format:
 
     name: for users, such as "INT8 (ConvRot)". facts: plain data that tells it from others, such as a group's width; two
     formats with equal names and facts decode alike. kind: the eight-bit type in which the host multiplies it, its
-    inputs rounded; None where the host decodes it first. rotation: see QuantizedWeight.
+    inputs rounded; None where the host decodes it first. rotation: see QuantizedWeight. is_by_rows: each row of the
+    weight is a row of the values, so that layers over the same input may lie in one tensor.
     """
 
     name: str
     facts: tuple[object, ...]
     kind: Kind | None = None
     rotation: int = 0
+    is_by_rows: bool = False
 
 
 class StoredWeight(NamedTuple):
     """A weight in few bits.
 
-    shape: of the decoded weight, (out, ...). values: as stored, one row for each of out. scales: in the order in which
+    shape: of the decoded weight, (out, ...). values: as stored. scales: in the order in which
     decode takes them. decode: the host's own function for this format. All tensors are the host's own, in plain memory:
     not of a subclass.
     """

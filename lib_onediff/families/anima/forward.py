@@ -95,16 +95,22 @@ def modulations_of(
     shared = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
     embedding = ops.silu(ops.rms_norm(waves, weights[layout.time_norm.path], layout.time_norm))
     down = ops.linear(embedding, weights[layout.downs.name]).view(len(waves), layers + 1, -1).transpose(0, 1)
-    own = raised(down[:layers], weights[layout.ups.name]) + shared
+    own = raised(down[:layers], weights[layout.ups.name], ops) + shared
     last = ops.linear(down[layers], weights[layout.out_up.path]) + shared[:, :2 * width]
     for found in (own, last):
         found[..., width:2 * width] += 1
     return own, Modulation(scale=last[:, width:], shift=last[:, :width])
 
 
-def raised(down: Tensor, ups: LayerWeights) -> Tensor:
+def raised(down: Tensor, ups: LayerWeights, ops: Operators) -> Tensor:
     """(layers, batch, rank) -> (layers, batch, rows): each layer's product with its own rows of the weight."""
-    product, rank = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT), 0
+    if ups.weight.is_meta:
+        rows = len(ups.weight) // len(down)
+        each = [ops.linear(vectors, rows_of(ups, rows * layer, rows)) for layer, vectors in enumerate(down)]
+        product = torch.stack(each)
+    else:
+        product = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT)
+    rank = 0
     low_rank = ups.low_rank
     if low_rank is None:
         return product
@@ -114,6 +120,14 @@ def raised(down: Tensor, ups: LayerWeights) -> Tensor:
         product[layer] += low_rank.scaled(index, functional.linear(hidden, up))
         rank += up.shape[1]
     return product
+
+
+def rows_of(layer: LayerWeights, first: int, count: int) -> LayerWeights:
+    """So many rows of the weight of a layer that exists in eight bits alone, without bias and LoRAs."""
+    whole = layer.low_bit[0]
+    scales = whole.scales if whole.scales.numel() == 1 else whole.scales.narrow(1, first, count)
+    part = whole._replace(values=whole.values.narrow(0, first, count), scales=scales)
+    return LayerWeights(layer.weight.narrow(0, first, count), None, (part,))
 
 
 def rotary_of(positions: Positions, rows: int, columns: int, device: torch.device) -> Rotary:

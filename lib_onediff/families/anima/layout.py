@@ -153,7 +153,7 @@ def read_positions(embedder: Any) -> Positions:
     """The exponents are buffers, which may have been rounded with the weights."""
     time, space = embedder.dim_temporal_range, embedder.dim_spatial_range
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
-    for rounded in (torch.float32, torch.bfloat16, torch.float16):
+    for rounded in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if all(is_range(buffer, rounded) for buffer in (time, space)):
             return Positions(widths, thetas_of(embedder), rounded, torch.float16)
     raise Refusal("its positions have frequencies that OneDiff does not know")

@@ -30,6 +30,7 @@ from ..sampler_schedule import sampling_of
 from .call import HostCall
 from .image_prompts import image_prompts_of
 from .networks import NETWORKS, HostNetwork
+from .stored_weights import STORED_TYPES, StoredWeights
 from .weight_functions import PLACED, LayerFunctions, cast_to_input
 
 
@@ -97,8 +98,8 @@ class Forge(WebUI):
         self.network_classes = tuple(one.kind for one in self._networks)
         self.models = tuple(model for one in self._networks for model in one.models)
         traits = HostTraits(
-            functions=LayerFunctions(), casts=Casts(cast_to_input), brought=is_brought, placed=PLACED,
-            make_room=self._make_room,
+            functions=LayerFunctions(), casts=Casts(cast_to_input), stored=StoredWeights(), brought=is_brought,
+            placed=PLACED, make_room=self._make_room,
         )
         self._traits = {one.kind: replace(traits, yardstick=one.attention.exactly) for one in self._networks}
         vae = importlib.import_module(self.vae_module)
@@ -334,7 +335,7 @@ def give_originals_storage_of_their_own(patcher: Any) -> None:
 def check_storage(unet: Any) -> None:
     """Raise Refusal where the host casts a UNet's weights in a way that we do not know."""
     stored, computed = getattr(unet, "storage_dtype", None), getattr(unet, "computation_dtype", None)
-    if stored != computed and not (stored in STORED_DTYPES and computed in BOUND_DTYPES):
+    if stored != computed and not (stored in (*STORED_DTYPES, *STORED_TYPES) and computed in BOUND_DTYPES):
         stored, computed = (str(kind).removeprefix("torch.") for kind in (stored, computed))
         raise Refusal(
             f"the UNet is stored as {stored} and computed in {computed}: the WebUI casts its weights at every call"

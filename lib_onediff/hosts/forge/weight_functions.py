@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...weights.scan import APPLIED_AT_CALL, Change, LowRankUpdate, Parts, WeightFunctions
+from .stored_weights import ALWAYS_CAST
 
 WEIGHT_FUNCTION, BIAS_FUNCTION, ONLINE_LORAS = APPLIED_AT_CALL
 LORA = "lora"
@@ -68,8 +69,13 @@ def patches_of(function: Any) -> list[Any] | None:
 
 
 def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The type to which these layers cast their parameters: all of them to their inputs', or the UNet is the host's."""
-    return dtype if all(any(getattr(layer, name, False) for name in CASTS) for layer in layers) else None
+    """The type to which these layers cast their parameters: that of their inputs, where all of them cast."""
+    return dtype if all(map(casts, layers)) else None
+
+
+def casts(layer: nn.Module) -> bool:
+    """Whether a layer casts its parameters at each use."""
+    return any(getattr(layer, name, False) for name in CASTS) or type(layer).__qualname__ in ALWAYS_CAST
 
 
 def applied_to(layers: Sequence[nn.Module]) -> list[int]:

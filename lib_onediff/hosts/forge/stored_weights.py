@@ -1,0 +1,145 @@
+"""The weights that Forge Neo keeps in few bits: comfy-kitchen's quantized tensors, and GGUF.
+
+In Neo 2.26 a layer of a mixed-precision file has a `QuantizedTensor` as its parameter, a tensor without memory of its
+own around `_qdata`, `_params` (scales, the decoded type and shape) and the name of its layout. A layer of a GGUF file
+has a parameter of bytes, `gguf_cls` with the functions of its type, and `real_shape`.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.refusal import Refusal
+from ...weights.low_bit import FP8, INT8, Kind
+from ...weights.stored import Decode, Format, StoredWeight
+
+QUANTIZED, ITS_MODULE = "QuantizedTensor", "comfy_kitchen.tensor.base"
+INT8_LAYOUT = "TensorWiseINT8Layout"
+FP8_LAYOUTS = {torch.float8_e4m3fn: "FP8 (e4m3, scaled)", torch.float8_e5m2: "FP8 (e5m2, scaled)"}
+# The fields of a layout's parameters that are tensors: a weight's scales.
+SCALES = {
+    INT8_LAYOUT: ("scale",),
+    "TensorCoreFP8Layout": ("scale",),
+    "TensorCoreFP8E4M3Layout": ("scale",),
+    "TensorCoreFP8E5M2Layout": ("scale",),
+    "TensorCoreMXFP8Layout": ("scale",),
+    "TensorCoreNVFP4Layout": ("scale", "block_scale"),
+}
+NAMES = {"TensorCoreMXFP8Layout": "MXFP8", "TensorCoreNVFP4Layout": "NVFP4"}
+# The classes of layers that hold such weights, by their qualified names: whatever is in them, they cast it to the type
+# of their input at each use.
+ALWAYS_CAST = (
+    "mixed_precision_ops.<locals>.MixedPrecisionOps.Linear", "ForgeOperationsGGUF.Linear", "ForgeOperationsGGUF.Conv2d",
+)
+# The types by which a network says that it is stored so.
+STORED_TYPES = (torch.int8, torch.uint8, "gguf")
+# What a layer holds beside tensors that decides how a quantized tensor is computed with: the host decodes it first.
+DECODES_FIRST = "_full_precision_mm"
+read_layout = attrgetter("_layout_cls", "_params")
+
+
+class StoredWeights:
+    """weights.stored.StoredReader for Forge Neo."""
+
+    def weight(self, layer: nn.Module) -> StoredWeight | None:
+        weight: Any = layer._parameters.get("weight")
+        if is_quantized(weight):
+            return quantized_weight(layer, weight)
+        return gguf_weight(weight) if getattr(weight, "gguf_cls", None) is not None else None
+
+    def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
+        found: list[Tensor] = []
+        parameters: Any = chain.from_iterable(layer._parameters.values() for layer in layers)
+        for parameter in parameters:
+            if parameter is None:
+                continue
+            if is_quantized(parameter):
+                found.append(parameter._qdata)
+                found += [getattr(parameter._params, name) for name in SCALES.get(parameter._layout_cls, ())]
+            else:
+                found.append(parameter)
+        return found
+
+    def facts(self, layers: Sequence[nn.Module]) -> list[object]:
+        found: list[object] = []
+        for layer in layers:
+            weight: Any = layer._parameters.get("weight")
+            if is_quantized(weight):
+                found.append((layer.__dict__.get(DECODES_FIRST), weight._layout_cls, *plain_fields(weight._params)))
+            elif hasattr(weight, "gguf_cls"):
+                found.append((weight.gguf_cls, tuple(weight.real_shape), weight.computation_dtype))
+        return found
+
+
+def is_quantized(parameter: Any) -> bool:
+    """Whether a parameter is one of comfy-kitchen's quantized tensors."""
+    return type(parameter).__qualname__ == QUANTIZED
+
+
+def plain_fields(params: Any) -> tuple[object, ...]:
+    """The fields of a layout's parameters that are no tensors."""
+    return tuple(value for value in vars(params).values() if not isinstance(value, Tensor))
+
+
+def quantized_weight(layer: nn.Module, weight: Any) -> StoredWeight:
+    """A quantized tensor. Raises Refusal for a layout that is not known, or a tensor that was transposed."""
+    if type(weight).__module__ != ITS_MODULE:
+        raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, which OneDiff does not know")
+    layout, params = read_layout(weight)
+    names = SCALES.get(layout)
+    if names is None or getattr(params, "transposed", False):
+        raise Refusal(f"its weights are stored as {layout}, which OneDiff does not know")
+    scales = tuple(getattr(params, name) for name in names)
+    if not all(isinstance(scale, Tensor) for scale in scales):
+        raise Refusal(f"a weight stored as {layout} lacks its scale")
+    values: Tensor = weight._qdata
+    name, kind, rotation = named(layout, values.dtype, params)
+    if layer.__dict__.get(DECODES_FIRST):
+        kind = None
+    shape = tuple(params.orig_shape)
+    if kind is not None and scales[0].numel() not in (1, shape[0]):
+        raise Refusal(f"a weight stored as {name} has {scales[0].numel()} scales for {shape[0]} rows")
+    format = Format(name, (layout, *plain_fields(params)), kind, rotation, is_by_rows=layout not in NAMES)
+    return StoredWeight(format, shape, values, scales, decoder(weight.layout_cls, params, names))
+
+
+def named(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | None, int]:
+    """What users call a layout, the eight-bit type in which the host multiplies it, and the width of its rotation."""
+    if layout == INT8_LAYOUT:
+        rotation = int(params.convrot_groupsize) if params.convrot else 0
+        return "INT8 (ConvRot)" if rotation else "INT8", INT8, rotation
+    if layout in NAMES:
+        return NAMES[layout], None, 0
+    return FP8_LAYOUTS.get(dtype, "FP8"), FP8 if dtype == FP8.dtype else None, 0
+
+
+def decoder(layout: Any, params: Any, names: Sequence[str]) -> Decode:
+    """The host's function that decodes values of this layout."""
+
+    def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        own = replace(params, orig_dtype=dtype, **dict(zip(names, scales, strict=True)))
+        full: Tensor = layout.dequantize(values.contiguous(), own)
+        rows, width = params.orig_shape
+        # What is not a multiple of the layout's block was padded.
+        return full[:rows, :width]
+
+    return decode
+
+
+def gguf_weight(weight: Any) -> StoredWeight:
+    """A weight of a GGUF file, which the host has made ready ("baked") as it was loaded. Raises Refusal for another."""
+    name = f"GGUF {weight.gguf_cls.__name__}"
+    if not getattr(weight, "baked", False):
+        raise Refusal(f"a weight stored as {name} is not made ready by the WebUI")
+
+    def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        decoded: Tensor = weight.gguf_cls.dequantize_pytorch(weight.copy_with_data(values))
+        return decoded.to(dtype)
+
+    return StoredWeight(Format(name, (name,)), tuple(weight.real_shape), weight.data, (), decode)
